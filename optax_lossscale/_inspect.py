@@ -1,0 +1,83 @@
+"""Find the loss scale in an optimizer state."""
+
+from typing import Any
+
+import jax
+
+from ._state import LossScaleState
+
+
+def get_loss_scale_state(state: Any) -> LossScaleState:
+    """Return the one loss-scale state that a tree contains.
+
+    Args:
+        state: an optimizer state of any structure with one `LossScaleState` in it, or
+            that state itself. A train state that holds the optimizer state will do.
+
+    Returns:
+        The `LossScaleState`: the scale, its counters and whether the last step was
+        applied, all as arrays on the device.
+
+    Raises:
+        ValueError: if there is none, or more than one.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_lossscale as ls
+        >>> tx = optax.chain(optax.clip(1.0), ls.with_loss_scaling(optax.adam(1e-3)))
+        >>> opt_state = tx.init({"w": jnp.zeros(3)})
+        >>> bool(ls.get_loss_scale_state(opt_state).grads_finite)
+        True
+    """
+    found = find_loss_scale_states(state)
+    if not found:
+        raise ValueError(
+            "`state` must contain a LossScaleState, got a "
+            f"{type(state).__name__} without one. Was the optimizer wrapped with "
+            "`with_loss_scaling`, and is this the state that its `init` returned?"
+        )
+    if len(found) > 1:
+        raise ValueError(
+            f"`state` must contain only one LossScaleState, got {len(found)}, at "
+            f"{list(found)}. A loss is multiplied by one scale: pass the part of the "
+            "state that belongs to it, or wrap the whole optimizer once."
+        )
+    return next(iter(found.values()))
+
+
+def get_loss_scale(state: Any) -> jax.Array:
+    """Return the loss scale that a tree contains.
+
+    Args:
+        state: as for `get_loss_scale_state`.
+
+    Returns:
+        The scale that multiplies the next loss, a float32 array of shape ``()``.
+
+    Raises:
+        ValueError: if there is no loss scale in the tree, or more than one.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_lossscale as ls
+        >>> tx = ls.with_loss_scaling(optax.adam(1e-3))
+        >>> ls.get_loss_scale(tx.init(jnp.zeros(3)))
+        Array(32768., dtype=float32)
+    """
+    return get_loss_scale_state(state).loss_scale
+
+
+def find_loss_scale_states(tree: Any) -> dict[str, LossScaleState]:
+    """Return every loss-scale state in a tree by its path, as ``keystr`` writes it."""
+
+    def is_scale_state(node: Any) -> bool:
+        return isinstance(node, LossScaleState)
+
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scale_state)
+    return {
+        jax.tree_util.keystr(path): node
+        for path, node in leaves
+        if is_scale_state(node)
+    }

@@ -1,0 +1,228 @@
+"""The rules' common base, and the rule that never changes its scale."""
+
+import abc
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self, TypeVar, final
+
+import jax
+
+from ._state import LossScaleState
+from ._validation import check_flag, check_number
+
+# Inside these bounds a float32 scale and its reciprocal are both normal numbers. XLA
+# flushes subnormal ones to zero, and gradients multiplied by zero look finite.
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = 2.0**126
+
+RuleT = TypeVar("RuleT", bound="LossScale")
+Update = Callable[[RuleT, LossScaleState, jax.typing.ArrayLike], LossScaleState]
+
+
+def compiled(update: Update[RuleT]) -> Update[RuleT]:
+    """Compile a rule's ``update`` once for each configuration.
+
+    The configuration enters the program as constants, so that an eager update moves
+    nothing from the host. While ``optax.inject_hyperparams`` traces a field, the rule
+    has no hash to compile for, and the caller's program takes the update in.
+    """
+    jitted = jax.jit(update, static_argnums=0)
+
+    @functools.wraps(update)
+    def checked(
+        self: RuleT, state: LossScaleState, grads_finite: jax.typing.ArrayLike
+    ) -> LossScaleState:
+        check_flag("grads_finite", grads_finite)
+        traced = any(isinstance(x, jax.core.Tracer) for x in vars(self).values())
+        return (update if traced else jitted)(self, state, grads_finite)
+
+    return checked
+
+
+class LossScale(abc.ABC):
+    """A rule: what the loss scale is at first, and what each step makes of it.
+
+    A rule is configuration and holds no arrays; what changes is in
+    [`LossScaleState`]. Derive from it for a rule of your own, as a frozen dataclass,
+    which gives it a repr, equality, a hash and ``get_config``. A rule must not define
+    ``__call__``: ``optax.inject_hyperparams`` takes callables for schedules.
+
+    Attributes:
+        skip_nonfinite: whether a step with non-finite gradients is skipped. If not,
+            gradients are not checked either, and ``update`` is always given True.
+
+    Examples:
+        >>> import dataclasses
+        >>> import jax.numpy as jnp
+        >>> import optax_lossscale as ls
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class HalvingLossScale(ls.LossScale):
+        ...     init_scale: float = 1024.0
+        ...
+        ...     def init(self):
+        ...         return ls.LossScaleState.create(self.init_scale)
+        ...
+        ...     def update(self, state, grads_finite):
+        ...         scale = jnp.where(grads_finite, 1.0, 0.5) * state.loss_scale
+        ...         return state.record(grads_finite)._replace(loss_scale=scale)
+        >>> rule = HalvingLossScale()
+        >>> float(rule.update(rule.init(), False).loss_scale)
+        512.0
+    """
+
+    skip_nonfinite: bool = True
+
+    @abc.abstractmethod
+    def init(self) -> LossScaleState:
+        """Return the state before the first step."""
+
+    @abc.abstractmethod
+    def update(
+        self, state: LossScaleState, grads_finite: jax.typing.ArrayLike
+    ) -> LossScaleState:
+        """Return the state after a step.
+
+        Args:
+            state: the state whose ``loss_scale`` multiplied this step's loss.
+            grads_finite: one boolean, whether all gradients were finite.
+        """
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the configuration as a dictionary that JSON can hold.
+
+        Returns:
+            The fields by name, and the name of the class as ``"class_name"``.
+
+        Raises:
+            TypeError: if the class is not a dataclass.
+
+        Examples:
+            >>> import optax_lossscale as ls
+            >>> ls.FixedLossScale(8.0).get_config()
+            {'class_name': 'FixedLossScale', 'loss_scale': 8.0, 'skip_nonfinite': True}
+        """
+        return {
+            "class_name": type(self).__name__,
+            **{name: getattr(self, name) for name in _field_names(type(self))},
+        }
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """Build the rule that ``get_config`` described.
+
+        Args:
+            config: what ``get_config`` returned. Called on ``LossScale`` itself, its
+                ``"class_name"`` says which rule to build; called on one rule, the
+                name may be missing. Fields left out take their defaults.
+
+        Raises:
+            TypeError: if ``config`` is not a mapping.
+            ValueError: if it names no known rule or another one, has an argument that
+                the rule does not take, or has a value that the rule refuses.
+
+        Examples:
+            >>> import optax_lossscale as ls
+            >>> rule = ls.DynamicLossScale(growth_interval=500)
+            >>> ls.LossScale.from_config(rule.get_config()) == rule
+            True
+        """
+        if not isinstance(config, Mapping):
+            raise TypeError(
+                f"`config` must be a dictionary from `get_config`, got {config!r}."
+            )
+        fields = dict(config)
+        name = fields.pop("class_name", cls.__name__)
+        rules = [rule for rule in _concrete_rules(cls) if rule.__name__ == name]
+        # A notebook cell run twice defines a class twice; the last one is meant.
+        if len({rule.__module__ for rule in rules}) != 1:
+            known = sorted({rule.__name__ for rule in _concrete_rules(cls)})
+            raise ValueError(
+                f"`config['class_name']` must name exactly one of {known}, got "
+                f"{name!r}, which names {len(rules)}. Import the module that defines "
+                "the rule, or call `from_config` on the rule's own class."
+            )
+        rule = rules[-1]
+        unknown = sorted(fields.keys() - set(_field_names(rule)))
+        if unknown:
+            raise ValueError(
+                f"`config` for {name} must hold only {_field_names(rule)}, got "
+                f"{unknown}. Remove them, or rename them to the arguments meant."
+            )
+        return rule(**fields)
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class FixedLossScale(LossScale):
+    """Keep the scale constant.
+
+    The rule of TensorFlow's ``FixedLossScale`` (``skip_nonfinite=False``) and of
+    MindSpore's ``FixedLossScaleManager``, whose ``drop_overflow_update`` is
+    ``skip_nonfinite`` here. With ``FixedLossScale(1.0)`` nothing is scaled and only
+    the skipping remains, which is what bfloat16 and float32 want.
+
+    Args:
+        loss_scale: the scale, from 1 to 2**126. A power of two makes scaling exact.
+        skip_nonfinite: whether to skip steps whose gradients are not finite. If not,
+            nothing is checked and nothing masked.
+
+    Raises:
+        ValueError: if an argument breaks its rule.
+
+    Examples:
+        >>> import optax_lossscale as ls
+        >>> rule = ls.FixedLossScale(1024.0)
+        >>> state = rule.update(rule.init(), False)
+        >>> float(state.loss_scale), int(state.skipped_steps)
+        (1024.0, 1)
+
+    References:
+        Micikevicius et al., `Mixed Precision Training
+        <https://arxiv.org/abs/1710.03740>`_, 2017, section 3.2
+    """
+
+    loss_scale: float = 128.0
+    skip_nonfinite: bool = True
+
+    def __post_init__(self) -> None:
+        loss_scale = check_number(
+            "loss_scale",
+            self.loss_scale,
+            lambda x: 1 <= x <= LARGEST_SCALE,
+            "a number from 1 to 2**126",
+            "It multiplies the loss; for no scaling, use 1.",
+        )
+        object.__setattr__(self, "loss_scale", loss_scale)
+        if not isinstance(self.skip_nonfinite, bool):
+            raise ValueError(
+                f"`skip_nonfinite` must be True or False, got {self.skip_nonfinite!r}. "
+                "It decides how the step is built, so it cannot be an array."
+            )
+
+    def init(self) -> LossScaleState:
+        return LossScaleState.create(self.loss_scale)
+
+    @compiled
+    def update(
+        self, state: LossScaleState, grads_finite: jax.typing.ArrayLike
+    ) -> LossScaleState:
+        return state.record(grads_finite) if self.skip_nonfinite else state
+
+
+def _concrete_rules(cls: type[RuleT]) -> Iterator[type[RuleT]]:
+    if not inspect.isabstract(cls):
+        yield cls
+    for subclass in cls.__subclasses__():
+        yield from _concrete_rules(subclass)
+
+
+def _field_names(cls: type[LossScale]) -> list[str]:
+    if not dataclasses.is_dataclass(cls):
+        raise TypeError(
+            f"{cls.__name__} must be a dataclass to have a configuration. Decorate it "
+            "with `@dataclasses.dataclass(frozen=True)`, or override `get_config` and "
+            "`from_config`."
+        )
+    return [field.name for field in dataclasses.fields(cls) if field.init]

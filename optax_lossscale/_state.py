@@ -1,0 +1,98 @@
+"""The state that every rule acts on."""
+
+from typing import NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from ._validation import check_flag
+
+
+class LossScaleState(NamedTuple):
+    """What every rule knows about the run so far.
+
+    Every field is a strongly typed array of shape ``()``. The names are unique among
+    optax states, so ``optax.tree.get(opt_state, "loss_scale")`` works in any chain.
+
+    Attributes:
+        loss_scale: float32, what the next loss is multiplied by.
+        growth_tracker: int32, finite steps in a row that count towards a growth.
+        hysteresis_tracker: int32, non-finite steps left until the scale backs off.
+        grads_finite: bool, whether the gradients of the last step were finite.
+        skipped_steps: int32, steps skipped in all; saturates.
+        consecutive_skips: int32, steps skipped since one was applied; saturates.
+
+    Examples:
+        >>> import optax_lossscale as ls
+        >>> state = ls.DynamicLossScale().init()
+        >>> float(state.loss_scale), int(state.skipped_steps)
+        (32768.0, 0)
+    """
+
+    loss_scale: jax.Array
+    growth_tracker: jax.Array
+    hysteresis_tracker: jax.Array
+    grads_finite: jax.Array
+    skipped_steps: jax.Array
+    consecutive_skips: jax.Array
+
+    @classmethod
+    def create(
+        cls, loss_scale: jax.typing.ArrayLike, hysteresis: jax.typing.ArrayLike = 1
+    ) -> Self:
+        """Return the state before the first step; what a rule's ``init`` returns.
+
+        Args:
+            loss_scale: the first scale.
+            hysteresis: the first ``hysteresis_tracker``.
+
+        Returns:
+            A state with all other counters at 0 and ``grads_finite`` True.
+
+        Examples:
+            >>> import optax_lossscale as ls
+            >>> ls.LossScaleState.create(128.0).loss_scale
+            Array(128., dtype=float32)
+        """
+        return cls(
+            loss_scale=jnp.asarray(loss_scale, jnp.float32),
+            growth_tracker=jnp.zeros((), jnp.int32),
+            hysteresis_tracker=jnp.asarray(hysteresis, jnp.int32),
+            grads_finite=jnp.ones((), jnp.bool_),
+            skipped_steps=jnp.zeros((), jnp.int32),
+            consecutive_skips=jnp.zeros((), jnp.int32),
+        )
+
+    def record(self, grads_finite: jax.typing.ArrayLike) -> Self:
+        """Return the state with the last step's fate written down.
+
+        The bookkeeping that all rules share: call it first in a rule's ``update``.
+
+        Args:
+            grads_finite: one boolean; False for a step that is skipped.
+
+        Returns:
+            The state with ``grads_finite``, ``skipped_steps`` and
+            ``consecutive_skips`` brought up to date.
+
+        Raises:
+            ValueError: if ``grads_finite`` is not one boolean.
+
+        Examples:
+            >>> import optax_lossscale as ls
+            >>> state = ls.LossScaleState.create(128.0).record(False).record(False)
+            >>> int(state.skipped_steps), int(state.consecutive_skips)
+            (2, 2)
+            >>> int(state.record(True).consecutive_skips)
+            0
+        """
+        check_flag("grads_finite", grads_finite)
+        grads_finite = jnp.asarray(grads_finite)
+        skipped_steps = optax.safe_increment(self.skipped_steps)
+        consecutive_skips = optax.safe_increment(self.consecutive_skips)
+        return self._replace(
+            grads_finite=grads_finite,
+            skipped_steps=jnp.where(grads_finite, self.skipped_steps, skipped_steps),
+            consecutive_skips=jnp.where(grads_finite, 0, consecutive_skips),
+        )

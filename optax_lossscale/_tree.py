@@ -1,0 +1,114 @@
+"""Arithmetic on pytrees: is it finite, undo the scale, choose between two."""
+
+from collections.abc import Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._validation import check_flag
+
+AxisName = Hashable | tuple[Hashable, ...]
+
+
+def all_finite(tree: Any, axis_name: AxisName | None = None) -> jax.Array:
+    """Return whether no floating-point element of a tree is NaN or infinite.
+
+    Complex leaves count by both parts. Integers, booleans, PRNG keys and ``float0``
+    are always finite, and so is a tree without leaves. float8_e4m3fn has no infinity
+    and float4 neither: there an overflow that saturates cannot be seen.
+
+    Args:
+        tree: any pytree of arrays.
+        axis_name: the mapped axis, or a tuple of them, over which the answers of all
+            devices (``shard_map``, ``pmap``) or members (``vmap``) are combined.
+
+    Returns:
+        A boolean array of shape ``()``; with ``axis_name``, the same everywhere.
+
+    Raises:
+        ValueError: if ``axis_name`` is not bound here.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import optax_lossscale as ls
+        >>> ls.all_finite({"w": jnp.ones(3), "b": jnp.array(jnp.nan)})
+        Array(False, dtype=bool)
+    """
+    flags = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree) if is_inexact(x)]
+    finite = jnp.all(jnp.stack(flags)) if flags else jnp.ones((), jnp.bool_)
+    if axis_name is None:
+        return finite
+    try:
+        return jax.lax.pmin(finite.astype(jnp.int32), axis_name) == 1
+    except NameError as error:
+        raise ValueError(
+            "`axis_name` must name an axis of the surrounding `shard_map`, `pmap` or "
+            f"`vmap(axis_name=...)`, got {axis_name!r}. Under plain `jit` leave it "
+            "out: there arrays are global and so is the check."
+        ) from error
+
+
+def select(pred: jax.typing.ArrayLike, on_true: Any, on_false: Any) -> Any:
+    """Choose between two trees of the same structure: ``jnp.where``, leaf by leaf.
+
+    For what the optimizer cannot protect in a step with non-finite gradients:
+    BatchNorm statistics, moving averages, PRNG keys, counters.
+
+    Args:
+        pred: one boolean, as `all_finite` returns.
+        on_true: any pytree of arrays, typed PRNG keys included.
+        on_false: a pytree of the same structure.
+
+    Returns:
+        ``on_true`` where ``pred`` is True, ``on_false`` where it is False.
+
+    Raises:
+        ValueError: if ``pred`` is not one boolean or the structures differ.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import optax_lossscale as ls
+        >>> old, new = {"mean": jnp.zeros(2)}, {"mean": jnp.array([1.0, jnp.inf])}
+        >>> ls.select(ls.all_finite(new), new, old)
+        {'mean': Array([0., 0.], dtype=float32)}
+    """
+    check_flag("pred", pred)
+    if not same_structure(on_true, on_false):
+        raise ValueError(
+            "`on_true` and `on_false` must have the same structure, got "
+            f"{jax.tree.structure(on_true)} and {jax.tree.structure(on_false)}. "
+            "Select before adding or removing entries."
+        )
+    return jax.tree.map(lambda t, f: jnp.where(pred, t, f), on_true, on_false)
+
+
+def unscale(tree: Any, scale: jax.Array) -> Any:
+    """Multiply by the scale's reciprocal, in float32 or wider."""
+
+    def leaf(x: Any) -> Any:
+        if not is_inexact(x):
+            return x
+        x = jnp.asarray(x)
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        if jnp.iscomplexobj(x):
+            # A complex product with 0 * inf in it would turn inf into NaN.
+            return jax.lax.complex(leaf(x.real), leaf(x.imag))
+        return x * (1 / scale.astype(x.dtype))
+
+    return jax.tree.map(leaf, tree)
+
+
+def same_structure(tree: Any, other: Any) -> bool:
+    structure: Any = jax.tree.structure(tree)
+    return structure == jax.tree.structure(other)
+
+
+def is_inexact(x: Any) -> bool:
+    """Return whether a leaf is an array or number that can hold a NaN."""
+    return jnp.issubdtype(dtype_of(x), jnp.inexact)
+
+
+def dtype_of(x: Any) -> Any:
+    """Return a leaf's dtype; ``jnp.result_type`` knows neither PRNG keys nor float0."""
+    return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)

@@ -1,0 +1,77 @@
+"""Checks of what users pass in; each error says what to do instead."""
+
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def check_number(
+    name: str, value: Any, accepts: Callable[[float], bool], rule: str, advice: str
+) -> float:
+    """Return ``value`` as a Python float, or as it is while it is traced."""
+    if isinstance(value, jax.core.Tracer):
+        return value  # type: ignore[return-value]  # inject_hyperparams traces it
+    number = _as_python_number(value)
+    # A NaN fails every comparison, so ``accepts`` refuses it.
+    if number is None or not accepts(number):
+        raise ValueError(f"`{name}` must be {rule}, got {value!r}. {advice}")
+    return float(number)
+
+
+def check_count(name: str, value: Any, advice: str) -> int:
+    """Return ``value`` as a Python int that fits a counter, or as it is if traced."""
+    largest = np.iinfo(np.int32).max
+    count = check_number(
+        name,
+        value,
+        lambda x: 1 <= x <= largest and float(x).is_integer(),
+        f"a whole number from 1 to {largest}",
+        advice,
+    )
+    return count if isinstance(count, jax.core.Tracer) else int(count)
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Refuse anything but one boolean, on the device or in Python."""
+    if not is_flag(value):
+        raise ValueError(
+            f"`{name}` must be one boolean of shape (), got {describe(value)}. "
+            "`all_finite(grads)` makes one of a tree of gradients; for an ensemble "
+            "with a flag each, call this inside `jax.vmap`."
+        )
+
+
+def is_flag(value: Any) -> bool:
+    if isinstance(value, bool):
+        return True
+    return getattr(value, "dtype", None) == jnp.bool_ and jnp.shape(value) == ()
+
+
+def describe(value: Any) -> str:
+    """Name a value in an error: its repr, or for an array its type and shape."""
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return f"an array of dtype {value.dtype} and shape {tuple(value.shape)}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"a {type(value).__name__}"
+
+
+def _as_python_number(value: Any) -> float | None:
+    """Return a real number as Python's own, None for bools and everything else."""
+    if isinstance(value, bool | np.bool_):
+        return None
+    if isinstance(value, numbers.Real):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or jnp.shape(value) != () or not isinstance(dtype, np.dtype):
+        return None
+    if jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer):
+        return float(value.item())
+    return None
