@@ -40,7 +40,7 @@ class WithLossScalingState(NamedTuple):
 
 def with_loss_scaling(
     inner: optax.GradientTransformation,
-    loss_scale: LossScale = DynamicLossScale(),  # noqa: B008  # frozen
+    loss_scale: LossScale = DynamicLossScale(),
     *,
     axis_name: AxisName | None = None,
 ) -> optax.GradientTransformationExtraArgs:

@@ -1,0 +1,1 @@
+"""The demonstration that ``python -m optax_lossscale`` runs."""

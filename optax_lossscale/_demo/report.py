@@ -1,0 +1,133 @@
+"""What the demonstration shows: a table, a verdict, a picture, a file of figures."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from rich.table import Table
+
+from .task import VOCABULARY
+from .train import BATCH, Result
+
+Results = Mapping[str, Result]
+
+
+def make_table(results: Results, true_words: float) -> Table:
+    """Draw up one row for each way to train."""
+    table = Table(
+        title="On held-out text",
+        title_justify="left",
+        caption=(
+            f"words: how many words a position is said to have; the truth is "
+            f"{true_words:.2f}. flushed: share of the logits' gradients that became "
+            "zero in the last backward pass."
+        ),
+        caption_justify="left",
+    )
+    table.add_column("trained in", no_wrap=True)
+    for heading in ("loss", "F1", "words", "flushed", "scale", "skipped"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, result in results.items():
+        table.add_row(
+            name,
+            f"{result.held_out_loss:.4f}",
+            f"{result.held_out_f1:.3f}",
+            f"{result.words_predicted:.2f}",
+            f"{result.flushed_share:.1%}",
+            f"2^{math.log2(result.final_scale):g}",
+            f"{result.skipped_steps}",
+        )
+    return table
+
+
+def compare(results: Results) -> str:
+    """Set the held-out losses of all runs against that of the first."""
+    (name, reference), *others = results.items()
+    ratios = [
+        f"{other}, {result.held_out_loss / reference.held_out_loss:.3f} times"
+        for other, result in others
+    ]
+    return f"Loss against {name}'s: {'; '.join(ratios)}."
+
+
+def explain() -> str:
+    """Say in one sentence why float16 fails here without a scale."""
+    elements = BATCH * VOCABULARY
+    lost_below = elements * 2.0**-25
+    return (
+        f"Why float16 needs a scale here: the loss is a mean over {elements:,} labels, "
+        f"so a wrong word of probability p has the gradient p / {elements:,}, which "
+        f"float16 rounds to zero as soon as p < {lost_below:.2f} (half its smallest "
+        "number, 2^-24), so wrong words are no longer pushed down."
+    )
+
+
+def explain_poisoned(result: Result) -> str:
+    """Say what became of the poisoned step, as the run's own record has it."""
+    step = result.poisoned_step
+    if step is None:
+        return ""
+    fate = "skipped" if result.skipped[step] else "applied"
+    scale, next_scale = result.scales[step : step + 2]
+    return (
+        f"In the dynamic run the batch of step {step} held an inf: the step was "
+        f"{fate}, the scale went from 2^{math.log2(scale):g} to 2^{math.log2(next_scale):g}, "
+        f"and training went on: loss {result.losses[step - 1]:.4f} before, "
+        f"{result.losses[-1]:.4f} at the end."
+    )
+
+
+def save_json(
+    path: Path, settings: Mapping[str, int], results: Results, true_words: float
+) -> None:
+    """Write the same figures, and each step's loss, scale and fate."""
+    runs = {name: result._asdict() for name, result in results.items()}
+    # A skipped step's loss is NaN or infinite, which JSON cannot hold.
+    for run in runs.values():
+        run["losses"] = [x if math.isfinite(x) else None for x in run["losses"]]
+    figures = {"settings": dict(settings), "true_words": true_words, "runs": runs}
+    path.write_text(json.dumps(figures, indent=1, allow_nan=False) + "\n")
+
+
+def save_plot(path: Path, results: Results) -> None:
+    """Draw the loss and the scale of every run over the steps."""
+    # Imported here: only --plot needs it. The Agg canvas works without a display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    loss_axes, scale_axes = figure.subplots(2, sharex=True, height_ratios=(3, 2))
+    styles = (("0.6", "-", 4.0), ("tab:red", "-", 1.5), ("tab:blue", "--", 1.5))
+    for (name, result), (color, line, width) in zip(
+        results.items(), (*styles, ("tab:green", ":", 2.5)), strict=True
+    ):
+        style = {"color": color, "linestyle": line, "linewidth": width, "label": name}
+        steps = np.arange(len(result.losses))
+        losses = np.array(result.losses)
+        loss_axes.plot(steps, np.where(np.isfinite(losses), losses, np.nan), **style)
+        scale_axes.step(steps, result.scales, where="post", **style)
+        skipped = np.flatnonzero(result.skipped)
+        scale_axes.plot(
+            skipped,
+            np.array(result.scales)[skipped],
+            linestyle="none",
+            marker="x",
+            color="black",
+            label="skipped step" if len(skipped) else None,
+        )
+    loss_axes.set(ylabel="training loss", yscale="log", title="Same seed, same batches")
+    scale_axes.set(xlabel="step", ylabel="loss scale")
+    scale_axes.set_yscale("log", base=2)
+    loss_axes.set_yticks(ticks := [0.01, 0.02, 0.05, 0.1, 0.2, 0.5], map(str, ticks))
+    loss_axes.minorticks_off()
+    loss_axes.legend(frameon=False)
+    marks, names = scale_axes.get_legend_handles_labels()
+    if "skipped step" in names:
+        mark = marks[names.index("skipped step")]
+        scale_axes.legend([mark], ["skipped step"], frameon=False, loc="center right")
+    for axes in (loss_axes, scale_axes):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=150)
