@@ -180,18 +180,19 @@ class DynamicLossScale(LossScale):
             jnp.asarray(x, jnp.int32) for x in (self.growth_interval, self.hysteresis)
         )
 
-        growth_tracker = optax.safe_increment(state.growth_tracker)
+        # A checkpoint may hold any counters.
+        growth_tracker = optax.safe_increment(jnp.maximum(state.growth_tracker, 0))
         grows = grads_finite & (growth_tracker >= interval)
 
-        # A checkpoint may hold any allowance; hysteresis - 1 of it can be left now.
-        left = jnp.clip(state.hysteresis_tracker, 1, allowance) - 1
+        hysteresis_tracker = jnp.clip(state.hysteresis_tracker, 0, allowance)
+        left = jnp.maximum(hysteresis_tracker - 1, 0)
         backs_off = ~grads_finite & (left == 0)
         refills = {
             "finite": grads_finite,
             "growth": grows,
             "change": grows | backs_off,
         }[self.hysteresis_refill]
-        hysteresis_tracker = jnp.where(grads_finite, state.hysteresis_tracker, left)
+        hysteresis_tracker = jnp.where(grads_finite, hysteresis_tracker, left)
 
         scale = jnp.where(jnp.isnan(state.loss_scale), initial, state.loss_scale)
         scale = jnp.clip(scale, SMALLEST_SCALE, LARGEST_SCALE)

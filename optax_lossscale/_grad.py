@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._inspect import get_loss_scale
-from ._tree import is_inexact, unscale
+from ._tree import dtype_of, is_inexact, unscale, wide_dtype
 from ._validation import describe
 
 
@@ -92,9 +92,10 @@ def value_and_grad(
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         (_, (value, aux)), scaled_grads = differentiated(*args, **kwargs)
-        if jnp.finfo(jnp.result_type(value)).max <= jnp.finfo(jnp.float16).max:
+        dtype = dtype_of(value)
+        if float(jnp.finfo(dtype).max) <= 65504.0:
             warnings.warn(
-                f"The loss is {jnp.result_type(value)}, in which a loss scale of 2**16 "
+                f"The loss is {dtype}, in which a loss scale of 2**16 "
                 "is infinite and so are then all gradients. Return it in float32: "
                 "`loss.astype(jnp.float32)` before the last mean or sum.",
                 stacklevel=2,
@@ -214,6 +215,6 @@ def _scale(loss: Any, scale: jax.Array) -> jax.Array:
             f"The loss must be a floating-point array, got {describe(loss)}. Return "
             "one, or with has_aux=True a pair (loss, aux)."
         )
-    dtype = jnp.promote_types(jnp.result_type(loss), jnp.float32)
+    dtype = wide_dtype(dtype_of(loss))
     # The scale is no function of the weights, also where steps are differentiated.
     return jnp.asarray(loss, dtype) * jax.lax.stop_gradient(scale).astype(dtype)

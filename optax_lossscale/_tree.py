@@ -89,14 +89,21 @@ def unscale(tree: Any, scale: jax.Array) -> Any:
     def leaf(x: Any) -> Any:
         if not is_inexact(x):
             return x
-        x = jnp.asarray(x)
-        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        x = jnp.asarray(x, wide_dtype(dtype_of(x)))
         if jnp.iscomplexobj(x):
             # A complex product with 0 * inf in it would turn inf into NaN.
             return jax.lax.complex(leaf(x.real), leaf(x.imag))
         return x * (1 / scale.astype(x.dtype))
 
     return jax.tree.map(leaf, tree)
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """Return float32 for narrower types, others as they are.
+
+    ``jnp.promote_types`` knows no float8, and refuses under strict promotion.
+    """
+    return dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32
 
 
 def same_structure(tree: Any, other: Any) -> bool:

@@ -73,8 +73,9 @@ def explain_poisoned(result: Result) -> str:
     scale, next_scale = result.scales[step : step + 2]
     return (
         f"In the dynamic run the batch of step {step} held an inf: the step was "
-        f"{fate}, the scale went from 2^{math.log2(scale):g} to 2^{math.log2(next_scale):g}, "
-        f"and training went on: loss {result.losses[step - 1]:.4f} before, "
+        f"{fate}, the scale went from 2^{math.log2(scale):g} to "
+        f"2^{math.log2(next_scale):g}, and training went on: loss "
+        f"{result.losses[step - 1]:.4f} before, "
         f"{result.losses[-1]:.4f} at the end."
     )
 

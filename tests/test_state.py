@@ -1,0 +1,93 @@
+"""LossScaleState: types, counters, names."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lossscale as ls
+
+TYPES = {
+    "loss_scale": jnp.float32,
+    "growth_tracker": jnp.int32,
+    "hysteresis_tracker": jnp.int32,
+    "grads_finite": jnp.bool_,
+    "skipped_steps": jnp.int32,
+    "consecutive_skips": jnp.int32,
+}
+RULES = [
+    ls.FixedLossScale(),
+    ls.FixedLossScale(skip_nonfinite=False),
+    ls.DynamicLossScale(),
+    ls.DynamicLossScale(hysteresis=3, hysteresis_refill="growth"),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("x64", [False, True])
+def test_every_leaf_is_a_strongly_typed_scalar(rule, jit, x64):
+    with jax.enable_x64(x64), jax.numpy_dtype_promotion("strict"):
+        init, update = rule.init, rule.update
+        state = (jax.jit(init) if jit else init)()
+        for grads_finite in (True, False, jnp.bool_(True), np.bool_(False)):
+            assert state._fields == tuple(TYPES)
+            for name, dtype in TYPES.items():
+                leaf = getattr(state, name)
+                assert isinstance(leaf, jax.Array)
+                assert (leaf.shape, leaf.dtype) == ((), dtype), name
+                assert not leaf.weak_type, name
+            state = (jax.jit(update) if jit else update)(state, grads_finite)
+
+
+def test_leaves_share_no_buffer_so_the_state_can_be_donated():
+    state = ls.DynamicLossScale().init()
+    step = jax.jit(ls.DynamicLossScale().update, donate_argnums=0)
+    for _ in range(3):
+        state = step(state, jnp.bool_(True))
+    assert int(state.growth_tracker) == 3
+
+
+def test_counters_saturate():
+    largest = np.iinfo(np.int32).max
+    state = ls.DynamicLossScale().init()
+    state = state._replace(
+        skipped_steps=jnp.int32(largest), consecutive_skips=jnp.int32(largest)
+    )
+    state = ls.DynamicLossScale().update(state, False)
+    assert int(state.skipped_steps) == int(state.consecutive_skips) == largest
+
+
+def test_a_finite_step_ends_the_run_of_skips_and_keeps_the_total():
+    rule, state = ls.FixedLossScale(), ls.FixedLossScale().init()
+    for grads_finite in (False, False, True, False):
+        state = rule.update(state, grads_finite)
+    assert (int(state.skipped_steps), int(state.consecutive_skips)) == (3, 1)
+
+
+def test_field_names_are_unique_among_optax_states():
+    """Otherwise ``optax.tree.get`` finds two of them in a chain, and raises."""
+    taken = {
+        field
+        for module in (optax, optax.contrib, optax.transforms)
+        for cls in vars(module).values()
+        if inspect.isclass(cls) and issubclass(cls, tuple)
+        for field in getattr(cls, "_fields", ())
+    }
+    assert "count" in taken, "meta-test: the fields of optax's states are found"
+    assert taken.isdisjoint(ls.LossScaleState._fields)
+    assert "scale_state" not in taken
+
+
+@pytest.mark.parametrize(
+    "flag", [1, 1.0, "yes", None, jnp.int32(1), jnp.ones(2, bool), np.ones((1,), bool)]
+)
+def test_a_flag_that_is_not_one_boolean_is_refused(flag):
+    for rule in RULES:
+        with pytest.raises(ValueError, match="`grads_finite` must be one boolean"):
+            rule.update(rule.init(), flag)
+    with pytest.raises(ValueError, match="`grads_finite` must be one boolean"):
+        ls.LossScaleState.create(1.0).record(flag)
