@@ -1,5 +1,6 @@
 """The Optax transformation that skips steps and keeps the loss scale."""
 
+import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -87,9 +88,7 @@ def with_loss_scaling(
     """
     _check_inner(inner)
     _check_rule(loss_scale)
-    if isinstance(inner, optax.MultiSteps):
-        inner = inner.gradient_transformation()
-    inner = optax.with_extra_args_support(inner)
+    inner = _with_extra_args(inner)
 
     def init_fn(params: optax.Params) -> WithLossScalingState:
         inner_state = inner.init(params)
@@ -137,6 +136,16 @@ def _strong(x: Any) -> Any:
     if isinstance(x, bool | int | float | complex) or getattr(x, "weak_type", False):
         return jnp.asarray(x, jnp.result_type(x))
     return x
+
+
+def _with_extra_args(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    # optax.MultiSteps takes extra arguments and does not say so by its type.
+    parameters = inspect.signature(inner.update).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return optax.GradientTransformationExtraArgs(inner.init, inner.update)
+    return optax.with_extra_args_support(inner)
 
 
 def _check_inner(inner: Any) -> None:

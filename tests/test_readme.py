@@ -1,0 +1,72 @@
+"""The README's code runs as printed, and its tables say what the code says."""
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+import optax_lossscale as ls
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.M | re.S)
+
+
+def test_the_first_block_is_a_complete_program():
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", blocks("python")[0]],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    printed = re.fullmatch(r"loss (0\.\d+), loss scale 32768\n", run.stdout)
+    assert float(printed[1]) < 0.3
+
+
+def test_all_blocks_run_in_order(capsys):
+    namespace = {}
+    for block in blocks("python"):
+        exec(compile(block, "README.md", "exec"), namespace)
+    printed = capsys.readouterr().out
+    assert "scale_state.loss_scale=32768" in printed
+    assert "the last step was applied" in printed
+    assert not jnp.isinf(namespace["statistics"]["mean"]).any()
+
+
+def test_there_are_two_commands_for_a_fresh_machine():
+    assert blocks("bash") == [
+        "pip install -e '.[demo]' && python -m optax_lossscale\n",
+        "pip install -e '.[test]' && pytest\n",
+    ]
+
+
+@pytest.mark.parametrize("rule", [ls.FixedLossScale, ls.DynamicLossScale])
+def test_the_tables_of_rules_name_every_argument_with_its_default(rule):
+    table = README.split(f"| `{rule.__name__}` | default | |")[1].split("\n\n")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", table, re.M))
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(rule).parameters.items()
+    }
+    assert {name: eval(text) for name, text in rows.items()} == defaults
+
+
+def test_the_versions_named_are_those_of_the_metadata_and_of_ci():
+    metadata = (ROOT / "pyproject.toml").read_text()
+    ci = (ROOT / ".ci" / "run").read_text()
+    for package, version in (("jax", "0.7.0"), ("optax", "0.2.5")):
+        assert f"{package} {version} or newer" in README
+        assert f'"{package}>={version}"' in metadata
+        assert f"{package}=={version}" in ci
+
+
+def test_the_changelog_has_this_version_first():
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(r"^## \[(.+?)\]", changelog, re.M)[1] == ls.__version__

@@ -1,0 +1,217 @@
+"""Whole steps: jit, scan, vmap, cond, donation, transfers, derivatives, noise."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_same_bits, assert_same_types
+
+import optax_lossscale as ls
+
+RULE = ls.DynamicLossScale(init_scale=2.0**10, growth_interval=3)
+TX = ls.with_loss_scaling(optax.adam(1e-2), RULE)
+PARAMS = {"w": jnp.array([[0.5, -1.0], [2.0, 0.25]]), "b": jnp.zeros(2)}
+X = jax.random.normal(jax.random.key(0), (12, 8, 2))
+# The second batch overflows float16, the seventh holds a NaN.
+X = X.at[1, 0, 0].set(1e6).at[6, 3, 1].set(jnp.nan)
+
+
+def loss_fn(params, x):
+    half = jax.tree.map(lambda p: p.astype(jnp.float16), params)
+    y = x.astype(jnp.float16) @ half["w"] + half["b"]
+    return jnp.mean(jnp.square(y.astype(jnp.float32) - 1.0))
+
+
+def train_step(carry, x, tx=TX):
+    params, state = carry
+    loss, grads = ls.value_and_grad(loss_fn, state)(params, x)
+    updates, state = tx.update(grads, state, params)
+    return (optax.apply_updates(params, updates), state), loss
+
+
+def run_jitted(step=train_step, **jit_options):
+    step = jax.jit(step, **jit_options)
+    carry = jax.tree.map(jnp.copy, (PARAMS, TX.init(PARAMS)))
+    losses = []
+    for x in X:
+        carry, loss = step(carry, x)
+        losses.append(loss)
+    return carry, jnp.stack(losses)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return run_jitted()
+
+
+def test_the_two_bad_batches_are_skipped_and_the_scale_moves(reference):
+    (params, state), losses = reference
+    assert int(state.scale_state.skipped_steps) == 2
+    assert int(state.inner_state[0].count) == len(X) - 2
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
+    assert np.isfinite(losses).sum() == len(X) - 2
+    # Applied, skipped, three make a growth, one more, skipped, three, two more.
+    scale, expected = 2.0**10, []
+    good = 0
+    for step in range(len(X)):
+        if step in (1, 6):
+            scale, good = scale / 2, 0
+        else:
+            good += 1
+            if good == 3:
+                scale, good = scale * 2, 0
+        expected.append(scale)
+    assert float(ls.get_loss_scale(state)) == expected[-1]
+
+
+def test_float16_needs_a_scale_no_smaller_than_it_gets(reference):
+    """A power of two changes no bit of a run that neither overflows nor flushes."""
+    carry, _ = jax.lax.scan(train_step, (PARAMS, TX.init(PARAMS)), X[2:6])
+    plain = optax.adam(1e-2)
+    state, params = plain.init(PARAMS), PARAMS
+
+    @jax.jit
+    def step(params, state, x):
+        grads = jax.grad(lambda p: loss_fn(p, x))(params)
+        updates, state = plain.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for x in X[2:6]:
+        params, state = step(params, state, x)
+    for a, b in zip(jax.tree.leaves(carry[0]), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-3)
+
+
+def test_scan_equals_a_loop_of_jitted_steps(reference):
+    carry, losses = jax.lax.scan(train_step, (PARAMS, TX.init(PARAMS)), X)
+    assert_close(carry, reference[0])
+    np.testing.assert_allclose(losses, reference[1], rtol=1e-6)
+
+
+def test_while_loop_and_cond_carry_the_state(reference):
+    def body(carry):
+        i, carry = carry
+        step = functools.partial(train_step, x=X[i])
+        return i + 1, jax.lax.cond(i >= 0, lambda c: step(c)[0], lambda c: c, carry)
+
+    start = (0, (PARAMS, TX.init(PARAMS)))
+    _, carry = jax.lax.while_loop(lambda c: c[0] < len(X), body, start)
+    assert_close(carry, reference[0])
+
+
+def test_donation_changes_nothing_and_is_used(reference):
+    donated, _ = run_jitted(donate_argnums=0)
+    assert_same_bits(donated, reference[0])
+    params, state = carry = jax.tree.map(jnp.copy, (PARAMS, TX.init(PARAMS)))
+    jax.jit(train_step, donate_argnums=0)(carry, X[0])
+    used = jax.tree.leaves((params, state.inner_state))
+    assert all(x.is_deleted() for x in used)
+
+
+def test_a_freshly_jitted_init_can_be_donated():
+    state = jax.jit(TX.init)(PARAMS)
+    jax.jit(lambda s: TX.update(PARAMS, s, PARAMS)[1], donate_argnums=0)(state)
+
+
+def test_one_trace_for_a_whole_run():
+    traces = []
+
+    def counting(carry, x):
+        traces.append(1)
+        return train_step(carry, x)
+
+    run_jitted(counting)
+    assert len(traces) == 1
+
+
+def test_types_are_those_of_init(reference):
+    assert_same_types(reference[0][1], TX.init(PARAMS))
+
+
+def test_a_whole_train_step_holds_under_the_transfer_guard():
+    step = jax.jit(train_step)
+    carry, x = (PARAMS, TX.init(PARAMS)), jnp.copy(X[0])
+    with jax.transfer_guard("disallow"):
+        for _ in range(3):
+            carry, _ = step(carry, x)
+
+
+def test_an_ensemble_has_a_scale_each():
+    batches = jnp.stack([X[0], X[1], X[2]])
+    params = jax.tree.map(lambda p: jnp.stack([p] * 3), PARAMS)
+    state = jax.vmap(TX.init)(params)
+    (_, new_state), _ = jax.jit(jax.vmap(train_step))((params, state), batches)
+    assert new_state.scale_state.grads_finite.tolist() == [True, False, True]
+    assert new_state.scale_state.loss_scale.tolist() == [1024.0, 512.0, 1024.0]
+    alone, _ = train_step((PARAMS, TX.init(PARAMS)), X[0])
+    first = jax.tree.map(lambda x: x[0], new_state)
+    assert_close(first, alone[1])
+
+
+def test_with_an_axis_name_the_ensemble_skips_together():
+    tx = ls.with_loss_scaling(optax.sgd(0.1), RULE, axis_name="member")
+    grads = jnp.array([[1.0, 2.0], [jnp.inf, 1.0]])
+    params = jnp.ones((2, 2))
+    state = jax.vmap(tx.init)(params)
+    updates, state = jax.vmap(tx.update, axis_name="member")(grads, state, params)
+    assert_same_bits(updates, jnp.zeros((2, 2)))
+    assert state.scale_state.grads_finite.tolist() == [False, False]
+
+
+def assert_close(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_derivatives_through_a_skipped_step_are_finite_and_right(bad):
+    """Meta-learning: the derivative of what training reaches by the learning rate."""
+
+    def reached(learning_rate, wrap, noises):
+        tx = wrap(optax.adam(learning_rate))
+        params = jnp.array([1.0, -2.0])
+        state = tx.init(params)
+        for noise in noises:
+            grads = jax.grad(lambda p: jnp.sum(p**4))(params) + noise
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return jnp.sum(params**2)
+
+    ours = jax.grad(reached)(0.1, ls.with_loss_scaling, [0.0, bad, 1.0])
+    theirs = jax.grad(reached)(0.1, lambda tx: tx, [0.0, 1.0])
+    assert np.isfinite(ours)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+
+def test_debug_nans_is_silent_inside_a_jitted_skipped_step():
+    grads = {"w": jnp.full((2, 2), jnp.nan), "b": jnp.zeros(2)}
+    state = TX.init(PARAMS)
+    with jax.debug_nans(True):
+        updates, state = jax.jit(TX.update)(grads, state, PARAMS)
+    assert_same_bits(updates, jax.tree.map(jnp.zeros_like, PARAMS))
+
+
+def test_a_line_search_sees_zeros_and_not_nan():
+    """A NaN in it would send the zoom line search to its last iteration."""
+    evaluated = []
+
+    def value_fn(params):
+        jax.debug.callback(lambda: evaluated.append(1))
+        return jnp.sum(params**2)
+
+    tx = ls.with_loss_scaling(optax.lbfgs())
+    params = jnp.array([1.0, 2.0])
+    state = tx.init(params)
+    updates, new_state = jax.jit(
+        lambda g, s: tx.update(
+            g, s, params, value=value_fn(params), grad=2 * params, value_fn=value_fn
+        )
+    )(jnp.array([1.0, jnp.nan]), state)
+    jax.effects_barrier()
+    assert len(evaluated) < 10
+    assert_same_bits(updates, jnp.zeros(2))
+    assert_same_bits(new_state.inner_state, state.inner_state)
