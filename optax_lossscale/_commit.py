@@ -58,12 +58,13 @@ def update(
             "`optax.monitor` is known to change it in the first step; chain it outside "
             "of `with_loss_scaling`."
         )
-    return new_updates, jax.tree.map(_as_before, new_state, inner_state)
+    return new_updates, jax.tree.map(as_before, new_state, inner_state)
 
 
-def _as_before(new: Any, old: Any) -> Any:
-    weak = getattr(new, "weak_type", False)
-    if dtype_of(new) == dtype_of(old) and not weak:
+def as_before(new: Any, old: Any) -> Any:
+    """Give a new leaf the dtype of the old one, and never a weak type."""
+    strong = hasattr(new, "dtype") and not getattr(new, "weak_type", False)
+    if strong and new.dtype == dtype_of(old):
         return new
     return jnp.asarray(new, dtype_of(old))
 

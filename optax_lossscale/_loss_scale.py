@@ -45,7 +45,7 @@ class LossScale(abc.ABC):
     """A rule: what the loss scale is at first, and what each step makes of it.
 
     A rule is configuration and holds no arrays; what changes is in
-    [`LossScaleState`]. Derive from it for a rule of your own, as a frozen dataclass,
+    `LossScaleState`. Derive from it for a rule of your own, as a frozen dataclass,
     which gives it a repr, equality, a hash and ``get_config``. A rule must not define
     ``__call__``: ``optax.inject_hyperparams`` takes callables for schedules.
 

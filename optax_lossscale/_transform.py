@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ._commit import commit, update
+from ._commit import as_before, commit, update
 from ._dynamic import DynamicLossScale
 from ._inspect import find_loss_scale_states
 from ._loss_scale import LossScale
@@ -126,6 +126,8 @@ def with_loss_scaling(
                 inner, updates, state.inner_state, params, extra_args
             )
         scale_state = loss_scale.update(state.scale_state, grads_finite)
+        # A user's rule may well return a Python number for a counter.
+        scale_state = jax.tree.map(as_before, scale_state, state.scale_state)
         return new_updates, WithLossScalingState(scale_state, inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

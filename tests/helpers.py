@@ -3,7 +3,12 @@
 from typing import Any
 
 import jax
+import jax.experimental
 import numpy as np
+
+# Newer names, and those of the oldest supported jax.
+enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
+set_mesh = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh
 
 
 def assert_same_bits(actual: Any, expected: Any) -> None:
@@ -24,9 +29,8 @@ def assert_same_types(actual: Any, expected: Any) -> None:
     """Assert equal structures, shapes, dtypes and weak types."""
 
     def types(tree: Any) -> Any:
-        return jax.tree.map(lambda x: jax.typeof(x).str_short(), tree), jax.tree.map(
-            lambda x: bool(getattr(x, "weak_type", False)), tree
-        )
+        assert all(hasattr(x, "dtype") for x in jax.tree.leaves(tree))
+        return jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), tree)
 
     assert types(actual) == types(expected)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits
+from helpers import assert_same_bits, enable_x64
 
 import optax_lossscale as ls
 
@@ -77,7 +77,7 @@ def test_allow_int_gives_float0_as_jax_does():
     + [(t, t) for t in ("float32", "float64", "complex64", "complex128")],
 )
 def test_gradients_come_back_in_float32_or_wider(dtype, expected):
-    with jax.enable_x64(True):
+    with enable_x64(True):
         grads = {"w": jnp.asarray([2.0, -0.5], dtype), "none": None}
         unscaled = ls.unscale_grads(grads, STATE)
         assert unscaled["none"] is None and unscaled["w"].dtype == jnp.dtype(expected)
@@ -86,7 +86,7 @@ def test_gradients_come_back_in_float32_or_wider(dtype, expected):
 
 def test_float64_gradients_are_unscaled_in_float64_by_any_scale():
     """A reciprocal rounded to float32 would leave an error of 1e-8."""
-    with jax.enable_x64(True):
+    with enable_x64(True):
         state = ls.FixedLossScale(1000.0).init()
         value, grads = ls.value_and_grad(lambda x: x**3, state)(jnp.float64(1 / 3))
         assert value.dtype == grads.dtype == jnp.float64
@@ -182,7 +182,7 @@ def test_scale_loss_is_float32_or_wider(dtype):
     scaled = ls.scale_loss(jnp.asarray([1.5, 3.0], dtype), STATE)
     assert scaled.dtype == jnp.float32
     np.testing.assert_array_equal(scaled, [1.5 * 2**12, 3.0 * 2**12])
-    with jax.enable_x64(True):
+    with enable_x64(True):
         assert ls.scale_loss(jnp.float64(1), STATE).dtype == jnp.float64
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import optax_lossscale as ls
@@ -65,6 +66,17 @@ def test_the_versions_named_are_those_of_the_metadata_and_of_ci():
         assert f"{package} {version} or newer" in README
         assert f'"{package}>={version}"' in metadata
         assert f"{package}=={version}" in ci
+
+
+def test_what_is_said_of_float16_and_bfloat16():
+    half = np.float16
+    assert half(2.9e-8) == 0 < half(3.1e-8)
+    assert jnp.finfo(jnp.bfloat16).tiny < 1.2e-38
+    weights = np.linspace(1, 2, 1000, endpoint=False).astype(half).astype(float)
+    assert np.all((weights * (1 + 1 / 4100)).astype(half) == weights)
+    assert np.any((weights * (1 + 1 / 3900)).astype(half) != weights)
+    with np.errstate(over="ignore"):
+        assert half(65504) < np.inf == half(65520) == half(2.0**16)
 
 
 def test_the_changelog_has_this_version_first():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits
+from helpers import assert_same_bits, set_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -64,7 +64,7 @@ def shardings(tree):
 def test_jit_over_a_mesh_equals_one_device(axis_type, spec, xs):
     mesh = jax.make_mesh((8,), ("d",), axis_types=(axis_type,))
     tx = ls.with_loss_scaling(optax.adam(1e-2), RULE)
-    with jax.set_mesh(mesh):
+    with set_mesh(mesh):
         params = {
             "w": jax.device_put(PARAMS["w"], NamedSharding(mesh, spec)),
             "b": jax.device_put(PARAMS["b"], NamedSharding(mesh, P())),

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import enable_x64
 
 import optax_lossscale as ls
 
@@ -30,7 +31,7 @@ RULES = [
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("x64", [False, True])
 def test_every_leaf_is_a_strongly_typed_scalar(rule, jit, x64):
-    with jax.enable_x64(x64), jax.numpy_dtype_promotion("strict"):
+    with enable_x64(x64), jax.numpy_dtype_promotion("strict"):
         init, update = rule.init, rule.update
         state = (jax.jit(init) if jit else init)()
         for grads_finite in (True, False, jnp.bool_(True), np.bool_(False)):

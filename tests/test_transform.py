@@ -1,11 +1,13 @@
 """with_loss_scaling: what it refuses, what it keeps, how its steps compile."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits, assert_same_types
+from helpers import assert_same_bits, assert_same_types, enable_x64
 
 import optax_lossscale as ls
 
@@ -129,9 +131,14 @@ def test_a_state_of_another_kind_is_refused(restore):
         tx.update(GRADS, restore(tx.init(PARAMS)), PARAMS)
 
 
+def monitor():
+    if hasattr(optax, "monitor"):  # from optax 0.2.7
+        return optax.monitor({"sum": optax.tree.sum})
+    return optax.GradientTransformation(lambda p: (), lambda u, s, p=None: (u, (1.0,)))
+
+
 def test_a_state_that_changes_its_structure_is_refused_by_name():
-    inner = optax.GradientTransformation(lambda p: (), lambda u, s, p=None: (u, (1.0,)))
-    tx = ls.with_loss_scaling(inner)
+    tx = ls.with_loss_scaling(monitor())
     with pytest.raises(
         ValueError,
         match=r"`inner` must return a state of the struct.*"
@@ -151,6 +158,24 @@ def test_init_takes_abstract_parameters(abstract):
         lambda x: (x.shape, x.dtype), concrete
     )
     assert_same_types(tx.init(shapes), concrete)
+
+
+def test_the_types_of_the_scale_state_hold_whatever_a_rule_returns():
+    @dataclasses.dataclass(frozen=True)
+    class Careless(ls.LossScale):
+        def init(self):
+            return ls.LossScaleState.create(8.0)
+
+        def update(self, state, grads_finite):
+            state = state.record(grads_finite)
+            return state._replace(growth_tracker=0, loss_scale=jnp.asarray(4.0))
+
+    tx = ls.with_loss_scaling(optax.sgd(0.1), Careless())
+    state = tx.init(PARAMS)
+    for update in (tx.update, jax.jit(tx.update)):
+        _, new_state = update(GRADS, state, PARAMS)
+        assert_same_types(new_state, state)
+        assert float(ls.get_loss_scale(new_state)) == 4.0
 
 
 WEAK = optax.GradientTransformation(
@@ -216,7 +241,7 @@ def test_complex_parameters():
 
 
 def test_float64_under_x64():
-    with jax.enable_x64(True):
+    with enable_x64(True):
         params = jnp.arange(3.0)
         tx = ls.with_loss_scaling(optax.adam(0.1))
         state = tx.init(params)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits
+from helpers import assert_same_bits, enable_x64
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,7 +39,7 @@ def test_extreme_finite_values_are_finite(dtype):
 
 
 def test_float64_and_complex128_under_x64():
-    with jax.enable_x64(True):
+    with enable_x64(True):
         assert ls.all_finite(jnp.full(3, np.finfo(np.float64).max))
         assert not ls.all_finite(jnp.array([1.0, np.nan]))
         assert not ls.all_finite(jnp.array([1.0, complex(1, np.inf)]))
