@@ -56,7 +56,7 @@ def with_loss_scaling(
 
     Args:
         inner: the optimizer, any Optax transformation.
-        loss_scale: the rule. `FixedLossScale` (1.0) only skips.
+        loss_scale: the rule; ``FixedLossScale(1.0)`` only skips.
         axis_name: inside ``shard_map``, ``pmap`` or ``vmap``, the name of the mapped
             axis, or a tuple of names, over which gradients differ: a step is applied
             only if they are finite everywhere. Not needed under ``jit`` alone.

@@ -129,6 +129,18 @@ def test_a_scale_from_other_limits_comes_into_range_with_the_next_finite_step():
         assert float(rule.update(state, True).loss_scale) == expected
 
 
+def test_out_of_range_a_growth_never_lowers_and_a_backoff_never_raises():
+    rule = ls.DynamicLossScale(min_scale=2.0, max_scale=2.0**16, growth_interval=1)
+    for loaded, grads_finite, expected in (
+        (2.0**20, True, 2.0**20),
+        (2.0**20, False, 2.0**16),
+        (0.5, False, 0.5),
+        (0.5, True, 2.0),
+    ):
+        state = rule.init()._replace(loss_scale=jnp.float32(loaded))
+        assert float(rule.update(state, grads_finite).loss_scale) == expected
+
+
 def test_a_scale_that_is_nan_starts_again():
     rule = ls.DynamicLossScale(init_scale=64.0)
     state = rule.init()._replace(loss_scale=jnp.float32(jnp.nan))

@@ -252,7 +252,8 @@ def test_float64_under_x64():
         assert new_state.scale_state.loss_scale.dtype == jnp.float32
 
 
-def test_integer_leaves_with_allow_int():
+@pytest.mark.parametrize("jit", [False, True])
+def test_integer_leaves_with_allow_int(jit):
     params = {"w": jnp.ones(2), "table": jnp.arange(3)}
     mask = {"w": True, "table": False}
     tx = ls.with_loss_scaling(
@@ -266,14 +267,17 @@ def test_integer_leaves_with_allow_int():
     def loss_fn(params):
         return jnp.sum(params["w"] ** 2) * params["table"][1]
 
-    for factor in (1.0, jnp.nan):
-        _, grads = ls.value_and_grad(
-            lambda p, f=factor: f * loss_fn(p), state, allow_int=True
-        )(params)
-        assert grads["table"].dtype == jax.dtypes.float0
+    def step(params, state, factor):
+        fun = ls.value_and_grad(lambda p: factor * loss_fn(p), state, allow_int=True)
+        _, grads = fun(params)
         updates, state = tx.update(grads, state, params)
-        assert updates["table"].dtype == jax.dtypes.float0
-    assert_same_bits(updates["w"], jnp.zeros(2))
+        assert grads["table"].dtype == updates["table"].dtype == jax.dtypes.float0
+        return updates["w"], state
+
+    step = jax.jit(step) if jit else step
+    for factor in (1.0, jnp.nan):
+        update, state = step(params, state, factor)
+    assert_same_bits(update, jnp.zeros(2))
     assert int(state.scale_state.skipped_steps) == 1
 
 
