@@ -158,6 +158,26 @@ def test_a_chain_of_several_transformations_under_one_scale():
     assert_same_bits(run(tx, [BAD])[0], PARAMS)
 
 
+def test_accessors_take_the_inner_state():
+    plain = optax.contrib.schedule_free_sgd(0.1)
+    tx = ls.with_loss_scaling(plain)
+    params, state = run(tx, [GOOD, BAD, GOOD])
+    expected_params, expected_state = run(plain, [GOOD, GOOD])
+    accessor = optax.contrib.schedule_free_eval_params
+    assert_same_bits(
+        accessor(state.inner_state, params), accessor(expected_state, expected_params)
+    )
+
+
+def test_wrapping_the_optimizer_of_a_running_job_keeps_its_state():
+    params, old_state = run(optax.adam(0.1), [GOOD, GOOD])
+    tx = ls.with_loss_scaling(optax.adam(0.1))
+    state = tx.init(params)._replace(inner_state=old_state)
+    updates, _ = jax.jit(tx.update)(GOOD, state, params)
+    expected, _ = jax.jit(optax.adam(0.1).update)(GOOD, old_state, params)
+    assert_same_bits(updates, expected)
+
+
 def test_select_protects_what_the_optimizer_does_not_see():
     """As BatchNorm statistics after an overflow in the forward pass."""
     tx = ls.with_loss_scaling(optax.sgd(0.1))
