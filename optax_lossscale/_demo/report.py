@@ -21,8 +21,8 @@ def make_table(results: Results, true_words: float) -> Table:
         title_justify="left",
         caption=(
             f"words: how many words a position is said to have; the truth is "
-            f"{true_words:.2f}. flushed: share of the logits' gradients that became "
-            "zero in the last backward pass."
+            f"{true_words:.2f}. flushed: share of the logits' gradients that are zero "
+            "in the backward pass with the final weights and not in float32."
         ),
         caption_justify="left",
     )
