@@ -131,8 +131,8 @@ def _mask_where_defined(
         for eqn in jaxpr.eqns:
             values = _bind(eqn, map(read, eqn.invars))
             for var, value in zip(eqn.outvars, values, strict=True):
-                if var in old_of:
-                    value = jnp.where(grads_finite, value, old_of[var])
+                if id(var) in old_of:
+                    value = jnp.where(grads_finite, value, old_of[id(var)])
                 env[var] = value
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -142,7 +142,7 @@ def _mask_where_defined(
         jax.eval_shape(evaluate)
     new_updates, new_state = jax.tree.unflatten(jax.tree.structure(shapes), evaluate())
     new_leaves = [
-        new if var in old_of else jnp.where(grads_finite, new, old)
+        new if id(var) in old_of else jnp.where(grads_finite, new, old)
         for var, new, old in zip(
             state_vars, jax.tree.leaves(new_state), old_leaves, strict=True
         )
@@ -152,22 +152,19 @@ def _mask_where_defined(
 
 def _maskable(
     jaxpr: Jaxpr, state_vars: Sequence[Var | Literal], old_leaves: Sequence[Any]
-) -> dict[Var | Literal, Any]:
-    """Map the variables to mask where they are defined to the old values.
+) -> dict[int, Any]:
+    """Map the ids of the variables to mask where they are defined to the old values.
 
     The others are masked at the end: inputs passed through and constants, which no
     equation defines; a variable that is two leaves of the state, with two old values;
     one whose type the mask would change.
     """
-    defined = {var for eqn in jaxpr.eqns for var in eqn.outvars}
+    defined = {id(var) for eqn in jaxpr.eqns for var in eqn.outvars}
     uses = collections.Counter(map(id, state_vars))
     return {
-        var: old
+        id(var): old
         for var, old in zip(state_vars, old_leaves, strict=True)
-        if isinstance(var, Var)
-        and var in defined
-        and uses[id(var)] == 1
-        and var.aval == jax.typeof(old)
+        if id(var) in defined and uses[id(var)] == 1 and var.aval == jax.typeof(old)
     }
 
 

@@ -1,7 +1,10 @@
-"""Eight CPU devices and a Hypothesis profile that gives the same cases every time."""
+"""Eight CPU devices, the same Hypothesis cases every time, and no silent fallback."""
+
+import logging
 
 import chex
 import hypothesis
+import pytest
 
 chex.set_n_cpu_devices(8)
 
@@ -9,3 +12,15 @@ hypothesis.settings.register_profile(
     "fixed", derandomize=True, deadline=None, database=None, max_examples=100
 )
 hypothesis.settings.load_profile("fixed")
+
+
+@pytest.fixture(autouse=True)
+def no_fallback(caplog):
+    """Fail a test in which a step fell back to the plain layout of the masks.
+
+    A test that provokes it calls ``caplog.clear()``.
+    """
+    caplog.set_level(logging.DEBUG, logger="optax_lossscale")
+    yield
+    records = caplog.get_records("call")
+    assert not [r.getMessage() for r in records if r.name.startswith("optax_lossscale")]

@@ -30,7 +30,9 @@ def assert_same_types(actual: Any, expected: Any) -> None:
 
     def types(tree: Any) -> Any:
         assert all(hasattr(x, "dtype") for x in jax.tree.leaves(tree))
-        return jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), tree)
+        return jax.tree.map(
+            lambda x: (x.shape, x.dtype, getattr(x, "weak_type", None)), tree
+        )
 
     assert types(actual) == types(expected)
 

@@ -1,0 +1,84 @@
+"""Compile the steps of all recipes, run them in turn, and compare each with plain."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What one recipe cost; ratios are to the plain step of the same round."""
+
+    recipe: str
+    milliseconds: float  # median
+    ratio: float  # median
+    ratio_quartiles: tuple[float, float]
+    temporary_bytes: int  # beyond arguments and results, of the compiled program
+    trace_seconds: float  # tracing and lowering
+    compile_seconds: float
+    trace_and_compile_ratio: float
+
+
+Step = Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+def measure(
+    steps: Mapping[str, tuple[Callable[[Any], Any], Step]],
+    params: Any,
+    batch: Any,
+    repeats: int,
+) -> list[Result]:
+    """Measure each step, donating its parameters and state; the first one is plain."""
+    programs, arguments, builds = {}, {}, {}
+    for recipe, (init, step) in steps.items():
+        own = jax.tree.map(lambda x: x.copy(), params)
+        arguments[recipe] = own, init(own)
+        programs[recipe], builds[recipe] = _build(step, *arguments[recipe], batch)
+    rounds = []
+    for _ in range(repeats + 1):
+        seconds = {}
+        # In turn, so that whatever slows the machine down slows all of them down.
+        for recipe, program in programs.items():
+            start = time.perf_counter()
+            arguments[recipe] = jax.block_until_ready(
+                program(*arguments[recipe], batch)
+            )
+            seconds[recipe] = time.perf_counter() - start
+        rounds.append(list(seconds.values()))
+    times = np.array(rounds[1:]).T  # the first round warms up
+    ratios = times / times[0]
+    reference = sum(builds[next(iter(steps))])
+    return [
+        Result(
+            recipe=recipe,
+            milliseconds=1e3 * float(np.median(times[i])),
+            ratio=float(np.median(ratios[i])),
+            ratio_quartiles=tuple(np.percentile(ratios[i], [25, 75]).tolist()),
+            temporary_bytes=program.memory_analysis().temp_size_in_bytes,
+            trace_seconds=builds[recipe][0],
+            compile_seconds=builds[recipe][1],
+            trace_and_compile_ratio=sum(builds[recipe]) / reference,
+        )
+        for i, (recipe, program) in enumerate(programs.items())
+    ]
+
+
+def _build(step: Step, *args: Any) -> tuple[Any, tuple[float, float]]:
+    """Trace and compile; the fastest of three, unless that takes long."""
+    fastest = None
+    for _ in range(3):
+        jax.clear_caches()
+        start = time.perf_counter()
+        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(*args)
+        traced = time.perf_counter()
+        program = lowered.compile()
+        seconds = traced - start, time.perf_counter() - traced
+        if fastest is None or sum(seconds) < sum(fastest):
+            fastest = seconds
+        if sum(seconds) > 10:
+            break
+    return program, fastest

@@ -1,0 +1,74 @@
+"""Draw the report of `step.py`."""
+
+import pathlib
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart.
+COLOURS = {
+    "plain": "#000000",
+    "optax_lossscale": "#0072B2",
+    "its masks alone": "#56B4E9",
+    "apply_if_finite": "#009E73",
+    "jmp": "#E69F00",
+    "flax": "#D55E00",
+}
+
+
+def draw(report: dict[str, Any], path: pathlib.Path) -> None:
+    rows = report["optimizer_steps"]
+    cases = {f"{r['optimizer']}\n{r['leaves']}, {r['dtype']}": r for r in rows}
+    for row in report["transformer_steps"]:
+        cases[f"transformer\n{row['dtype']}"] = row
+    figure, axes = plt.subplots(2, 1, figsize=(1.5 + 1.2 * len(cases), 7), sharex=True)
+    for axis, key, title in (
+        (axes[0], "ratio", "time of a step / plain"),
+        (axes[1], "trace_and_compile_ratio", "trace and compile / plain"),
+    ):
+        _bars(axis, cases, key)
+        axis.set_title(title, loc="left")
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set_yscale("log", base=2)
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(ncols=6, frameon=False, loc="upper left")
+    axes[0].set_ylim(top=axes[0].get_ylim()[1] * 2)
+    machine = report["machine"]
+    axes[1].set_xlabel(
+        f"{machine['device']}, {machine['processor']}, jax {machine['jax']}; "
+        "line: quartiles of the ratio"
+    )
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _bars(axis: Any, cases: dict[str, Any], key: str) -> None:
+    recipes = [r["recipe"] for r in next(iter(cases.values()))["results"]][1:]
+    width = 0.8 / len(recipes)
+    for i, recipe in enumerate(recipes):
+        results = [
+            next(r for r in row["results"] if r["recipe"] == recipe)
+            for row in cases.values()
+        ]
+        heights = np.array([r[key] for r in results])
+        errors = None
+        if key == "ratio":
+            quartiles = np.array([r["ratio_quartiles"] for r in results])
+            errors = np.abs(quartiles.T - heights)
+        axis.bar(
+            np.arange(len(cases)) + (i - (len(recipes) - 1) / 2) * width,
+            heights - 1,
+            width,
+            bottom=1,
+            yerr=errors,
+            color=COLOURS[recipe],
+            label=recipe,
+            error_kw={"linewidth": 0.8},
+        )
+    axis.set_xticks(np.arange(len(cases)), list(cases), fontsize="small")

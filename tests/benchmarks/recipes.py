@@ -1,0 +1,128 @@
+"""One train step by each recipe: no loss scaling, this package, and its peers.
+
+A recipe takes an optimizer and a loss, and returns ``init(params) -> state`` and
+``step(params, state, batch) -> (params, state)``. Without a loss the batch is the true
+gradients, and what is left of a recipe is its check, its update and its masks. The
+peers' recipes are those of their own documentation.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import jmp
+import optax
+from flax.training.dynamic_scale import DynamicScale
+
+import optax_lossscale as ls
+
+LossFn = Callable[[Any, Any], jax.Array] | None
+# The peers' defaults, 2^16 and 2^15, cost all of them a skipped step or more.
+INIT_SCALE = 2.0**10
+
+
+def plain(tx: optax.GradientTransformation, loss_fn: LossFn):
+    def step(params, state, batch):
+        grads = jax.grad(loss_fn)(params, batch) if loss_fn else batch
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return tx.init, step
+
+
+def lossscale(tx: optax.GradientTransformation, loss_fn: LossFn):
+    tx = ls.with_loss_scaling(tx, ls.DynamicLossScale(init_scale=INIT_SCALE))
+
+    def step(params, state, batch):
+        grads = ls.grad(loss_fn, state)(params, batch) if loss_fn else batch
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return tx.init, step
+
+
+def without_check(tx: optax.GradientTransformation, loss_fn: LossFn):
+    """The masks of `lossscale` alone: their flag looks at one element."""
+    init, scaled_step = lossscale(tx, loss_fn)
+
+    def one_element(grads, axis_name):
+        # As opaque to XLA's fusion as the whole check.
+        element = jnp.ravel(jax.tree.leaves(grads)[0])[:1].astype(jnp.float32)
+        return jnp.vdot(element, element) < jnp.inf
+
+    def step(params, state, batch):
+        with mock.patch("optax_lossscale._transform.all_finite", one_element):
+            return scaled_step(params, state, batch)
+
+    return init, step
+
+
+def apply_if_finite(tx: optax.GradientTransformation, loss_fn: LossFn):
+    return plain(optax.apply_if_finite(tx, max_consecutive_errors=5), loss_fn)
+
+
+def jmp_recipe(tx: optax.GradientTransformation, loss_fn: LossFn):
+    # jmp 0.0.4 validates whatever jax unflattens while lowering, and fails: the state
+    # carries the leaves.
+    leaves, structure = jax.tree.flatten(jmp.DynamicLossScale(jnp.float32(INIT_SCALE)))
+
+    def init(params):
+        return tx.init(params), jax.tree.map(jnp.asarray, leaves)
+
+    def step(params, state, batch):
+        opt_state, loss_scale = state[0], jax.tree.unflatten(structure, state[1])
+        grads = batch
+        if loss_fn:
+            grads = jax.grad(lambda p: loss_scale.scale(loss_fn(p, batch)))(params)
+            grads = loss_scale.unscale(grads)
+        grads_finite = jmp.all_finite(grads)
+        loss_scale = loss_scale.adjust(grads_finite)
+        updates, new_opt_state = tx.update(grads, opt_state, params)
+        new_params = optax.apply_updates(params, updates)
+        params, opt_state = jmp.select_tree(
+            grads_finite, (new_params, new_opt_state), (params, opt_state)
+        )
+        return params, (opt_state, jax.tree.leaves(loss_scale))
+
+    return init, step
+
+
+def flax_recipe(tx: optax.GradientTransformation, loss_fn: LossFn):
+    def init(params):
+        scale = jnp.float32(INIT_SCALE)
+        return tx.init(params), DynamicScale(fin_steps=jnp.int32(0), scale=scale)
+
+    def step(params, state, batch):
+        opt_state, dynamic_scale = state
+        if loss_fn:
+            dynamic_scale, is_fin, _, grads = dynamic_scale.value_and_grad(loss_fn)(
+                params, batch
+            )
+        else:
+            # DynamicScale checks inside `value_and_grad` alone, in this way.
+            grads = batch
+            flags = [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]
+            is_fin = functools.reduce(jnp.logical_and, flags)
+        updates, new_opt_state = tx.update(grads, opt_state, params)
+        new_params = optax.apply_updates(params, updates)
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(is_fin, new, old),
+            (new_params, new_opt_state),
+            (params, opt_state),
+        )
+        return params, (opt_state, dynamic_scale)
+
+    return init, step
+
+
+RECIPES = {
+    "plain": plain,
+    "optax_lossscale": lossscale,
+    "its masks alone": without_check,
+    "apply_if_finite": apply_if_finite,
+    "jmp": jmp_recipe,
+    "flax": flax_recipe,
+}

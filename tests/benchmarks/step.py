@@ -1,0 +1,139 @@
+"""What a train step costs with loss scaling: time, memory, compilation.
+
+    pip install -e '.[bench]' && python tests/benchmarks/step.py
+
+Every figure is compared with the plain step, without scaling, check and masks, of the
+same round of the same run.
+"""
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import pathlib
+import platform
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import transformer
+from measure import Result, measure
+from picture import draw
+from recipes import RECIPES
+
+OPTIMIZERS = {
+    "sgd": optax.sgd(1e-3),
+    "momentum": optax.sgd(1e-3, momentum=0.9),
+    "adamw": optax.adamw(1e-3),
+    "clip + adamw": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+    "lion": optax.lion(1e-3),
+}
+LEAVES = [16, 64, 400]
+DTYPES = ["float32", "float16", "bfloat16"]
+CENTRE = ("adamw", 64, "float32")
+
+
+def main() -> None:
+    args = parse_args()
+    report: dict[str, Any] = {"machine": machine(), "optimizer_steps": []}
+    print(report["machine"])
+    for optimizer, leaves, dtype in cases(args):
+        results = optimizer_step(optimizer, leaves, dtype, args)
+        row = {"optimizer": optimizer, "leaves": leaves, "dtype": dtype}
+        row["parameters"] = args.parameters
+        row["results"] = [dataclasses.asdict(r) for r in results]
+        report["optimizer_steps"].append(row)
+        show(f"{optimizer}, {leaves} leaves, {dtype} gradients", results)
+    report["transformer_steps"] = []
+    for dtype in args.transformer:
+        results = transformer_step(dtype, args)
+        row = {"dtype": dtype, "results": [dataclasses.asdict(r) for r in results]}
+        report["transformer_steps"].append(row)
+        show(f"transformer, {dtype} compute, adamw", results)
+    args.json.write_text(json.dumps(report, indent=1))
+    draw(report, args.plot)
+    print(f"\nwritten: {args.json}, {args.plot}")
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        epilog="Without --optimizers, --leaves and --dtypes each of them is varied "
+        "alone, around adamw, 64 leaves, float32; with any of them, all combinations.",
+    )
+    names = {"nargs": "+", "metavar": "NAME"}
+    parser.add_argument("--optimizers", choices=OPTIMIZERS, **names)
+    parser.add_argument("--leaves", type=int, nargs="+", metavar="N")
+    parser.add_argument("--dtypes", choices=DTYPES, help="of the gradients", **names)
+    parser.add_argument("--recipes", choices=RECIPES, default=list(RECIPES), **names)
+    parser.add_argument("--transformer", choices=DTYPES, nargs="*", metavar="NAME")
+    parser.add_argument("--parameters", type=int, default=2**24, help="in all leaves")
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--json", type=pathlib.Path, default="step.json")
+    parser.add_argument("--plot", type=pathlib.Path, default="step.png")
+    args = parser.parse_args()
+    if args.transformer is None:
+        args.transformer = ["float32", "float16"]
+    args.recipes = ["plain", *(r for r in args.recipes if r != "plain")]
+    return args
+
+
+def cases(args: argparse.Namespace) -> list[tuple[str, int, str]]:
+    if args.optimizers or args.leaves or args.dtypes:
+        chosen = (args.optimizers, args.leaves, args.dtypes)
+        axes = (axis or [c] for axis, c in zip(chosen, CENTRE, strict=True))
+        return list(itertools.product(*axes))
+    star = [(o, CENTRE[1], CENTRE[2]) for o in OPTIMIZERS]
+    star += [(CENTRE[0], n, CENTRE[2]) for n in LEAVES if n != CENTRE[1]]
+    return star + [(CENTRE[0], CENTRE[1], d) for d in DTYPES if d != CENTRE[2]]
+
+
+def optimizer_step(
+    optimizer: str, leaves: int, dtype: str, args: argparse.Namespace
+) -> list[Result]:
+    shape = (max(args.parameters // leaves // 256, 1), 256)
+    keys = jax.random.split(jax.random.key(0), leaves)
+    params = [jax.random.normal(key, shape) for key in keys]
+    grads = [(0.01 * p).astype(dtype) for p in params]
+    tx = OPTIMIZERS[optimizer]
+    steps = {name: RECIPES[name](tx, None) for name in args.recipes}
+    return measure(steps, params, grads, args.repeats)
+
+
+def transformer_step(dtype: str, args: argparse.Namespace) -> list[Result]:
+    params = transformer.init(jax.random.key(0))
+    tokens = transformer.tokens(jax.random.key(1))
+    loss_fn = functools.partial(transformer.loss_fn, dtype=jnp.dtype(dtype))
+    steps = {name: RECIPES[name](OPTIMIZERS["adamw"], loss_fn) for name in args.recipes}
+    return measure(steps, params, tokens, args.repeats)
+
+
+def machine() -> dict[str, str]:
+    device = jax.devices()[0]
+    cores = f", {len(jax.devices())} devices" if len(jax.devices()) > 1 else ""
+    return {
+        "device": f"{device.platform} {device.device_kind}{cores}",
+        "processor": f"{platform.machine()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "optax": optax.__version__,
+    }
+
+
+def show(title: str, results: list[Result]) -> None:
+    print(f"\n{title}")
+    print(f"{'':16} {'ms':>8} {'/ plain':>8} {'quartiles':>14}", end="")
+    print(f" {'temp MB':>8} {'trace s':>8} {'compile s':>9} {'/ plain':>8}")
+    for r in results:
+        low, high = r.ratio_quartiles
+        print(f"{r.recipe:16} {r.milliseconds:8.2f} {r.ratio:8.3f}", end="")
+        print(f"  {low:5.3f} to {high:5.3f} {r.temporary_bytes / 1e6:8.1f}", end="")
+        print(f" {r.trace_seconds:8.2f} {r.compile_seconds:9.2f}", end="")
+        print(f" {r.trace_and_compile_ratio:8.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
