@@ -6,6 +6,8 @@ import chex
 import hypothesis
 import pytest
 
+collect_ignore = ["benchmarks"]  # programs, with dependencies of their own
+
 chex.set_n_cpu_devices(8)
 
 hypothesis.settings.register_profile(

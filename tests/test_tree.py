@@ -68,6 +68,38 @@ def test_leaves_that_cannot_hold_a_nan_are_finite():
     assert not ls.all_finite({**tree, "numpy": np.float32(np.inf)})
 
 
+@given(
+    shapes=st.lists(
+        st.tuples(st.integers(0, 5), st.integers(1, 40)), min_size=1, max_size=4
+    ),
+    dtype=st.sampled_from(["float16", "bfloat16", "float32"]),
+    data=st.data(),
+)
+def test_it_agrees_with_numpy_on_extreme_values(shapes, dtype, data):
+    info = jnp.finfo(dtype)
+    values = np.array(
+        [info.max, info.min, info.smallest_subnormal, -0.0, 1.0, *BAD], jnp.dtype(dtype)
+    )
+    # Mostly finite, else hardly a tree would be.
+    finite_only = data.draw(st.booleans())
+    seed = data.draw(st.integers(0, 2**32 - 1))
+    rng = np.random.default_rng(seed)
+    tree = [rng.choice(values[:5], shape) for shape in shapes]
+    if not finite_only and tree[-1].size:
+        tree[-1].flat[rng.integers(tree[-1].size)] = rng.choice(values[5:])
+    expected = all(np.isfinite(x.astype(np.float64)).all() for x in tree)
+    assert ls.all_finite(tree) == expected
+
+
+def test_one_bad_leaf_among_thousands_is_found():
+    tree = [np.full(2, 3e38, np.float32) for _ in range(3000)]
+    assert ls.all_finite(tree)
+    for bad in (0, 1234, 2999):
+        spoilt = tree.copy()
+        spoilt[bad] = np.array([1.0, -np.inf], np.float32)
+        assert not ls.all_finite(spoilt)
+
+
 @pytest.mark.parametrize("tree", [{}, (), None, [], {"a": None}, optax.MaskedNode()])
 def test_an_empty_tree_is_finite(tree):
     assert ls.all_finite(tree) and jax.jit(ls.all_finite)(tree)

@@ -39,16 +39,18 @@ def measure(
         arguments[recipe] = own, init(own)
         programs[recipe], builds[recipe] = _build(step, *arguments[recipe], batch)
     rounds = []
+    rng = np.random.default_rng(0)
     for _ in range(repeats + 1):
         seconds = {}
-        # In turn, so that whatever slows the machine down slows all of them down.
-        for recipe, program in programs.items():
+        # In turn, so that whatever slows the machine down slows all of them down; in
+        # another order each time, since a step that frees much memory slows the next.
+        for recipe in rng.permutation(list(programs)):
             start = time.perf_counter()
             arguments[recipe] = jax.block_until_ready(
-                program(*arguments[recipe], batch)
+                programs[recipe](*arguments[recipe], batch)
             )
             seconds[recipe] = time.perf_counter() - start
-        rounds.append(list(seconds.values()))
+        rounds.append([seconds[recipe] for recipe in programs])
     times = np.array(rounds[1:]).T  # the first round warms up
     ratios = times / times[0]
     reference = sum(builds[next(iter(steps))])
@@ -65,6 +67,16 @@ def measure(
         )
         for i, (recipe, program) in enumerate(programs.items())
     ]
+
+
+def run_times(function: Callable[[Any], Any], argument: Any, repeats: int) -> list:
+    """Return the seconds that each run took, after one to warm up."""
+    seconds = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        jax.block_until_ready(function(argument))
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]
 
 
 def _build(step: Step, *args: Any) -> tuple[Any, tuple[float, float]]:

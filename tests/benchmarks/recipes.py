@@ -61,7 +61,17 @@ def without_check(tx: optax.GradientTransformation, loss_fn: LossFn):
 
 
 def apply_if_finite(tx: optax.GradientTransformation, loss_fn: LossFn):
-    return plain(optax.apply_if_finite(tx, max_consecutive_errors=5), loss_fn)
+    init, plain_step = plain(
+        optax.apply_if_finite(tx, max_consecutive_errors=5), loss_fn
+    )
+
+    def step(params, state, batch):
+        if not loss_fn:
+            # It refuses float16 gradients of float32 parameters.
+            batch = jax.tree.map(lambda g, p: g.astype(p.dtype), batch, params)
+        return plain_step(params, state, batch)
+
+    return init, step
 
 
 def jmp_recipe(tx: optax.GradientTransformation, loss_fn: LossFn):

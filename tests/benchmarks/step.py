@@ -18,11 +18,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import transformer
-from measure import Result, measure
+from measure import Result, measure, run_times
 from picture import draw
 from recipes import RECIPES
+
+import optax_lossscale as ls
 
 OPTIMIZERS = {
     "sgd": optax.sgd(1e-3),
@@ -47,6 +50,7 @@ def main() -> None:
         row["results"] = [dataclasses.asdict(r) for r in results]
         report["optimizer_steps"].append(row)
         show(f"{optimizer}, {leaves} leaves, {dtype} gradients", results)
+    report["check"] = [check(dtype, args) for dtype in DTYPES]
     report["transformer_steps"] = []
     for dtype in args.transformer:
         results = transformer_step(dtype, args)
@@ -94,13 +98,19 @@ def cases(args: argparse.Namespace) -> list[tuple[str, int, str]]:
 def optimizer_step(
     optimizer: str, leaves: int, dtype: str, args: argparse.Namespace
 ) -> list[Result]:
-    shape = (max(args.parameters // leaves // 256, 1), 256)
-    keys = jax.random.split(jax.random.key(0), leaves)
-    params = [jax.random.normal(key, shape) for key in keys]
+    params = make_params(leaves, args.parameters)
     grads = [(0.01 * p).astype(dtype) for p in params]
     tx = OPTIMIZERS[optimizer]
     steps = {name: RECIPES[name](tx, None) for name in args.recipes}
     return measure(steps, params, grads, args.repeats)
+
+
+def make_params(
+    leaves: int, parameters: int, dtype: str = "float32"
+) -> list[jax.Array]:
+    shape = (max(parameters // leaves // 256, 1), 256)
+    keys = jax.random.split(jax.random.key(0), leaves)
+    return [jax.random.normal(key, shape).astype(dtype) for key in keys]
 
 
 def transformer_step(dtype: str, args: argparse.Namespace) -> list[Result]:
@@ -109,6 +119,22 @@ def transformer_step(dtype: str, args: argparse.Namespace) -> list[Result]:
     loss_fn = functools.partial(transformer.loss_fn, dtype=jnp.dtype(dtype))
     steps = {name: RECIPES[name](OPTIMIZERS["adamw"], loss_fn) for name in args.recipes}
     return measure(steps, params, tokens, args.repeats)
+
+
+def check(dtype: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure how fast gradients are checked, and how fast memory can be copied."""
+    grads = make_params(CENTRE[1], args.parameters, dtype)
+    programs = {
+        "check": jax.jit(ls.all_finite),
+        "copy": jax.jit(lambda tree: jax.tree.map(jnp.copy, tree)),
+    }
+    read = sum(g.nbytes for g in grads)
+    moved = {"check": read, "copy": 2 * read}
+    seconds = {name: run_times(f, grads, args.repeats) for name, f in programs.items()}
+    speed = {name: moved[name] / np.median(s) / 1e9 for name, s in seconds.items()}
+    print(f"\n{dtype}: checked at {speed['check']:.1f} GB/s, ", end="")
+    print(f"copied at {speed['copy']:.1f} GB/s, read and written")
+    return {"dtype": dtype, "gigabytes_per_second": speed}
 
 
 def machine() -> dict[str, str]:
