@@ -59,7 +59,7 @@ def commit(
             )
         except Exception:
             # If the inner transformation is at fault, it will say so again.
-            _logger.debug("`inner` is masked in the plain layout", exc_info=True)
+            _logger.debug("the masks are in the plain, slower layout", exc_info=True)
         else:
             return _or_zeros(grads_finite, new_updates), new_state
     new_updates, new_state = inner_update()

@@ -263,7 +263,7 @@ def test_what_cannot_be_evaluated_again_is_masked_in_the_plain_layout(
     assert_same_bits((updates, state.inner_state), (TWO, (jnp.full(3, 3.0),)))
     assert seen == [1] * with_effect
     [record] = caplog.records
-    assert "plain layout" in record.getMessage() and record.levelname == "DEBUG"
+    assert "plain, slower layout" in record.getMessage() and record.levelname == "DEBUG"
     assert "not here" in record.exc_text
     caplog.clear()
 

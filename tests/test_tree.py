@@ -80,7 +80,6 @@ def test_it_agrees_with_numpy_on_extreme_values(shapes, dtype, data):
     values = np.array(
         [info.max, info.min, info.smallest_subnormal, -0.0, 1.0, *BAD], jnp.dtype(dtype)
     )
-    # Mostly finite, else hardly a tree would be.
     finite_only = data.draw(st.booleans())
     seed = data.draw(st.integers(0, 2**32 - 1))
     rng = np.random.default_rng(seed)
