@@ -25,7 +25,8 @@ def draw(report: dict[str, Any], path: pathlib.Path) -> None:
     cases = {f"{r['optimizer']}\n{r['leaves']}, {r['dtype']}": r for r in rows}
     for row in report["transformer_steps"]:
         cases[f"transformer\n{row['dtype']}"] = row
-    figure, axes = plt.subplots(2, 1, figsize=(1.5 + 1.2 * len(cases), 7), sharex=True)
+    size = max(9, 1.5 + 1.2 * len(cases)), 7
+    figure, axes = plt.subplots(2, 1, figsize=size, sharex=True, layout="constrained")
     for axis, key, title in (
         (axes[0], "ratio", "time of a step / plain"),
         (axes[1], "trace_and_compile_ratio", "trace and compile / plain"),
@@ -36,14 +37,13 @@ def draw(report: dict[str, Any], path: pathlib.Path) -> None:
         axis.set_yscale("log", base=2)
         axis.yaxis.set_major_formatter("{x:g}")
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(ncols=6, frameon=False, loc="upper left")
-    axes[0].set_ylim(top=axes[0].get_ylim()[1] * 2)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, ncols=5, frameon=False, loc="outside upper left")
     machine = report["machine"]
     axes[1].set_xlabel(
-        f"{machine['device']}, {machine['processor']}, jax {machine['jax']}; "
+        f"{machine['device']} ({machine['processor']}), jax {machine['jax']}; "
         "line: quartiles of the ratio"
     )
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

@@ -139,9 +139,8 @@ def check(dtype: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def machine() -> dict[str, str]:
     device = jax.devices()[0]
-    cores = f", {len(jax.devices())} devices" if len(jax.devices()) > 1 else ""
     return {
-        "device": f"{device.platform} {device.device_kind}{cores}",
+        "device": f"{len(jax.devices())} x {device.device_kind}",
         "processor": f"{platform.machine()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
         "jax": jax.__version__,
