@@ -119,7 +119,8 @@ def _mask_where_defined(
     closed_jaxpr, shapes = jax.make_jaxpr(inner_update, return_shape=True)()
     jaxpr = closed_jaxpr.jaxpr
     old_leaves = jax.tree.leaves(inner_state)
-    state_vars = jaxpr.outvars[len(jaxpr.outvars) - len(old_leaves) :]
+    first = len(jaxpr.outvars) - len(old_leaves)
+    state_vars = jaxpr.outvars[first:]
     old_of = _maskable(jaxpr, state_vars, old_leaves)
 
     def evaluate() -> list[Any]:
@@ -140,14 +141,11 @@ def _mask_where_defined(
         # Try it where nothing is staged: an effect must not happen here and, should
         # the rest fail, in the plain layout again.
         jax.eval_shape(evaluate)
-    new_updates, new_state = jax.tree.unflatten(jax.tree.structure(shapes), evaluate())
-    new_leaves = [
-        new if id(var) in old_of else jnp.where(grads_finite, new, old)
-        for var, new, old in zip(
-            state_vars, jax.tree.leaves(new_state), old_leaves, strict=True
-        )
-    ]
-    return new_updates, jax.tree.unflatten(jax.tree.structure(inner_state), new_leaves)
+    leaves = evaluate()
+    for i, (var, old) in enumerate(zip(state_vars, old_leaves, strict=True), first):
+        if id(var) not in old_of:
+            leaves[i] = jnp.where(grads_finite, leaves[i], old)
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
 def _maskable(
