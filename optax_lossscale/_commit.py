@@ -25,7 +25,8 @@ import optax
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from ._tree import dtype_of, is_inexact, same_structure, select
+from ._inner import update
+from ._tree import dtype_of, is_inexact, select
 
 _logger = logging.getLogger(__name__)
 
@@ -67,37 +68,6 @@ def commit(
         _or_zeros(grads_finite, new_updates),
         select(grads_finite, new_state, inner_state),
     )
-
-
-def update(
-    inner: optax.GradientTransformationExtraArgs,
-    updates: optax.Updates,
-    inner_state: optax.OptState,
-    params: optax.Params | None,
-    extra_args: dict[str, Any],
-) -> tuple[optax.Updates, optax.OptState]:
-    """Update, and return a state of the very types that went in.
-
-    float32 gradients make float32 moments of an optimizer that was initialised with
-    float16 parameters; a state that changes its types cannot be carried by ``scan``.
-    """
-    new_updates, new_state = inner.update(updates, inner_state, params, **extra_args)
-    if not same_structure(new_state, inner_state):
-        raise ValueError(
-            "`inner` must return a state of the structure that it is given, got "
-            f"{jax.tree.structure(new_state)} from {jax.tree.structure(inner_state)}. "
-            "`optax.monitor` is known to change it in the first step; chain it outside "
-            "of `with_loss_scaling`."
-        )
-    return new_updates, jax.tree.map(as_before, new_state, inner_state)
-
-
-def as_before(new: Any, old: Any) -> Any:
-    """Give a new leaf the dtype of the old one, and never a weak type."""
-    strong = hasattr(new, "dtype") and not getattr(new, "weak_type", False)
-    if strong and new.dtype == dtype_of(old):
-        return new
-    return jnp.asarray(new, dtype_of(old))
 
 
 def _or_zeros(grads_finite: jax.Array, updates: optax.Updates) -> optax.Updates:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._inspect import get_loss_scale
+from ._inspect import get_effective_loss_scale
 from ._tree import dtype_of, is_inexact, unscale, wide_dtype
 from ._validation import describe
 
@@ -45,7 +45,8 @@ def value_and_grad(
         bfloat16 and float8 come in float32, others in their own type.
 
     Raises:
-        ValueError: if ``state`` has no loss scale in it, or more than one.
+        ValueError: if ``state`` has no loss scale in it, or more than one, or has it
+            where its rule would not see an overflow.
         TypeError: when called, if the value is not a floating-point scalar.
 
     Warns:
@@ -71,7 +72,7 @@ def value_and_grad(
         Micikevicius et al., `Mixed Precision Training
         <https://arxiv.org/abs/1710.03740>`_, 2017, section 3.2
     """
-    scale = get_loss_scale(state)
+    scale = get_effective_loss_scale(state)
 
     @functools.wraps(fun)
     def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[Any, Any]]:
@@ -130,7 +131,8 @@ def grad(
         ``has_aux`` paired with the auxiliary output.
 
     Raises:
-        ValueError: if ``state`` has no loss scale in it, or more than one.
+        ValueError: if ``state`` has no loss scale in it, or more than one, or has it
+            where its rule would not see an overflow.
         TypeError: when called, if the value is not a floating-point scalar.
 
     Warns:
@@ -167,7 +169,8 @@ def scale_loss(loss: jax.typing.ArrayLike, state: Any) -> jax.Array:
         The scaled loss, in float32 or wider. Report ``loss`` itself, not this.
 
     Raises:
-        ValueError: if ``state`` has no loss scale in it, or more than one.
+        ValueError: if ``state`` has no loss scale in it, or more than one, or has it
+            where its rule would not see an overflow.
         TypeError: if ``loss`` is not a floating-point or complex array.
 
     Examples:
@@ -181,7 +184,7 @@ def scale_loss(loss: jax.typing.ArrayLike, state: Any) -> jax.Array:
         >>> ls.unscale_grads(jax.grad(scaled_loss_fn)(jnp.ones(2)), opt_state)
         Array([2., 2.], dtype=float32)
     """
-    return _scale(loss, get_loss_scale(state))
+    return _scale(loss, get_effective_loss_scale(state))
 
 
 def unscale_grads(grads: Any, state: Any) -> Any:
@@ -196,7 +199,8 @@ def unscale_grads(grads: Any, state: Any) -> Any:
         own type. Integers, ``float0`` and None are left as they are.
 
     Raises:
-        ValueError: if ``state`` has no loss scale in it, or more than one.
+        ValueError: if ``state`` has no loss scale in it, or more than one, or has it
+            where its rule would not see an overflow.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -205,7 +209,7 @@ def unscale_grads(grads: Any, state: Any) -> Any:
         >>> ls.unscale_grads({"w": jnp.float16([512.0]), "b": None}, state)
         {'b': None, 'w': Array([0.5], dtype=float32)}
     """
-    return unscale(grads, get_loss_scale(state))
+    return unscale(grads, get_effective_loss_scale(state))
 
 
 def _scale(loss: Any, scale: jax.Array) -> jax.Array:

@@ -3,8 +3,18 @@
 from typing import Any
 
 import jax
+import optax
 
 from ._state import LossScaleState
+
+_HIDING = {
+    optax.ApplyIfFiniteState: "`optax.apply_if_finite` hides overflows from the rule, "
+    "which then never lowers the scale. Leave it out: `with_loss_scaling` skips those "
+    "steps itself.",
+    optax.MultiStepsState: "The sum in `optax.MultiSteps` keeps a NaN for ever: all "
+    "later steps are skipped. Wrap the other way round, as in "
+    "`with_loss_scaling(optax.MultiSteps(optimizer, k))`.",
+}
 
 
 def get_loss_scale_state(state: Any) -> LossScaleState:
@@ -67,6 +77,21 @@ def get_loss_scale(state: Any) -> jax.Array:
         Array(32768., dtype=float32)
     """
     return get_loss_scale_state(state).loss_scale
+
+
+def get_effective_loss_scale(state: Any) -> jax.Array:
+    """Return the loss scale to multiply a loss by, if its rule is told what happens.
+
+    Reading a scale is harmless; using one of which that is not true is not.
+    """
+    wrappers = tuple(_HIDING)
+    for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, wrappers)):
+        if isinstance(node, wrappers) and find_loss_scale_states(node):
+            raise ValueError(
+                "`state` must have the LossScaleState outside of other wrappers, got "
+                f"one inside of {type(node).__name__}. {_HIDING[type(node)]}"
+            )
+    return get_loss_scale(state)
 
 
 def find_loss_scale_states(tree: Any) -> dict[str, LossScaleState]:

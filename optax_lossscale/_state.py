@@ -19,7 +19,8 @@ class LossScaleState(NamedTuple):
         loss_scale: float32, what the next loss is multiplied by.
         growth_tracker: int32, finite steps in a row that count towards a growth.
         hysteresis_tracker: int32, non-finite steps left until the scale backs off.
-        grads_finite: bool, whether the gradients of the last step were finite.
+        grads_finite: bool, whether the last step was applied: its gradients were
+            finite, and whatever else was asked to be.
         skipped_steps: int32, steps skipped in all; saturates.
         consecutive_skips: int32, steps skipped since one was applied; saturates.
 

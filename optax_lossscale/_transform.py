@@ -1,19 +1,19 @@
 """The Optax transformation that skips steps and keeps the loss scale."""
 
-import inspect
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from ._commit import as_before, commit, update
+from ._commit import commit
 from ._dynamic import DynamicLossScale
+from ._inner import as_before, update, with_extra_args
 from ._inspect import find_loss_scale_states
 from ._loss_scale import LossScale
 from ._state import LossScaleState
-from ._tree import AxisName, all_finite
-from ._validation import describe
+from ._tree import AxisName, all_finite, everywhere, select
+from ._validation import check_flag, describe
 
 
 class WithLossScalingState(NamedTuple):
@@ -63,12 +63,23 @@ def with_loss_scaling(
 
     Returns:
         The transformation. Extra arguments of its ``update`` reach ``inner``
-        unchanged.
+        unchanged. Two of them, both optional, also decide whether the step is applied,
+        unless the rule never skips:
+
+        - ``grads_finite``, one boolean: a flag from elsewhere, joined with the check
+          of the gradients made here. Where it is False the step is skipped and the
+          rule told so, as for gradients that are not finite. Several optimizers that
+          should skip together are given the same flag.
+        - ``value``, the unscaled loss: where it is not finite no scale can cure it, so
+          the step is skipped and the scale left alone, with the trackers of its next
+          growth and backoff.
 
     Raises:
         TypeError: if ``inner`` or ``loss_scale`` is of another kind.
         ValueError: from ``init``, if ``inner`` scales losses itself; from ``update``,
-            if ``inner`` changes the structure of its state.
+            if ``inner`` changes the structure or the shapes of its state, gradients
+            or parameters are of another model than the state, ``axis_name`` is not
+            bound, or devices of a ``shard_map`` would decide differently.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -82,13 +93,19 @@ def with_loss_scaling(
         >>> print(updates, ls.get_loss_scale(opt_state))
         [0. 0.] 16384.0
 
+        A loss that is not finite is no fault of the scale:
+
+        >>> updates, opt_state = tx.update(bad_grads, opt_state, params, value=jnp.inf)
+        >>> print(updates, ls.get_loss_scale(opt_state))
+        [0. 0.] 16384.0
+
     References:
         Micikevicius et al., `Mixed Precision Training
         <https://arxiv.org/abs/1710.03740>`_, 2017, section 3.2
     """
     _check_inner(inner)
     _check_rule(loss_scale)
-    inner = _with_extra_args(inner)
+    inner = with_extra_args(inner)
 
     def init_fn(params: optax.Params) -> WithLossScalingState:
         inner_state = inner.init(params)
@@ -108,27 +125,35 @@ def with_loss_scaling(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, WithLossScalingState]:
-        if not isinstance(state, WithLossScalingState):
-            raise TypeError(
-                "`state` must be a WithLossScalingState, as `init` returns, got a "
-                f"{type(state).__name__}. If it was restored from a checkpoint, give "
-                "the checkpointer `init(params)` as the target; if it belongs to the "
-                "unwrapped optimizer, use `init(params)._replace(inner_state=...)`."
-            )
-        if loss_scale.skip_nonfinite:
-            grads_finite = all_finite(updates, axis_name)
-            new_updates, inner_state = commit(
-                inner, grads_finite, updates, state.inner_state, params, extra_args
-            )
-        else:
-            grads_finite = jnp.ones((), jnp.bool_)
+        _check_state(state)
+        scale_state = state.scale_state
+        if not loss_scale.skip_nonfinite:
             new_updates, inner_state = update(
                 inner, updates, state.inner_state, params, extra_args
             )
-        scale_state = loss_scale.update(state.scale_state, grads_finite)
-        # A user's rule may well return a Python number for a counter.
-        scale_state = jax.tree.map(as_before, scale_state, state.scale_state)
-        return new_updates, WithLossScalingState(scale_state, inner_state)
+            new_scale_state = _advance(loss_scale, scale_state, jnp.ones((), jnp.bool_))
+            return new_updates, WithLossScalingState(new_scale_state, inner_state)
+
+        grads_finite = all_finite(updates)
+        flag = extra_args.get("grads_finite")
+        if flag is not None:
+            check_flag("grads_finite", flag)
+            grads_finite &= flag
+        apply = grads_finite = everywhere(grads_finite, axis_name)
+        value = extra_args.get("value")
+        if value is not None:
+            value_finite = all_finite(value, axis_name)
+            apply = grads_finite & value_finite
+        _check_agreement(apply, scale_state, axis_name)
+        new_updates, inner_state = commit(
+            inner, apply, updates, state.inner_state, params, extra_args
+        )
+        new_scale_state = _advance(loss_scale, scale_state, grads_finite)
+        if value is not None:
+            # No scale cures a loss that is not finite before it is scaled.
+            skipped = scale_state.record(False)
+            new_scale_state = select(value_finite, new_scale_state, skipped)
+        return new_updates, WithLossScalingState(new_scale_state, inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -140,14 +165,42 @@ def _strong(x: Any) -> Any:
     return x
 
 
-def _with_extra_args(
-    inner: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
-    # optax.MultiSteps takes extra arguments and does not say so by its type.
-    parameters = inspect.signature(inner.update).parameters.values()
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        return optax.GradientTransformationExtraArgs(inner.init, inner.update)
-    return optax.with_extra_args_support(inner)
+def _advance(
+    rule: LossScale, state: LossScaleState, grads_finite: jax.Array
+) -> LossScaleState:
+    # A user's rule may well return a Python number for a counter.
+    return jax.tree.map(as_before, rule.update(state, grads_finite), state)
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, WithLossScalingState):
+        raise TypeError(
+            "`state` must be a WithLossScalingState, as `init` returns, got a "
+            f"{type(state).__name__}. If it was restored from a checkpoint, give "
+            "the checkpointer `init(params)` as the target; if it belongs to the "
+            "unwrapped optimizer, use `init(params)._replace(inner_state=...)`."
+        )
+
+
+def _check_agreement(
+    apply: jax.Array, scale_state: LossScaleState, axis_name: AxisName | None
+) -> None:
+    """Refuse decisions that differ between the devices of a ``shard_map``."""
+    axes = _varying_axes(apply) - _varying_axes(scale_state.loss_scale)
+    if axes:
+        raise ValueError(
+            "`axis_name` must name every mapped axis along which gradients differ, "
+            f"here {sorted(axes, key=str)}, got {axis_name!r}. Else some devices "
+            "would skip a step that others apply, and their states would drift apart. "
+            "Add the axis, or average the gradients before `update`; where each "
+            "device trains a model of its own, let its state differ too, with "
+            "`jax.lax.pcast(opt_state, axis, to='varying')`."
+        )
+
+
+def _varying_axes(x: jax.Array) -> frozenset[Any]:
+    # Empty outside of shard_map, and where that does not check.
+    return getattr(jax.typeof(x), "vma", frozenset())
 
 
 def _check_inner(inner: Any) -> None:

@@ -37,10 +37,15 @@ def all_finite(tree: Any, axis_name: AxisName | None = None) -> jax.Array:
     """
     leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x)]
     finite = _all_finite(leaves) if leaves else jnp.ones((), jnp.bool_)
+    return everywhere(finite, axis_name)
+
+
+def everywhere(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
+    """Return whether a flag is True on all devices along the mapped axes."""
     if axis_name is None:
-        return finite
+        return flag
     try:
-        return jax.lax.pmin(finite.astype(jnp.int32), axis_name) == 1
+        return jax.lax.pmin(flag.astype(jnp.int32), axis_name) == 1
     except NameError as error:
         raise ValueError(
             "`axis_name` must name an axis of the surrounding `shard_map`, `pmap` or "

@@ -1,6 +1,5 @@
 """The layout of the masks: what it computes, what it may not cost, when it yields."""
 
-import inspect
 import re
 
 import chex
@@ -11,35 +10,10 @@ import optax
 import pytest
 from helpers import assert_same_bits, assert_same_types
 from jax.experimental import io_callback
-from optax import contrib
-from test_commit import OPTIMIZERS, PARAMS, value_fn
+from optimizers import OPTIMIZERS, grads_for, make, params_for, update
 
 import optax_lossscale as ls
 from optax_lossscale import _commit
-
-
-def factories():
-    """Every optimizer that optax has, by the name of its factory."""
-    for module in (optax, contrib):
-        for name, factory in inspect.getmembers(module, inspect.isfunction):
-            takes = inspect.signature(factory).parameters
-            public = not name.startswith(("_", "scale_by_"))
-            if public and {"learning_rate", "max_learning_rate"} & set(takes):
-                yield f"{module.__name__}.{name}", factory
-
-
-ARGUMENTS = {
-    "optax.noisy_sgd": {"key": 0},
-    "optax.contrib.dpsgd": {"l2_norm_clip": 1.0, "noise_multiplier": 0.1, "seed": 0},
-    "optax.contrib.schedule_free": {"base_optimizer": optax.sgd(0.1)},
-}
-FACTORIES = dict(factories())
-
-
-def make(name):
-    takes = inspect.signature(FACTORIES[name]).parameters
-    rate = "learning_rate" if "learning_rate" in takes else "max_learning_rate"
-    return FACTORIES[name](**{rate: 0.1}, **ARGUMENTS.get(name, {}))
 
 
 def refuse(*args):
@@ -61,38 +35,28 @@ def plain_layout(monkeypatch, caplog):
     return run
 
 
-def run(tx, params, all_grads, **extra_args):
-    """Some steps of the wrapped optimizer, with the states and updates of each."""
-    tx = optax.with_extra_args_support(ls.with_loss_scaling(tx))
-
-    @jax.jit
-    def step(params, state, grads):
-        value = value_fn(params)
-        updates, state = tx.update(grads, state, params, value=value, **extra_args)
-        return optax.apply_updates(params, updates), state, updates
-
-    trajectory, state = [], tx.init(params)
-    for grads in all_grads:
-        params, state, updates = step(params, state, grads)
-        trajectory.append((params, state, updates))
-    return trajectory
-
-
 @pytest.mark.filterwarnings("ignore:`optimistic_adam` is deprecated")
 @pytest.mark.filterwarnings('ignore:"seed" is deprecated')  # dpsgd takes no key
-@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_both_layouts_agree_on_every_optimizer(name, plain_layout):
-    tx = make(name)
-    # SM3 itself has no accumulator for a scalar.
-    params = {k: v for k, v in PARAMS.items() if "sm3" not in name or v.ndim}
-    grads = jax.grad(value_fn)(params)
-    extra_args = {"obj_fn" if "sophia" in name else "value_fn": value_fn, "grad": grads}
-    if "dpsgd" in name:  # it takes the gradients of each example
-        grads = jax.tree.map(lambda g: jnp.stack([g, 2 * g]), grads)
+    tx = ls.with_loss_scaling(make(name))
+    start = params_for(name)
+    grads = grads_for(name, start)
     bad = {**grads, "b": grads["b"].at[..., 1].set(jnp.nan)}
-    arguments = tx, params, [grads, bad, grads]
-    actual = run(*arguments, **extra_args)
-    expected = plain_layout(lambda: run(*arguments, **extra_args))
+
+    def run():
+        @jax.jit
+        def step(params, state, grads):
+            updates, state = update(name, tx, grads, state, params)
+            return optax.apply_updates(params, updates), state, updates
+
+        trajectory, params, state = [], start, tx.init(start)
+        for g in (grads, bad, grads):
+            params, state, updates = step(params, state, g)
+            trajectory.append((params, state, updates))
+        return trajectory
+
+    actual, expected = run(), plain_layout(run)
     chex.assert_trees_all_close(
         *map(without_keys, (actual, expected)), rtol=2e-5, atol=1e-6
     )
@@ -276,7 +240,7 @@ def test_an_error_of_the_inner_transformation_is_its_own(caplog):
     caplog.clear()
 
 
-GUARDED = ("sgd", "momentum", "adamw", "clip + adamw", "lion")
+GUARDED = ("optax.sgd", "momentum", "optax.adamw", "clip + adamw", "optax.lion")
 SHAPE = (64, 128)
 
 
@@ -315,15 +279,17 @@ reductions_are_fused = pytest.mark.skipif(
 
 # A scanned plain lion frees one gradient before it copies the next moment; whoever
 # checks has to have all gradients first.
-CASES = [(n, s) for n in GUARDED for s in (False, True) if (n, s) != ("lion", True)]
+CASES = [
+    (n, s) for n in GUARDED for s in (False, True) if (n, s) != ("optax.lion", True)
+]
 
 
 @reductions_are_fused
 @pytest.mark.parametrize("name, scanned", CASES)
 def test_no_memory_beyond_the_plain_step(name, scanned):
     leaves = 16
-    plain = compiled(OPTIMIZERS[name], leaves, scanned)
-    masked = compiled(ls.with_loss_scaling(OPTIMIZERS[name]), leaves, scanned)
+    plain = compiled(make(name), leaves, scanned)
+    masked = compiled(ls.with_loss_scaling(make(name)), leaves, scanned)
     extra = (
         masked.memory_analysis().temp_size_in_bytes
         - plain.memory_analysis().temp_size_in_bytes
@@ -335,33 +301,33 @@ def test_no_memory_beyond_the_plain_step(name, scanned):
 @reductions_are_fused
 def test_the_plain_layout_would_fail_the_guards(plain_layout):
     """So they do measure what they are for."""
-    masked = plain_layout(compiled, ls.with_loss_scaling(OPTIMIZERS["adamw"]), 16)
+    masked = plain_layout(compiled, ls.with_loss_scaling(make("optax.adamw")), 16)
     parameters = 16 * 4 * np.prod(SHAPE)
     assert masked.memory_analysis().temp_size_in_bytes > 0.5 * parameters
 
 
 @pytest.mark.parametrize("name", GUARDED)
 def test_the_program_grows_linearly_with_the_leaves(name):
-    tx = ls.with_loss_scaling(OPTIMIZERS[name])
+    tx = ls.with_loss_scaling(make(name))
     small, large = (len(compiled(tx, n).as_text()) for n in (32, 128))
     assert large < 4.4 * small
 
 
 @pytest.mark.parametrize("name", GUARDED)
 def test_a_step_never_leaves_the_device(name):
-    text = compiled(ls.with_loss_scaling(OPTIMIZERS[name]), 4).as_text()
+    text = compiled(ls.with_loss_scaling(make(name)), 4).as_text()
     assert not re.search(r"\b(infeed|outfeed|send|recv|callback)\b|S\(5\)", text)
 
 
 @pytest.mark.parametrize("wrap", [ls.with_loss_scaling, lambda tx: tx])
 def test_donating_in_another_order_costs_copies_with_and_without_scaling(wrap):
-    tx = wrap(OPTIMIZERS["adamw"])
+    tx = wrap(make("optax.adamw"))
     assert full_size_copies(compiled(tx, 4)) == 0
     assert full_size_copies(compiled(tx, 4, swapped=True)) >= 3 * 4
 
 
 def test_no_check_and_no_mask_where_nothing_is_skipped():
-    tx = OPTIMIZERS["adamw"]
+    tx = make("optax.adamw")
     unchecked = ls.with_loss_scaling(tx, ls.FixedLossScale(8.0, skip_nonfinite=False))
     plain, masked = (
         compiled(t, 4).as_text().count("f32[64,128]") for t in (tx, unchecked)
