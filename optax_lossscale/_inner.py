@@ -46,9 +46,7 @@ def update(
     float16 parameters; a state that changes its types cannot be carried by ``scan``.
     """
     try:
-        new_updates, new_state = inner.update(
-            updates, inner_state, params, **extra_args
-        )
+        new_updates, new_state = _call(inner, updates, inner_state, params, extra_args)
     except Exception as error:
         _check_like_params(inner, inner_state, "updates", updates, error)
         if params is not None:
@@ -71,6 +69,24 @@ def update(
             "`scan`: give it its final shape in `init`."
         )
     return new_updates, jax.tree.map(as_before, new_state, inner_state)
+
+
+def _call(
+    inner: optax.GradientTransformationExtraArgs,
+    updates: optax.Updates,
+    inner_state: optax.OptState,
+    params: optax.Params | None,
+    extra_args: dict[str, Any],
+) -> tuple[optax.Updates, optax.OptState]:
+    try:
+        return inner.update(updates, inner_state, params, **extra_args)
+    except TypeError as error:
+        # A line search hands every extra argument to the loss, and refuses those that
+        # the loss does not name. This one is meant for us.
+        if "'grads_finite'" not in str(error):
+            raise
+    extra_args = {k: v for k, v in extra_args.items() if k != "grads_finite"}
+    return inner.update(updates, inner_state, params, **extra_args)
 
 
 def as_before(new: Any, old: Any) -> Any:

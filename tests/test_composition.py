@@ -1,11 +1,17 @@
 """The wrapper among Optax's other wrappers."""
 
+import functools
+import re
+from pathlib import Path
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from helpers import assert_same_bits
+from optax import contrib
 
 import optax_lossscale as ls
 
@@ -14,13 +20,99 @@ GOOD = {"w": jnp.array([3.0, -4.0, 0.0]), "b": jnp.array(0.0)}
 BAD = {**GOOD, "b": jnp.array(jnp.nan)}
 
 
-def run(tx, sequence, params=PARAMS):
+INF = {**GOOD, "b": jnp.array(jnp.inf)}
+MASK = {"w": True, "b": False}
+
+
+@functools.cache
+def jitted_step(tx):
+    @jax.jit
+    def step(params, state, grads, **extra_args):
+        updates, state = tx.update(grads, state, params, **extra_args)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def run(tx, sequence, params=PARAMS, **extra_args):
     state = tx.init(params)
-    update = jax.jit(tx.update)
     for grads in sequence:
-        updates, state = update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = jitted_step(tx)(params, state, grads, **extra_args)
     return params, state
+
+
+def skipped_steps(state):
+    return int(ls.get_loss_scale_state(state).skipped_steps)
+
+
+ADAM = optax.adam(0.1)
+CLIP = optax.clip_by_global_norm(1.0)
+INSIDE = {
+    "add_noise": optax.chain(optax.add_noise(0.1, 0.5, key=0), ADAM),
+    "apply_if_finite": optax.apply_if_finite(ADAM, 1),
+    "chain": optax.chain(CLIP, ADAM),
+    "conditionally_transform": optax.conditionally_transform(
+        ADAM, lambda step, **extra_args: step % 2 == 0
+    ),
+    "flatten": optax.flatten(ADAM),
+    "inject_hyperparams": optax.inject_hyperparams(optax.adam)(
+        optax.linear_schedule(0.1, 0.0, 4)
+    ),
+    "lookahead": optax.lookahead(ADAM, 2, 0.5),
+    "masked": optax.masked(ADAM, MASK),
+    "mechanize": contrib.mechanize(ADAM),
+    "MultiSteps": optax.MultiSteps(ADAM, 2),
+    "named_chain": optax.named_chain(("clip", CLIP), ("adam", ADAM)),
+    "partition": optax.partition(
+        {"train": ADAM, "freeze": optax.set_to_zero()}, {"w": "train", "b": "freeze"}
+    ),
+    "reduce_on_plateau": optax.chain(ADAM, contrib.reduce_on_plateau(patience=1)),
+    "sam": contrib.sam(ADAM, optax.sgd(0.1)),
+    "schedule_free": contrib.schedule_free(ADAM, 0.1),
+    "split_real_and_imaginary": contrib.split_real_and_imaginary(ADAM),
+    "trace": optax.trace(0.9),
+}
+if hasattr(optax, "freeze"):  # from optax 0.2.6
+    INSIDE["freeze"] = optax.chain(ADAM, optax.freeze({"w": False, "b": True}))
+    INSIDE["selective_transform"] = optax.selective_transform(
+        ADAM, freeze_mask={"w": False, "b": True}
+    )
+if hasattr(optax, "snapshot"):  # from optax 0.2.6
+    INSIDE["snapshot"] = optax.chain(optax.snapshot("norm", optax.tree.norm), ADAM)
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_inside_a_bad_step_is_as_if_it_had_not_been(name):
+    inner, start = INSIDE[name], PARAMS
+    if name == "lookahead":
+        start = optax.LookaheadParams.init_synced(PARAMS)
+    value = {"value": 1.0} if name == "reduce_on_plateau" else {}
+    tx = ls.with_loss_scaling(inner)
+    before, after, further = (
+        run(tx, sequence, start, **value)
+        for sequence in ([GOOD] * 3, [GOOD] * 3 + [BAD, INF], [GOOD, BAD, GOOD, INF])
+    )
+    assert_same_bits(after[0], before[0])
+    assert_same_bits(after[1].inner_state, before[1].inner_state)
+    plain_params, plain_state = run(inner, [GOOD, GOOD], start, **value)
+    chex.assert_trees_all_close(further[0], plain_params, rtol=1e-6)
+    chex.assert_trees_all_close(
+        *map(without_keys, (further[1].inner_state, plain_state)), rtol=1e-6
+    )
+
+
+def without_keys(tree):
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
+
+
+def test_the_readme_names_nothing_that_is_not_tested_here():
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    table = readme.split("| wrapper | order | why |")[1].split("\n\n")[0]
+    named = set(re.findall(r"`optax\.(?:contrib\.)?(\w+)`", table))
+    tested_below = {"clip", "clip_by_global_norm", "monitor", "zero_nans"}
+    assert named <= INSIDE.keys() | tested_below | {"freeze", "snapshot"}
+    assert len(named) > 15
 
 
 def test_clipping_sees_true_gradients_on_either_side():
@@ -30,14 +122,6 @@ def test_clipping_sees_true_gradients_on_either_side():
     for tx in (inside, outside):
         params, _ = run(tx, [GOOD])
         np.testing.assert_allclose(params["w"], [0.4, -1.2, 3.0], rtol=1e-6)
-
-
-def test_multi_steps_inside_drops_the_bad_micro_batch_alone():
-    inner = optax.MultiSteps(optax.sgd(1.0), 2)
-    params, state = run(ls.with_loss_scaling(inner), [GOOD, BAD, GOOD])
-    expected, _ = run(optax.MultiSteps(optax.sgd(1.0), 2), [GOOD, GOOD])
-    assert_same_bits(params, expected)
-    assert int(ls.get_loss_scale_state(state).skipped_steps) == 1
 
 
 def test_multi_steps_inside_passes_extra_arguments_on():
@@ -56,19 +140,113 @@ def test_multi_steps_inside_passes_extra_arguments_on():
         assert seen and all(value is not None for value in seen)
 
 
-def test_multi_steps_outside_keeps_a_nan_for_ever():
-    """Why the documentation says to put it inside."""
-    tx = optax.MultiSteps(ls.with_loss_scaling(optax.sgd(1.0)), 2)
-    params, state = run(tx, [BAD] + [GOOD] * 7)
-    assert_same_bits(params, PARAMS)
-    assert int(ls.get_loss_scale_state(state).skipped_steps) > 0
+@pytest.mark.parametrize("bad", [BAD, INF])
+@pytest.mark.parametrize(
+    "before, lets_through",
+    [
+        (CLIP, True),
+        (optax.clip_by_block_rms(1.0), True),
+        (optax.adaptive_grad_clip(0.1), True),
+        (optax.clip(1.0), False),
+        (optax.zero_nans(), False),
+    ],
+)
+def test_what_stands_before_it_must_let_non_finite_gradients_through(
+    before, lets_through, bad
+):
+    tx = optax.chain(before, ls.with_loss_scaling(optax.sgd(1.0)))
+    params, state = run(tx, [bad])
+    hidden = not lets_through and (bad is INF) == (before.init(PARAMS) == ())
+    assert skipped_steps(state) == (not hidden)
+    assert bool(jnp.all(params["w"] == PARAMS["w"])) == (not hidden)
 
 
-def test_apply_if_finite_outside_hides_the_overflow_from_the_rule():
-    """Why the documentation says never to do it."""
-    tx = optax.apply_if_finite(ls.with_loss_scaling(optax.sgd(1.0)), 10)
-    _, state = run(tx, [BAD] * 5)
+def test_momentum_before_it_keeps_a_nan_and_after_it_moves_a_skipped_step():
+    scaled = ls.with_loss_scaling(optax.sgd(1.0))
+    _, state = run(optax.chain(optax.trace(0.9), scaled), [BAD, GOOD, GOOD])
+    assert skipped_steps(state) == 3
+    params, state = run(optax.chain(scaled, optax.trace(0.9)), [GOOD, BAD])
+    assert skipped_steps(state) == 1
+    assert not np.array_equal(params["w"], run(scaled, [GOOD])[0]["w"])
+
+
+def test_noise_after_it_moves_a_skipped_step():
+    noise = optax.add_noise(0.1, 0.5, key=0)
+    params, _ = run(optax.chain(ls.with_loss_scaling(ADAM), noise), [BAD])
+    assert not np.array_equal(params["w"], PARAMS["w"])
+
+
+def test_lookahead_outside_may_synchronise_in_a_skipped_step():
+    tx = optax.lookahead(ls.with_loss_scaling(optax.sgd(0.1)), 2, 0.5)
+    start = optax.LookaheadParams.init_synced(PARAMS)
+    params, state = run(tx, [GOOD, BAD], start)
+    assert skipped_steps(state) == 1
+    assert not np.array_equal(params.slow["w"], run(tx, [GOOD], start)[0].slow["w"])
+
+
+def test_schedule_free_outside_moves_a_skipped_step():
+    tx = contrib.schedule_free(ls.with_loss_scaling(optax.sgd(0.1)), 0.1, b1=0.9)
+    params, state = run(tx, [GOOD, GOOD, BAD])
+    assert skipped_steps(state) == 1
+    assert not np.array_equal(params["w"], run(tx, [GOOD, GOOD])[0]["w"])
+
+
+def test_mechanize_outside_takes_the_nan():
+    tx = contrib.mechanize(ls.with_loss_scaling(optax.sgd(0.1)))
+    assert np.isnan(run(tx, [GOOD, BAD])[0]["w"]).all()
+
+
+def test_reduce_on_plateau_outside_counts_a_loss_that_is_not_finite_as_no_progress():
+    def scale(tx):
+        params, state = PARAMS, tx.init(PARAMS)
+        for grads, value in ((GOOD, 1.0), (BAD, jnp.nan), (GOOD, 0.5)):
+            updates, state = tx.update(grads, state, params, value=value)
+        return float(optax.tree.get(state, "scale"))
+
+    plateau = contrib.reduce_on_plateau(factor=0.5, patience=1)
+    sgd = optax.sgd(0.1)
+    assert scale(optax.chain(ls.with_loss_scaling(sgd), plateau)) == 0.5
+    assert scale(ls.with_loss_scaling(optax.chain(sgd, plateau))) == 1.0
+
+
+def test_flatten_outside_is_as_good():
+    tx = optax.flatten(ls.with_loss_scaling(ADAM))
+    params, state = run(tx, [GOOD, BAD, GOOD])
+    assert skipped_steps(state) == 1
+    assert_same_bits(params, run(tx, [GOOD, GOOD])[0])
+
+
+HIDING = {
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 10),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+}
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize("name", HIDING)
+def test_a_scale_whose_rule_does_not_see_overflows_is_refused(name, chained):
+    tx = HIDING[name](ls.with_loss_scaling(ADAM))
+    state = optax.chain(CLIP, tx).init(PARAMS) if chained else tx.init(PARAMS)
+    for use in (
+        lambda: ls.value_and_grad(lambda p: p["b"], state),
+        lambda: ls.grad(lambda p: p["b"], state),
+        lambda: ls.scale_loss(1.0, state),
+        lambda: ls.unscale_grads(GOOD, state),
+    ):
+        with pytest.raises(ValueError, match=f"`state` must have .*optax.{name}`"):
+            use()
     assert float(ls.get_loss_scale(state)) == 2.0**15
+
+
+@pytest.mark.parametrize("name", HIDING)
+def test_why_it_is_refused(name):
+    tx = HIDING[name](ls.with_loss_scaling(optax.sgd(1.0)))
+    params, state = run(tx, [BAD] * 2 + [GOOD] * 6)
+    if name == "apply_if_finite":
+        assert float(ls.get_loss_scale(state)) == 2.0**15
+    else:
+        assert_same_bits(params, PARAMS)
+        assert skipped_steps(state) == 4
 
 
 def test_apply_if_finite_inside_is_redundant():
@@ -82,20 +260,6 @@ def test_masked_outside_leaves_the_other_leaves_unchecked():
     tx = optax.masked(ls.with_loss_scaling(optax.sgd(1.0)), {"w": True, "b": False})
     _, state = run(tx, [BAD])
     assert bool(ls.get_loss_scale_state(state).grads_finite)
-
-
-def test_masked_and_partition_inside():
-    frozen = optax.partition(
-        {"train": optax.adam(0.1), "freeze": optax.set_to_zero()},
-        {"w": "train", "b": "freeze"},
-    )
-    masked = optax.masked(optax.trace(0.9), {"w": True, "b": False})
-    for inner in (frozen, masked):
-        tx = ls.with_loss_scaling(inner)
-        params, state = run(tx, [BAD, BAD])
-        assert_same_bits(params, PARAMS)
-        assert_same_bits(state.inner_state, inner.init(PARAMS))
-        assert_same_bits(run(tx, [GOOD])[0], run(inner, [GOOD])[0])
 
 
 def test_schedules_do_not_advance_on_a_skipped_step():
@@ -150,12 +314,6 @@ def test_tree_set_and_map_params_see_through_the_wrapper():
     doubled = optax.tree.map_params(tx, lambda x: x + 1, state)
     assert_same_bits(ls.get_loss_scale_state(doubled), ls.get_loss_scale_state(state))
     assert float(doubled[1].inner_state[0].mu["b"]) == 1.0
-
-
-def test_a_chain_of_several_transformations_under_one_scale():
-    decay = ("decay", optax.add_decayed_weights(0.1))
-    tx = ls.with_loss_scaling(optax.named_chain(decay, ("sgd", optax.sgd(1.0))))
-    assert_same_bits(run(tx, [BAD])[0], PARAMS)
 
 
 def test_accessors_take_the_inner_state():
