@@ -145,3 +145,28 @@ def test_some_optimizers_make_nan_of_finite_gradients_in_float16(name):
     for _ in range(2):
         params, state, _ = step(params, state, grads)
     assert not ls.all_finite(params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *VARIANTS])
+def test_derivatives_through_a_skipped_step_are_the_unwrapped_optimizers(name):
+    """As if the step had not been, where training itself is differentiated."""
+
+    def reached(tx, factors):
+        def train(x):
+            params = jax.tree.map(lambda p: p * x, params_for(name))
+            state = tx.init(params)
+            for factor in factors:
+                grads = optax.tree.scale(factor, grads_for(name, params))
+                updates, state = update(name, tx, grads, state, params)
+                params = optax.apply_updates(params, updates)
+            return sum(map(jnp.sum, jax.tree.leaves(params)))
+
+        # Forward, since the line searches have no reverse mode.
+        return jax.jit(lambda x: jax.jvp(train, (x,), (1.0,)))(1.0)
+
+    actual = reached(ls.with_loss_scaling(make(name)), (1.0, np.nan, 1.0))
+    expected = reached(make(name), (1.0, 1.0))
+    np.testing.assert_allclose(actual, expected, rtol=1e-3)
+    # DoG's own derivative at its first step is that of a norm at 0.
+    assert np.isfinite(actual).all() or name == "optax.contrib.dog"

@@ -1,0 +1,125 @@
+"""Gradient accumulation: drop the bad micro-batch, or the window that it stands in."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_same_bits
+
+import optax_lossscale as ls
+
+RULE = ls.DynamicLossScale(init_scale=2.0**10)
+PARAMS = {"w": jnp.array([[0.5, -1.0], [2.0, 0.25]]), "b": jnp.zeros(2)}
+# Windows of four micro-batches of eight.
+X = jax.random.normal(jax.random.key(0), (3, 4, 8, 2))
+BAD_X = X.at[1, 2, 0, 0].set(1e6)  # overflows float16
+
+
+def loss_fn(params, x):
+    half = jax.tree.map(lambda p: p.astype(jnp.float16), params)
+    y = x.astype(jnp.float16) @ half["w"] + half["b"]
+    return jnp.mean(jnp.square(y.astype(jnp.float32) - 1.0))
+
+
+def by_scan(tx):
+    """The whole window in one jitted step; one check, of the mean."""
+
+    @jax.jit
+    def step(params, opt_state, window):
+        def add(total, micro_batch):
+            loss, grads = ls.value_and_grad(loss_fn, opt_state)(params, micro_batch)
+            return jax.tree.map(jnp.add, total, grads), loss
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        total, losses = jax.lax.scan(add, zeros, window)
+        grads = jax.tree.map(lambda g: g / len(losses), total)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step
+
+
+def by_microbatching(tx):
+    mean = optax.microbatching.AccumulationType.MEAN
+
+    @jax.jit
+    def step(params, opt_state, window):
+        fun = ls.value_and_grad(loss_fn, opt_state)
+        accumulated = optax.microbatch(fun, 1, 8, accumulator=mean)
+        _, grads = accumulated(params, window.reshape(-1, 2))
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step
+
+
+def whole(tx):
+    @jax.jit
+    def step(params, opt_state, window):
+        batch = window.reshape(-1, 2)
+        _, grads = ls.value_and_grad(loss_fn, opt_state)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step
+
+
+def run(make_step, windows):
+    tx = ls.with_loss_scaling(optax.adam(1e-2), RULE)
+    step, params, opt_state = make_step(tx), PARAMS, tx.init(PARAMS)
+    for window in windows:
+        params, opt_state = step(params, opt_state, window)
+    return params, opt_state
+
+
+needs_microbatching = pytest.mark.skipif(
+    not hasattr(optax, "microbatch"), reason="needs a newer optax"
+)
+WINDOWED = [by_scan, pytest.param(by_microbatching, marks=needs_microbatching)]
+
+
+@pytest.mark.parametrize("make_step", WINDOWED)
+def test_a_window_is_one_large_batch(make_step):
+    actual, expected = run(make_step, X), run(whole, X)
+    assert_same_bits(actual[1].scale_state, expected[1].scale_state)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, e, rtol=2e-2, atol=1e-4)
+
+
+@pytest.mark.parametrize("make_step", WINDOWED)
+def test_a_bad_micro_batch_drops_its_window_and_the_scale_moves_once(make_step):
+    params, opt_state = run(make_step, BAD_X)
+    expected_params, expected_state = run(make_step, X[jnp.array([0, 2])])
+    assert_same_bits(params, expected_params)
+    assert_same_bits(opt_state.inner_state, expected_state.inner_state)
+    assert int(opt_state.scale_state.skipped_steps) == 1
+    assert float(opt_state.scale_state.loss_scale) == 2.0**9
+
+
+def test_multi_steps_inside_drops_the_bad_micro_batch_alone():
+    """Then a window is four good micro-batches, whenever they come."""
+
+    def run(micro_batches):
+        tx = ls.with_loss_scaling(optax.MultiSteps(optax.adam(1e-2), 4), RULE)
+
+        @jax.jit
+        def step(params, opt_state, x):
+            _, grads = ls.value_and_grad(loss_fn, opt_state)(params, x)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state
+
+        params, opt_state = PARAMS, tx.init(PARAMS)
+        for x in micro_batches:
+            params, opt_state = step(params, opt_state, x)
+        return params, opt_state
+
+    with_bad, without = BAD_X.reshape(12, 8, 2), X.reshape(12, 8, 2)
+    assert bool(jnp.any(with_bad[6] != without[6]))
+    params, opt_state = run(with_bad)
+    # Scales that are powers of two leave no trace in the gradients.
+    expected_params, expected_state = run(jnp.delete(without, 6, axis=0))
+    assert int(opt_state.scale_state.skipped_steps) == 1
+    assert_same_bits(params, expected_params)
+    assert_same_bits(opt_state.inner_state, expected_state.inner_state)
+    assert int(opt_state.inner_state.gradient_step) == 2
