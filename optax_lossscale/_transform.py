@@ -193,14 +193,20 @@ def _check_agreement(
             f"here {sorted(axes, key=str)}, got {axis_name!r}. Else some devices "
             "would skip a step that others apply, and their states would drift apart. "
             "Add the axis, or average the gradients before `update`; where each "
-            "device trains a model of its own, let its state differ too, with "
-            "`jax.lax.pcast(opt_state, axis, to='varying')`."
+            "device trains a model of its own, let its `scale_state` differ too, with "
+            "`jax.lax.pcast(scale_state, axis, to='varying')`."
         )
 
 
 def _varying_axes(x: jax.Array) -> frozenset[Any]:
-    # Empty outside of shard_map, and where that does not check.
-    return getattr(jax.typeof(x), "vma", frozenset())
+    """Return the mapped axes along which an array differs, as far as jax tells.
+
+    None outside of ``shard_map``, and under its ``check_vma=False``.
+    """
+    aval = jax.typeof(x)
+    kind = getattr(aval, "manual_axis_type", None)
+    # Earlier versions of jax have the axes on the type itself.
+    return getattr(aval, "vma", frozenset()) if kind is None else kind.varying
 
 
 def _check_inner(inner: Any) -> None:

@@ -6,7 +6,8 @@ import chex
 import hypothesis
 import pytest
 
-collect_ignore = ["benchmarks"]  # programs, with dependencies of their own
+# Programs, with dependencies of their own, and a plugin.
+collect_ignore = ["benchmarks", "process_worker.py", "wrap_optax.py"]
 
 chex.set_n_cpu_devices(8)
 

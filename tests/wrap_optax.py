@@ -56,7 +56,8 @@ with wrapped_factories():
     importlib.import_module("optax._src.sharding_test")
 
 # As documented: an accessor that wants the state of one optimizer takes the inner one.
+# Some of the tests put schedule-free around the wrapped optimizer instead.
 eval_params = contrib.schedule_free_eval_params
 contrib.schedule_free_eval_params = lambda state, params: eval_params(
-    state.inner_state, params
+    state.inner_state if isinstance(state, ls.WithLossScalingState) else state, params
 )

@@ -1,0 +1,44 @@
+"""One small training run, for comparing many devices with one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from helpers import assert_same_bits
+
+import optax_lossscale as ls
+
+PARAMS = {"w": jnp.arange(32.0).reshape(8, 4) / 32, "b": jnp.zeros(4)}
+X = jax.random.normal(jax.random.key(0), (5, 16, 8))
+BAD_X = X.at[2, 11, 3].set(jnp.nan)  # in the part of one device alone
+RULE = ls.DynamicLossScale(growth_interval=2)
+ADAM = optax.adam(1e-2)
+
+
+def loss_fn(params, x):
+    return jnp.mean(jnp.square(x @ params["w"] + params["b"] - 1.0))
+
+
+def one_device(xs, tx=None):
+    tx = tx or ls.with_loss_scaling(ADAM, RULE)
+
+    @jax.jit
+    def step(params, state, x):
+        _, grads = ls.value_and_grad(loss_fn, state)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = PARAMS, tx.init(PARAMS)
+    for x in xs:
+        params, state = step(params, state, x)
+    return params, state
+
+
+def assert_close(actual, expected):
+    """Sums over devices round differently; flags, counters and scales may not."""
+    assert_same_bits(
+        jax.device_get(ls.get_loss_scale_state(actual)),
+        jax.device_get(ls.get_loss_scale_state(expected)),
+    )
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-6)

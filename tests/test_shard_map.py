@@ -1,0 +1,235 @@
+"""Where every device has gradients of its own: shard_map, pmap."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from devices import ADAM, BAD_X, PARAMS, RULE, X, assert_close, loss_fn, one_device
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_lossscale as ls
+
+
+def make_mesh(*axes):
+    names, sizes = zip(*axes, strict=True)
+    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(axes))
+
+
+def vary(tree, axes):
+    """Else shard_map sums the gradients over the devices by itself."""
+    if hasattr(jax.lax, "pcast"):
+        return jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), tree)
+    return jax.tree.map(lambda x: jax.lax.pvary(x, axes), tree)
+
+
+def mean_over(axes):
+    """A transformation with a collective, which all devices must reach."""
+    return optax.GradientTransformation(
+        lambda params: optax.EmptyState(),
+        lambda updates, state, params=None: (jax.lax.pmean(updates, axes), state),
+    )
+
+
+def run(step, xs, tx):
+    params, state = PARAMS, tx.init(PARAMS)
+    for x in xs:
+        params, state = step(params, state, x)
+    return params, state
+
+
+@pytest.mark.parametrize("xs", [X, BAD_X], ids=["good", "bad"])
+@pytest.mark.parametrize("collective", ["inside", "before", "after the check"])
+@pytest.mark.parametrize(
+    "axes", [(("d", 8),), (("d", 2), ("e", 4))], ids=["one axis", "two axes"]
+)
+def test_data_parallel_shard_map_equals_one_device(axes, collective, xs):
+    mesh = make_mesh(*axes)
+    names = tuple(name for name, _ in axes)
+    axis_name = names if len(names) > 1 else names[0]
+    # A collective that only some devices reach would never return.
+    inner = optax.chain(mean_over(names), ADAM) if collective == "inside" else ADAM
+    tx = ls.with_loss_scaling(inner, RULE, axis_name=axis_name)
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P(), P(), P(names)), out_specs=(P(), P())
+    )
+    def step(params, state, x):
+        _, grads = ls.value_and_grad(loss_fn, state)(vary(params, names), x)
+        if collective == "before":
+            grads = jax.lax.pmean(grads, names)
+        flag = ls.all_finite(grads)
+        if collective == "after the check":
+            # The flag of this device alone, which the transformation joins.
+            grads = jax.tree.map(lambda g: jnp.where(flag, g, 0.0), grads)
+            grads = jax.lax.pmean(grads, names)
+        updates, state = tx.update(grads, state, params, grads_finite=flag)
+        return optax.apply_updates(params, updates), state
+
+    params, state = run(step, xs, tx)
+    assert int(state.scale_state.skipped_steps) == (xs is BAD_X)
+    expected_params, expected_state = one_device(xs)
+    if collective == "inside":
+        state = state._replace(inner_state=state.inner_state[1])
+    assert_close((params, state), (expected_params, expected_state))
+
+
+@pytest.mark.parametrize("xs", [X, BAD_X], ids=["good", "bad"])
+def test_parameters_and_moments_in_shards_equal_one_device(xs):
+    """Gather the weights, scatter the gradients; each device updates its own rows."""
+    mesh = make_mesh(("d", 8))
+    tx = ls.with_loss_scaling(ADAM, RULE, axis_name="d")
+    specs = {"w": P("d"), "b": P()}
+    state_specs = optax.tree.map_params(
+        tx,
+        lambda _, spec: spec,
+        jax.eval_shape(tx.init, PARAMS),
+        specs,
+        transform_non_params=lambda _: P(),
+    )
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(specs, state_specs, P("d")),
+        out_specs=(specs, state_specs),
+    )
+    def step(params, state, x):
+        whole = {
+            "w": jax.lax.all_gather(params["w"], "d", tiled=True),
+            "b": vary(params["b"], "d"),
+        }
+        _, grads = ls.value_and_grad(loss_fn, state)(whole, x)
+        grads = {
+            "w": jax.lax.psum_scatter(grads["w"], "d", tiled=True) / 8,
+            "b": jax.lax.pmean(grads["b"], "d"),
+        }
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = run(step, xs, tx)
+    sharding = NamedSharding(mesh, P("d"))
+    assert state.inner_state[0].mu["w"].sharding.is_equivalent_to(sharding, 2)
+    assert int(state.scale_state.skipped_steps) == (xs is BAD_X)
+    assert_close((params, state), one_device(xs))
+
+
+@pytest.mark.skipif(not hasattr(jax, "pmap"), reason="jax has given up pmap")
+@pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
+@pytest.mark.parametrize("xs", [X, BAD_X], ids=["good", "bad"])
+@pytest.mark.parametrize("collective", [False, True])
+def test_pmap_equals_one_device(xs, collective):
+    inner = optax.chain(mean_over("d"), ADAM) if collective else ADAM
+    tx = ls.with_loss_scaling(inner, RULE, axis_name="d")
+
+    @functools.partial(jax.pmap, axis_name="d")
+    def step(params, state, x):
+        _, grads = ls.value_and_grad(loss_fn, state)(params, x)
+        if not collective:
+            grads = jax.lax.pmean(grads, "d")
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = jax.tree.map(
+        lambda x: jnp.stack([x] * 8), (PARAMS, tx.init(PARAMS))
+    )
+    for x in xs:
+        params, state = step(params, state, x.reshape(8, 2, 8))
+    if collective:
+        state = state._replace(inner_state=state.inner_state[1])
+    for i in range(8):
+        replica = jax.tree.map(lambda x, i=i: x[i], jax.device_get((params, state)))
+        assert_close(replica, one_device(xs))
+
+
+def test_a_vmapped_ensemble_equals_members_trained_alone():
+    """Each member has a scale of its own, and skips alone."""
+    tx = ls.with_loss_scaling(ADAM, RULE)
+
+    def step(params, state, x):
+        _, grads = ls.value_and_grad(loss_fn, state)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    members = [X, BAD_X, 2 * X]
+    params, state = jax.tree.map(
+        lambda x: jnp.stack([x] * 3), (PARAMS, tx.init(PARAMS))
+    )
+    for xs in zip(*members, strict=True):
+        params, state = jax.jit(jax.vmap(step))(params, state, jnp.stack(xs))
+    assert state.scale_state.skipped_steps.tolist() == [0, 1, 0]
+    for i, xs in enumerate(members):
+        member = jax.tree.map(lambda x, i=i: x[i], (params, state))
+        assert_close(member, one_device(xs))
+
+
+def check_on_each(grads, axis_name):
+    mesh = make_mesh(("d", 8))
+
+    def check(g):
+        return ls.all_finite(g, axis_name)[None]
+
+    return jax.shard_map(
+        check, mesh=mesh, in_specs=P("d"), out_specs=P(None if axis_name else "d")
+    )(grads)
+
+
+def test_without_an_axis_name_devices_would_disagree():
+    """A meta-test: a NaN that one device holds is seen by that one alone."""
+    grads = jnp.ones(8).at[5].set(jnp.inf)
+    assert check_on_each(grads, None).tolist() == [True] * 5 + [False] + [True] * 2
+    assert check_on_each(grads, "d").tolist() == [False]
+    assert check_on_each(jnp.ones(8), "d").tolist() == [True]
+
+
+@pytest.mark.parametrize("axis_name, axes", [(None, "'d', 'e'"), ("d", "'e'")])
+@pytest.mark.parametrize("through", ["grads", "grads_finite", "value"])
+def test_devices_that_would_decide_differently_are_refused(axis_name, axes, through):
+    tx = ls.with_loss_scaling(ADAM, RULE, axis_name=axis_name)
+    mesh = make_mesh(("d", 2), ("e", 4))
+
+    def step(params, state, x):
+        grads, extra_args = params, {}
+        if through == "grads":
+            grads = jax.tree.map(lambda p: p * x[0], params)
+        else:
+            extra_args[through] = x[0] if through == "value" else x[0] > 0
+        return tx.update(grads, state, params, **extra_args)
+
+    step = jax.shard_map(
+        step, mesh=mesh, in_specs=(P(), P(), P(("d", "e"))), out_specs=P()
+    )
+    with pytest.raises(
+        ValueError, match=rf"`axis_name` must name every .*here \[{axes}\], got"
+    ):
+        step(PARAMS, tx.init(PARAMS), jnp.ones(8))
+
+
+def test_a_model_on_each_device_is_allowed_where_its_state_varies_too():
+    tx = ls.with_loss_scaling(optax.sgd(0.1, momentum=0.9), RULE)
+    grads = jnp.ones(8).at[5].set(jnp.inf)
+
+    def step(grads):
+        state = tx.init(grads)
+        state = state._replace(scale_state=vary(state.scale_state, "d"))
+        _, state = tx.update(grads, state, grads)
+        return ls.get_loss_scale_state(state).grads_finite[None]
+
+    step = jax.shard_map(
+        step, mesh=make_mesh(("d", 8)), in_specs=P("d"), out_specs=P("d")
+    )
+    assert step(grads).tolist() == [True] * 5 + [False] + [True] * 2
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_an_axis_name_that_is_not_bound_is_refused(mapped):
+    tx = ls.with_loss_scaling(ADAM, RULE, axis_name="batch")
+    stack = functools.partial(jax.tree.map, lambda x: jnp.stack([x]))
+    update = jax.vmap(tx.update, axis_name="other") if mapped else jax.jit(tx.update)
+    arguments = PARAMS, tx.init(PARAMS), PARAMS
+    with pytest.raises(ValueError, match="`axis_name` must name an axis.*got 'batch'"):
+        update(*(map(stack, arguments) if mapped else arguments))
