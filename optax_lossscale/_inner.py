@@ -65,8 +65,8 @@ def update(
         _check_like_params(inner, inner_state, "updates", updates, None)
         raise ValueError(
             "`inner` must return a state of the shapes that it is given, but "
-            f"{difference}. A state that grows can be neither masked nor carried by "
-            "`scan`: give it its final shape in `init`."
+            f"this one has {difference}. A state that grows can be neither masked nor "
+            "carried by `scan`: give it its final shape in `init`."
         )
     return new_updates, jax.tree.map(as_before, new_state, inner_state)
 
@@ -112,9 +112,9 @@ def _check_like_params(
     difference = _difference(made, inner_state)
     if difference:
         raise ValueError(
-            f"`{name}` must be a tree like the parameters that `init` was given, but "
-            f"for this one {difference}. Pass gradients, parameters and state of one "
-            "model; where the model has changed, call `init` again."
+            f"`{name}` and `state` must belong together, but of a tree like `{name}` "
+            f"`init` makes {difference}. Pass gradients, parameters and state of one "
+            "model and one optimizer; where either has changed, call `init` again."
         ) from cause
 
 
@@ -128,7 +128,7 @@ def _difference(new_state: Any, state: Any) -> str:
     for path in {**old, **new}:
         if old.get(path) != new.get(path):
             return (
-                f"the state would have {new.get(path, 'nothing')} at {path} instead of "
+                f"{new.get(path, 'nothing')} at {path} instead of "
                 f"{old.get(path, 'nothing')}"
             )
     return ""

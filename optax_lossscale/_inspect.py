@@ -1,5 +1,6 @@
 """Find the loss scale in an optimizer state."""
 
+import operator
 from typing import Any
 
 import jax
@@ -53,7 +54,10 @@ def get_loss_scale_state(state: Any) -> LossScaleState:
             f"{list(found)}. A loss is multiplied by one scale: pass the part of the "
             "state that belongs to it, or wrap the whole optimizer once."
         )
-    return next(iter(found.values()))
+    (scale_state,) = found.values()
+    # Flax NNX wraps each array of a state in a variable.
+    arrays = LossScaleState(*jax.tree.leaves(scale_state))
+    return scale_state if all(map(operator.is_, scale_state, arrays)) else arrays
 
 
 def get_loss_scale(state: Any) -> jax.Array:

@@ -1,10 +1,13 @@
 """Eight CPU devices, the same Hypothesis cases every time, and no silent fallback."""
 
+import contextlib
+import io
 import logging
 
 import chex
 import hypothesis
 import pytest
+from helpers import readme_blocks
 
 # Programs, with dependencies of their own, and a plugin.
 collect_ignore = ["benchmarks", "process_worker.py", "wrap_optax.py"]
@@ -27,3 +30,13 @@ def no_fallback(caplog):
     yield
     records = caplog.get_records("call")
     assert not [r.getMessage() for r in records if r.name.startswith("optax_lossscale")]
+
+
+@pytest.fixture(scope="session")
+def readme():
+    """What the README's blocks define and print, after all of them have run."""
+    namespace = {}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for block in readme_blocks("python"):
+            exec(compile(block, "README.md", "exec"), namespace)
+    return {**namespace, "printed": printed.getvalue()}

@@ -1,5 +1,7 @@
 """What several test files share."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,6 +11,13 @@ import numpy as np
 # Newer names, and those of the oldest supported jax.
 enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
 set_mesh = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh
+
+
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def readme_blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.M | re.S)
 
 
 def assert_same_bits(actual: Any, expected: Any) -> None:

@@ -2,7 +2,6 @@
 
 import functools
 import re
-from pathlib import Path
 
 import chex
 import jax
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits
+from helpers import README, assert_same_bits
 from optax import contrib
 
 import optax_lossscale as ls
@@ -107,8 +106,7 @@ def without_keys(tree):
 
 
 def test_the_readme_names_nothing_that_is_not_tested_here():
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    table = readme.split("| wrapper | order | why |")[1].split("\n\n")[0]
+    table = README.split("| wrapper | order | why |")[1].split("\n\n")[0]
     named = set(re.findall(r"`optax\.(?:contrib\.)?(\w+)`", table))
     tested_below = {"clip", "clip_by_global_norm", "monitor", "zero_nans"}
     assert named <= INSIDE.keys() | tested_below | {"freeze", "snapshot"}
@@ -256,10 +254,51 @@ def test_apply_if_finite_inside_is_redundant():
     assert_same_bits(params, run(optax.sgd(1.0), [GOOD])[0])
 
 
-def test_masked_outside_leaves_the_other_leaves_unchecked():
-    tx = optax.masked(ls.with_loss_scaling(optax.sgd(1.0)), {"w": True, "b": False})
-    _, state = run(tx, [BAD])
+def with_something_outside(name):
+    scaled = ls.with_loss_scaling(ADAM)
+    if name == "masked":
+        return optax.masked(scaled, MASK)
+    if name == "partition":
+        labels = {"w": "scaled", "b": "not"}
+        return optax.partition({"scaled": scaled, "not": optax.sgd(0.1)}, labels)
+    if name == "freeze":
+        return optax.chain(optax.freeze({"w": False, "b": True}), scaled)
+    return optax.conditionally_transform(scaled, lambda step, **extra_args: step > 0)
+
+
+@pytest.mark.parametrize(
+    "name", ["masked", "partition", "freeze", "conditionally_transform"]
+)
+def test_outside_some_gradients_are_not_checked(name):
+    if not hasattr(optax, name):
+        pytest.skip("needs a newer optax")
+    _, state = run(with_something_outside(name), [BAD])
+    assert skipped_steps(state) == 0
     assert bool(ls.get_loss_scale_state(state).grads_finite)
+
+
+@pytest.mark.skipif(not hasattr(optax, "snapshot"), reason="needs a newer optax")
+def test_snapshot_before_it_measures_skipped_steps_too():
+    snapshot = optax.snapshot("size", optax.tree.norm)
+    _, state = run(optax.chain(snapshot, ls.with_loss_scaling(ADAM)), [GOOD, BAD])
+    assert np.isnan(optax.tree.get(state, "size"))
+    _, state = run(ls.with_loss_scaling(optax.chain(snapshot, ADAM)), [GOOD, BAD])
+    assert float(optax.tree.get(state, "size")) == 5.0
+
+
+@pytest.mark.skipif(not hasattr(optax, "monitor"), reason="needs a newer optax")
+def test_monitor_before_it_works():
+    monitor = optax.monitor({"size": optax.tree.norm})
+    params, state = run(
+        optax.chain(monitor, ls.with_loss_scaling(ADAM)), [GOOD, BAD, GOOD]
+    )
+    assert float(optax.tree.get(state, "size")) == 5.0
+    assert_same_bits(params, run(ls.with_loss_scaling(ADAM), [GOOD, GOOD])[0])
+
+
+def test_sam_outside_takes_the_nan():
+    tx = contrib.sam(ls.with_loss_scaling(ADAM), optax.sgd(0.1))
+    assert np.isnan(run(tx, [BAD])[0]["b"])
 
 
 def test_schedules_do_not_advance_on_a_skipped_step():

@@ -9,20 +9,16 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import README, readme_blocks
 
 import optax_lossscale as ls
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-
-
-def blocks(language):
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.M | re.S)
 
 
 def test_the_first_block_is_a_complete_program():
     run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", blocks("python")[0]],
+        [sys.executable, "-W", "error", "-c", readme_blocks("python")[0]],
         capture_output=True,
         text=True,
         check=True,
@@ -31,18 +27,15 @@ def test_the_first_block_is_a_complete_program():
     assert float(printed[1]) < 0.3
 
 
-def test_all_blocks_run_in_order(capsys):
-    namespace = {}
-    for block in blocks("python"):
-        exec(compile(block, "README.md", "exec"), namespace)
-    printed = capsys.readouterr().out
-    assert "scale_state.loss_scale=32768" in printed
-    assert "the last step was applied" in printed
-    assert not jnp.isinf(namespace["statistics"]["mean"]).any()
+def test_all_blocks_run_in_order(readme):
+    assert "scale_state.loss_scale=32768" in readme["printed"]
+    assert "the last step was applied" in readme["printed"]
+    assert not jnp.isinf(readme["statistics"]["mean"]).any()
+    assert ls.all_finite((readme["params"], readme["mlp_state"]))
 
 
 def test_there_are_two_commands_for_a_fresh_machine():
-    assert blocks("bash") == [
+    assert readme_blocks("bash") == [
         "pip install -e '.[demo]' && python -m optax_lossscale\n",
         "pip install -e '.[test]' && pytest\n",
     ]

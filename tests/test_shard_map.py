@@ -209,6 +209,25 @@ def test_devices_that_would_decide_differently_are_refused(axis_name, axes, thro
         step(PARAMS, tx.init(PARAMS), jnp.ones(8))
 
 
+def test_with_check_vma_off_jax_does_not_know_and_nothing_is_refused():
+    """So that the documentation names the exception."""
+    tx = ls.with_loss_scaling(optax.sgd(0.1), RULE)
+
+    def step(grads):
+        _, state = tx.update(grads, tx.init(grads))
+        return ls.get_loss_scale_state(state).grads_finite[None]
+
+    step = jax.shard_map(
+        step,
+        mesh=make_mesh(("d", 8)),
+        in_specs=P("d"),
+        out_specs=P("d"),
+        check_vma=False,
+    )
+    grads = jnp.ones(8).at[5].set(jnp.inf)
+    assert step(grads).tolist() == [True] * 5 + [False] + [True] * 2
+
+
 def test_a_model_on_each_device_is_allowed_where_its_state_varies_too():
     tx = ls.with_loss_scaling(optax.sgd(0.1, momentum=0.9), RULE)
     grads = jnp.ones(8).at[5].set(jnp.inf)

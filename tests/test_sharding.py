@@ -91,22 +91,25 @@ def test_explicit_shardings_of_the_state_never_change(name):
             jnp.ones((2, 8, 4), jnp.float16), NamedSharding(mesh, P(None, "x"))
         )
 
-        def avals(tx):
-            grads = params.astype(jnp.float32)
+        def before_and_after(tx):
             state = jax.jit(tx.init)(params)
             update = jax.jit(
                 lambda g, s, p: optax.with_extra_args_support(tx).update(
                     g, s, p, value=jnp.float32(1)
                 )
             )
+            grads = params.astype(jnp.float32)
             _, new_state = update.trace(grads, state, params).out_info
-            return state, new_state
+            return specs(state), jax.tree.map(lambda x: x.sharding.spec, new_state)
 
         try:
-            avals(make(name))
+            before, after = before_and_after(make(name))
+            # Masked against the old state, more than the unwrapped ones keep theirs,
+            # except under the stricter ``select`` of early versions of jax.
+            works = before == after or jax.__version_info__ >= (0, 10)
         except Exception:
+            works = False
+        if not works:
             pytest.skip("does not work with these shardings unwrapped")
-        before, after = avals(ls.with_loss_scaling(make(name)))
-    assert specs(before.inner_state) == jax.tree.map(
-        lambda x: x.sharding.spec, after.inner_state
-    )
+        before, after = before_and_after(ls.with_loss_scaling(make(name)))
+    assert before.inner_state == after.inner_state

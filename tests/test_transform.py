@@ -147,6 +147,56 @@ def test_a_state_that_changes_its_structure_is_refused_by_name():
         tx.update(GRADS, tx.init(PARAMS), PARAMS)
 
 
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(
+    "grads, where",
+    [
+        ({"w": GRADS["w"]}, r"nothing at \[0\].mu\['b'\] instead of .* shape \(\)"),
+        ({**GRADS, "new": 1.0}, r"shape \(\) at \[0\].mu\['new'\] instead of nothing"),
+        ({**GRADS, "b": jnp.ones(4)}, r"shape \(4,\) at \[0\].mu\['b'\] .* shape \(\)"),
+        (list(GRADS.values()), r"nothing at \[0\].mu\['b'\]"),
+    ],
+)
+def test_gradients_of_another_model_are_refused(grads, where, jit, caplog):
+    tx = ls.with_loss_scaling(optax.adam(0.1))
+    update = jax.jit(tx.update) if jit else tx.update
+    with pytest.raises(ValueError, match=f"`updates` and `state` must belong.*{where}"):
+        update(grads, tx.init(PARAMS), PARAMS)
+    caplog.clear()
+
+
+def test_parameters_of_another_model_are_refused():
+    tx = ls.with_loss_scaling(optax.adamw(0.1))
+    with pytest.raises(ValueError, match="`params` and `state` must belong together"):
+        tx.update(GRADS, tx.init(PARAMS), {"w": PARAMS["w"]})
+
+
+def test_the_state_of_another_optimizer_is_refused():
+    tx = ls.with_loss_scaling(optax.adam(0.1))
+    state = tx.init(PARAMS)._replace(inner_state=optax.sgd(0.1, 0.9).init(PARAMS))
+    with pytest.raises(ValueError, match="`updates` and `state` must belong together"):
+        tx.update(GRADS, state, PARAMS)
+
+
+def test_a_state_that_grows_is_refused():
+    inner = optax.GradientTransformation(
+        lambda p: jnp.zeros(1), lambda u, s, p=None: (u, jnp.append(s, 1.0))
+    )
+    tx = ls.with_loss_scaling(inner)
+    with pytest.raises(ValueError, match=r"`inner` must return a state of the shapes"):
+        tx.update(GRADS, tx.init(PARAMS), PARAMS)
+
+
+def test_an_error_of_the_inner_transformation_on_a_good_tree_is_its_own():
+    def update(updates, state, params=None):
+        raise KeyError("its own")
+
+    inner = optax.GradientTransformation(optax.adam(0.1).init, update)
+    tx = ls.with_loss_scaling(inner)
+    with pytest.raises(KeyError, match="its own"):
+        tx.update(GRADS, tx.init(PARAMS), PARAMS)
+
+
 @pytest.mark.parametrize("abstract", ["eval_shape", "structs"])
 def test_init_takes_abstract_parameters(abstract):
     tx = ls.with_loss_scaling(optax.adam(1e-3))
