@@ -1,6 +1,8 @@
 """Call the wrapped transformation, and hold it and its caller to their types."""
 
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -46,7 +48,8 @@ def update(
     float16 parameters; a state that changes its types cannot be carried by ``scan``.
     """
     try:
-        new_updates, new_state = _call(inner, updates, inner_state, params, extra_args)
+        call = functools.partial(inner.update, updates, inner_state, params)
+        new_updates, new_state = _call(call, extra_args)
     except Exception as error:
         _check_like_params(inner, inner_state, "updates", updates, error)
         if params is not None:
@@ -72,21 +75,17 @@ def update(
 
 
 def _call(
-    inner: optax.GradientTransformationExtraArgs,
-    updates: optax.Updates,
-    inner_state: optax.OptState,
-    params: optax.Params | None,
+    inner_update: Callable[..., tuple[optax.Updates, optax.OptState]],
     extra_args: dict[str, Any],
 ) -> tuple[optax.Updates, optax.OptState]:
     try:
-        return inner.update(updates, inner_state, params, **extra_args)
+        return inner_update(**extra_args)
     except TypeError as error:
         # A line search hands every extra argument to the loss, and refuses those that
         # the loss does not name. This one is meant for us.
         if "'grads_finite'" not in str(error):
             raise
-    extra_args = {k: v for k, v in extra_args.items() if k != "grads_finite"}
-    return inner.update(updates, inner_state, params, **extra_args)
+    return inner_update(**{k: v for k, v in extra_args.items() if k != "grads_finite"})
 
 
 def as_before(new: Any, old: Any) -> Any:

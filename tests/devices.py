@@ -1,16 +1,19 @@
 """One small training run, for comparing many devices with one."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from helpers import assert_same_bits
+from helpers import assert_same_bits, make_step, train
 
 import optax_lossscale as ls
 
 PARAMS = {"w": jnp.arange(32.0).reshape(8, 4) / 32, "b": jnp.zeros(4)}
 X = jax.random.normal(jax.random.key(0), (5, 16, 8))
 BAD_X = X.at[2, 11, 3].set(jnp.nan)  # in the part of one device alone
+BATCHES = {"good": X, "bad": BAD_X}
 RULE = ls.DynamicLossScale(growth_interval=2)
 ADAM = optax.adam(1e-2)
 
@@ -19,19 +22,15 @@ def loss_fn(params, x):
     return jnp.mean(jnp.square(x @ params["w"] + params["b"] - 1.0))
 
 
-def one_device(xs, tx=None):
-    tx = tx or ls.with_loss_scaling(ADAM, RULE)
+def alone(xs):
+    tx = ls.with_loss_scaling(ADAM, RULE)
+    return train(jax.jit(make_step(tx, loss_fn)), PARAMS, tx.init(PARAMS), xs)
 
-    @jax.jit
-    def step(params, state, x):
-        _, grads = ls.value_and_grad(loss_fn, state)(params, x)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
 
-    params, state = PARAMS, tx.init(PARAMS)
-    for x in xs:
-        params, state = step(params, state, x)
-    return params, state
+@functools.cache
+def one_device(batches):
+    """What the run over ``BATCHES[batches]`` reaches on one device."""
+    return alone(BATCHES[batches])
 
 
 def assert_close(actual, expected):

@@ -1,12 +1,16 @@
 """What several test files share."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.experimental
 import numpy as np
+import optax
+
+import optax_lossscale as ls
 
 # Newer names, and those of the oldest supported jax.
 enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
@@ -18,6 +22,23 @@ README = (Path(__file__).parents[1] / "README.md").read_text()
 
 def readme_blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README, re.M | re.S)
+
+
+def make_step(tx: Any, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """One step of training, not yet compiled."""
+
+    def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any]:
+        _, grads = ls.value_and_grad(loss_fn, opt_state)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step
+
+
+def train(step: Any, params: Any, opt_state: Any, batches: Any) -> tuple[Any, Any]:
+    for batch in batches:
+        params, opt_state = step(params, opt_state, batch)
+    return params, opt_state
 
 
 def assert_same_bits(actual: Any, expected: Any) -> None:

@@ -1,11 +1,13 @@
 """Gradient accumulation: drop the bad micro-batch, or the window that it stands in."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits
+from helpers import assert_same_bits, make_step, train
 
 import optax_lossscale as ls
 
@@ -55,22 +57,12 @@ def by_microbatching(tx):
 
 
 def whole(tx):
-    @jax.jit
-    def step(params, opt_state, window):
-        batch = window.reshape(-1, 2)
-        _, grads = ls.value_and_grad(loss_fn, opt_state)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    return step
+    return jax.jit(make_step(tx, lambda params, x: loss_fn(params, x.reshape(-1, 2))))
 
 
 def run(make_step, windows):
     tx = ls.with_loss_scaling(optax.adam(1e-2), RULE)
-    step, params, opt_state = make_step(tx), PARAMS, tx.init(PARAMS)
-    for window in windows:
-        params, opt_state = step(params, opt_state, window)
-    return params, opt_state
+    return train(make_step(tx), PARAMS, tx.init(PARAMS), windows)
 
 
 needs_microbatching = pytest.mark.skipif(
@@ -100,20 +92,9 @@ def test_a_bad_micro_batch_drops_its_window_and_the_scale_moves_once(make_step):
 def test_multi_steps_inside_drops_the_bad_micro_batch_alone():
     """Then a window is four good micro-batches, whenever they come."""
 
-    def run(micro_batches):
-        tx = ls.with_loss_scaling(optax.MultiSteps(optax.adam(1e-2), 4), RULE)
-
-        @jax.jit
-        def step(params, opt_state, x):
-            _, grads = ls.value_and_grad(loss_fn, opt_state)(params, x)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
-
-        params, opt_state = PARAMS, tx.init(PARAMS)
-        for x in micro_batches:
-            params, opt_state = step(params, opt_state, x)
-        return params, opt_state
-
+    tx = ls.with_loss_scaling(optax.MultiSteps(optax.adam(1e-2), 4), RULE)
+    step = jax.jit(make_step(tx, loss_fn))
+    run = functools.partial(train, step, PARAMS, tx.init(PARAMS))
     with_bad, without = BAD_X.reshape(12, 8, 2), X.reshape(12, 8, 2)
     assert bool(jnp.any(with_bad[6] != without[6]))
     params, opt_state = run(with_bad)

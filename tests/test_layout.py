@@ -37,6 +37,7 @@ def plain_layout(monkeypatch, caplog):
 
 @pytest.mark.filterwarnings("ignore:`optimistic_adam` is deprecated")
 @pytest.mark.filterwarnings('ignore:"seed" is deprecated')  # dpsgd takes no key
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_both_layouts_agree_on_every_optimizer(name, plain_layout):
     tx = ls.with_loss_scaling(make(name))

@@ -36,15 +36,18 @@ DIVIDES_BY_ZERO = ["optax.contrib.dadapt_adamw", "optax.contrib.prodigy"]
 FAILS = {(name, dtype) for name in BRANCHES_DIFFER for dtype in ("float16", "bfloat16")}
 FAILS |= {(name, "float16") for name in DIVIDES_BY_ZERO}
 
-ALL = [name for name in [*FACTORIES, *VARIANTS] if name not in LEFT_OUT]
-HALF = [name for name in ALL if name in OPTIMIZERS or name in VARIANTS]
-CASES = [(name, "float32") for name in ALL]
-CASES += [
-    (name, dtype)
-    for name in HALF
-    for dtype in ("float16", "bfloat16")
-    if (name, dtype) not in FAILS
-]
+
+def cases():
+    """Optimizers in float32; slow: in half precision, and what they are made of."""
+    for name in [*FACTORIES, *VARIANTS]:
+        if name in LEFT_OUT:
+            continue
+        optimizer = name in OPTIMIZERS or name in VARIANTS
+        marks = () if optimizer else pytest.mark.slow
+        yield pytest.param(name, "float32", marks=marks)
+        for dtype in ("float16", "bfloat16") if optimizer else ():
+            if (name, dtype) not in FAILS:
+                yield pytest.param(name, dtype, marks=pytest.mark.slow)
 
 
 def test_every_factory_can_be_called():
@@ -76,7 +79,7 @@ def stepper(name, tx):
     return step, traces
 
 
-@pytest.mark.parametrize("name, dtype", CASES)
+@pytest.mark.parametrize("name, dtype", list(cases()))
 def test_a_wrapped_optimizer(name, dtype):
     inner = make(name)
     tx = ls.with_loss_scaling(inner)

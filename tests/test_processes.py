@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from devices import BAD_X, one_device
+from devices import one_device
 
 WORKER = Path(__file__).with_name("process_worker.py")
 PROCESSES = 2
@@ -52,7 +52,7 @@ def test_only_one_process_holds_the_nan(results):
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["jit", "shard_map"])
 def test_the_processes_agree_and_equal_one_device(mapped, results):
-    expected = jax.tree_util.tree_leaves_with_path(one_device(BAD_X))
+    expected = jax.tree_util.tree_leaves_with_path(one_device("bad"))
     for path, leaf in expected:
         name = f"{mapped}{jax.tree_util.keystr(path)}"
         first, second = (result[name] for result in results)

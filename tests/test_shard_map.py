@@ -6,7 +6,19 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from devices import ADAM, BAD_X, PARAMS, RULE, X, assert_close, loss_fn, one_device
+from devices import (
+    ADAM,
+    BAD_X,
+    BATCHES,
+    PARAMS,
+    RULE,
+    X,
+    alone,
+    assert_close,
+    loss_fn,
+    one_device,
+)
+from helpers import make_step, train
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -33,19 +45,12 @@ def mean_over(axes):
     )
 
 
-def run(step, xs, tx):
-    params, state = PARAMS, tx.init(PARAMS)
-    for x in xs:
-        params, state = step(params, state, x)
-    return params, state
-
-
-@pytest.mark.parametrize("xs", [X, BAD_X], ids=["good", "bad"])
+@pytest.mark.parametrize("batches", BATCHES)
 @pytest.mark.parametrize("collective", ["inside", "before", "after the check"])
 @pytest.mark.parametrize(
     "axes", [(("d", 8),), (("d", 2), ("e", 4))], ids=["one axis", "two axes"]
 )
-def test_data_parallel_shard_map_equals_one_device(axes, collective, xs):
+def test_data_parallel_shard_map_equals_one_device(axes, collective, batches):
     mesh = make_mesh(*axes)
     names = tuple(name for name, _ in axes)
     axis_name = names if len(names) > 1 else names[0]
@@ -69,16 +74,16 @@ def test_data_parallel_shard_map_equals_one_device(axes, collective, xs):
         updates, state = tx.update(grads, state, params, grads_finite=flag)
         return optax.apply_updates(params, updates), state
 
-    params, state = run(step, xs, tx)
-    assert int(state.scale_state.skipped_steps) == (xs is BAD_X)
-    expected_params, expected_state = one_device(xs)
+    params, state = train(step, PARAMS, tx.init(PARAMS), BATCHES[batches])
+    assert int(state.scale_state.skipped_steps) == (batches == "bad")
+    expected_params, expected_state = one_device(batches)
     if collective == "inside":
         state = state._replace(inner_state=state.inner_state[1])
     assert_close((params, state), (expected_params, expected_state))
 
 
-@pytest.mark.parametrize("xs", [X, BAD_X], ids=["good", "bad"])
-def test_parameters_and_moments_in_shards_equal_one_device(xs):
+@pytest.mark.parametrize("batches", BATCHES)
+def test_parameters_and_moments_in_shards_equal_one_device(batches):
     """Gather the weights, scatter the gradients; each device updates its own rows."""
     mesh = make_mesh(("d", 8))
     tx = ls.with_loss_scaling(ADAM, RULE, axis_name="d")
@@ -111,18 +116,18 @@ def test_parameters_and_moments_in_shards_equal_one_device(xs):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    params, state = run(step, xs, tx)
+    params, state = train(step, PARAMS, tx.init(PARAMS), BATCHES[batches])
     sharding = NamedSharding(mesh, P("d"))
     assert state.inner_state[0].mu["w"].sharding.is_equivalent_to(sharding, 2)
-    assert int(state.scale_state.skipped_steps) == (xs is BAD_X)
-    assert_close((params, state), one_device(xs))
+    assert int(state.scale_state.skipped_steps) == (batches == "bad")
+    assert_close((params, state), one_device(batches))
 
 
 @pytest.mark.skipif(not hasattr(jax, "pmap"), reason="jax has given up pmap")
 @pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
-@pytest.mark.parametrize("xs", [X, BAD_X], ids=["good", "bad"])
+@pytest.mark.parametrize("batches", BATCHES)
 @pytest.mark.parametrize("collective", [False, True])
-def test_pmap_equals_one_device(xs, collective):
+def test_pmap_equals_one_device(batches, collective):
     inner = optax.chain(mean_over("d"), ADAM) if collective else ADAM
     tx = ls.with_loss_scaling(inner, RULE, axis_name="d")
 
@@ -137,34 +142,28 @@ def test_pmap_equals_one_device(xs, collective):
     params, state = jax.tree.map(
         lambda x: jnp.stack([x] * 8), (PARAMS, tx.init(PARAMS))
     )
-    for x in xs:
+    for x in BATCHES[batches]:
         params, state = step(params, state, x.reshape(8, 2, 8))
     if collective:
         state = state._replace(inner_state=state.inner_state[1])
     for i in range(8):
         replica = jax.tree.map(lambda x, i=i: x[i], jax.device_get((params, state)))
-        assert_close(replica, one_device(xs))
+        assert_close(replica, one_device(batches))
 
 
 def test_a_vmapped_ensemble_equals_members_trained_alone():
     """Each member has a scale of its own, and skips alone."""
     tx = ls.with_loss_scaling(ADAM, RULE)
-
-    def step(params, state, x):
-        _, grads = ls.value_and_grad(loss_fn, state)(params, x)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
+    step = jax.jit(jax.vmap(make_step(tx, loss_fn)))
     members = [X, BAD_X, 2 * X]
     params, state = jax.tree.map(
         lambda x: jnp.stack([x] * 3), (PARAMS, tx.init(PARAMS))
     )
-    for xs in zip(*members, strict=True):
-        params, state = jax.jit(jax.vmap(step))(params, state, jnp.stack(xs))
+    params, state = train(step, params, state, jnp.stack(members, axis=1))
     assert state.scale_state.skipped_steps.tolist() == [0, 1, 0]
     for i, xs in enumerate(members):
         member = jax.tree.map(lambda x, i=i: x[i], (params, state))
-        assert_close(member, one_device(xs))
+        assert_close(member, alone(xs))
 
 
 def check_on_each(grads, axis_name):

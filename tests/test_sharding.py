@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from devices import ADAM, BAD_X, PARAMS, RULE, X, assert_close, loss_fn, one_device
+from devices import ADAM, BATCHES, PARAMS, RULE, assert_close, loss_fn, one_device
 from helpers import set_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -34,8 +34,8 @@ def specs(tree):
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("xs", [X, BAD_X], ids=["good", "bad"])
-def test_a_mesh_equals_one_device(axis_type, layout, xs):
+@pytest.mark.parametrize("batches", BATCHES)
+def test_a_mesh_equals_one_device(axis_type, layout, batches):
     shape, names, batch_spec, w_spec, b_spec = LAYOUTS[layout]
     mesh = jax.make_mesh(shape, names, axis_types=(axis_type,) * len(shape))
     shard = functools.partial(NamedSharding, mesh)
@@ -71,13 +71,13 @@ def test_a_mesh_equals_one_device(axis_type, layout, xs):
             return optax.apply_updates(params, updates), new_state
 
         first_state = jax.tree.map(lambda x: (x.sharding, x.aval), state)
-        for x in xs:
+        for x in BATCHES[batches]:
             params, state = step(params, state, jax.device_put(x, shard(batch_spec)))
     assert len(traces) == 1
     assert jax.tree.map(lambda x: (x.sharding, x.aval), state) == first_state
     assert state.inner_state[0].mu["w"].sharding.spec == w_spec
-    assert int(state.scale_state.skipped_steps) == (xs is BAD_X)
-    assert_close((params, state), one_device(xs))
+    assert int(state.scale_state.skipped_steps) == (batches == "bad")
+    assert_close((params, state), one_device(batches))
 
 
 @pytest.mark.filterwarnings("ignore:`optimistic_adam` is deprecated")
