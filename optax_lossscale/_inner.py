@@ -16,12 +16,12 @@ def with_extra_args(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
     """Make a transformation take extra arguments, and drop what it does not know."""
-    parameters = inspect.signature(inner.update).parameters.values()
+    parameters = list(inspect.signature(inner.update).parameters.values())
     # optax.MultiSteps takes extra arguments and does not say so by its type.
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return optax.GradientTransformationExtraArgs(inner.init, inner.update)
-    # optax.contrib.sam says so, and takes but one.
-    known = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    # optax.contrib.sam says so, and takes but one after updates, state and params.
+    known = {p.name for p in parameters[3:]}
 
     def update_fn(
         updates: optax.Updates,

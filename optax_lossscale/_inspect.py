@@ -23,7 +23,8 @@ def get_loss_scale_state(state: Any) -> LossScaleState:
 
     Args:
         state: an optimizer state of any structure with one `LossScaleState` in it, or
-            that state itself. A train state that holds the optimizer state will do.
+            that state itself. What holds an optimizer state will do, such as a Flax
+            ``TrainState`` or ``nnx.Optimizer``.
 
     Returns:
         The `LossScaleState`: the scale, its counters and whether the last step was
@@ -36,7 +37,8 @@ def get_loss_scale_state(state: Any) -> LossScaleState:
         >>> import jax.numpy as jnp
         >>> import optax
         >>> import optax_lossscale as ls
-        >>> tx = optax.chain(optax.clip(1.0), ls.with_loss_scaling(optax.adam(1e-3)))
+        >>> scaled = ls.with_loss_scaling(optax.adam(1e-3))
+        >>> tx = optax.chain(optax.clip_by_global_norm(1.0), scaled)
         >>> opt_state = tx.init({"w": jnp.zeros(3)})
         >>> bool(ls.get_loss_scale_state(opt_state).grads_finite)
         True

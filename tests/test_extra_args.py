@@ -111,6 +111,19 @@ def test_both_reach_the_inner_transformation_unchanged(chain):
     assert seen["grads_finite"] is flag and seen["value"] is value
 
 
+def test_a_transformation_that_names_one_of_them_is_given_that_one():
+    seen = []
+
+    def update(updates, state, params=None, value=None):
+        seen.append(value)
+        return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda p: (), update)
+    tx = ls.with_loss_scaling(inner)
+    tx.update(GRADS, tx.init(PARAMS), PARAMS, grads_finite=True, value=3.0)
+    assert seen == [3.0]
+
+
 def test_transformations_that_take_neither_are_spared_them():
     """optax.contrib.sam takes one extra argument and refuses all others."""
     for inner in (
