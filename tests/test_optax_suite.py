@@ -15,7 +15,7 @@ import pytest
     [
         ("optax._src.alias_test", 500),
         ("optax.contrib._common_test", 200),
-        ("optax._src.float64_test", 40),
+        ("optax._src.float64_test", 20),
         ("optax._src.sharding_test", 20),
     ],
 )
