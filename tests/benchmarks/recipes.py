@@ -48,7 +48,7 @@ def without_check(tx: optax.GradientTransformation, loss_fn: LossFn):
     """The masks of `lossscale` alone: their flag looks at one element."""
     init, scaled_step = lossscale(tx, loss_fn)
 
-    def one_element(grads, axis_name):
+    def one_element(grads, axis_name=None):
         # As opaque to XLA's fusion as the whole check.
         element = jnp.ravel(jax.tree.leaves(grads)[0])[:1].astype(jnp.float32)
         return jnp.vdot(element, element) < jnp.inf
