@@ -33,7 +33,7 @@ def by_scan(tx):
             loss, grads = ls.value_and_grad(loss_fn, opt_state)(params, micro_batch)
             return jax.tree.map(jnp.add, total, grads), loss
 
-        zeros = jax.tree.map(jnp.zeros_like, params)
+        zeros = optax.tree.zeros_like(params, dtype=jnp.float32)
         total, losses = jax.lax.scan(add, zeros, window)
         grads = jax.tree.map(lambda g: g / len(losses), total)
         updates, opt_state = tx.update(grads, opt_state, params)
@@ -77,6 +77,14 @@ def test_a_window_is_one_large_batch(make_step):
     assert_same_bits(actual[1].scale_state, expected[1].scale_state)
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, e, rtol=2e-2, atol=1e-4)
+
+
+def test_a_window_of_gradients_of_float16_parameters_is_summed_in_float32():
+    tx = ls.with_loss_scaling(optax.adam(1e-2), RULE)
+    params = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
+    new_params, opt_state = by_scan(tx)(params, tx.init(params), X[0])
+    assert new_params["w"].dtype == jnp.float16
+    assert bool(opt_state.scale_state.grads_finite)
 
 
 @pytest.mark.parametrize("make_step", WINDOWED)
