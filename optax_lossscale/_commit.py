@@ -14,6 +14,7 @@ the unwrapped optimizer: each moment is computed once and written in place.
 """
 
 import collections
+import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -25,19 +26,16 @@ import optax
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from ._inner import update
 from ._tree import dtype_of, is_inexact, select
 
 _logger = logging.getLogger(__name__)
 
 
 def commit(
-    inner: optax.GradientTransformationExtraArgs,
+    inner_update: Callable[[optax.Updates], tuple[optax.Updates, optax.OptState]],
     grads_finite: jax.Array,
     updates: optax.Updates,
     inner_state: optax.OptState,
-    params: optax.Params | None,
-    extra_args: dict[str, Any],
 ) -> tuple[optax.Updates, optax.OptState]:
     """Update where the gradients are finite; elsewhere return zeros and the old state.
 
@@ -50,20 +48,17 @@ def commit(
         updates,
     )
 
-    def inner_update() -> tuple[optax.Updates, optax.OptState]:
-        return update(inner, updates, inner_state, params, extra_args)
-
     if isinstance(grads_finite, jax.core.Tracer):
         try:
             new_updates, new_state = _mask_where_defined(
-                inner_update, grads_finite, inner_state
+                functools.partial(inner_update, updates), grads_finite, inner_state
             )
         except Exception:
             # If the inner transformation is at fault, it will say so again.
             _logger.debug("the masks are in the plain, slower layout", exc_info=True)
         else:
             return _or_zeros(grads_finite, new_updates), new_state
-    new_updates, new_state = inner_update()
+    new_updates, new_state = inner_update(updates)
     return (
         _or_zeros(grads_finite, new_updates),
         select(grads_finite, new_state, inner_state),

@@ -127,10 +127,14 @@ def with_loss_scaling(
     ) -> tuple[optax.Updates, WithLossScalingState]:
         _check_state(state)
         scale_state = state.scale_state
+
+        def inner_update(
+            updates: optax.Updates,
+        ) -> tuple[optax.Updates, optax.OptState]:
+            return update(inner, updates, state.inner_state, params, extra_args)
+
         if not loss_scale.skip_nonfinite:
-            new_updates, inner_state = update(
-                inner, updates, state.inner_state, params, extra_args
-            )
+            new_updates, inner_state = inner_update(updates)
             new_scale_state = _advance(loss_scale, scale_state, jnp.ones((), jnp.bool_))
             return new_updates, WithLossScalingState(new_scale_state, inner_state)
 
@@ -146,7 +150,7 @@ def with_loss_scaling(
             apply = grads_finite & value_finite
         _check_agreement(apply, scale_state, axis_name)
         new_updates, inner_state = commit(
-            inner, apply, updates, state.inner_state, params, extra_args
+            inner_update, apply, updates, state.inner_state
         )
         new_scale_state = _advance(loss_scale, scale_state, grads_finite)
         if value is not None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
 from flax import serialization
+from helpers import float16_loss, make_step
 
 import optax_lossscale as ls
 
@@ -25,19 +26,11 @@ INNER = optax.chain(
 TX = ls.with_loss_scaling(INNER, RULE)
 
 
-def loss_fn(params, x):
-    half = jax.tree.map(lambda p: p.astype(jnp.float16), params)
-    y = x.astype(jnp.float16) @ half["w"] + half["b"]
-    return jnp.mean(jnp.square(y.astype(jnp.float32) - 1.0))
-
-
 @jax.jit
 def train_step(params, opt_state, step):
     x = jax.random.normal(jax.random.fold_in(jax.random.key(0), step), (8, 4))
     x = jnp.where((step == 7) | (step == 12), 1e6 * x, x)  # overflows float16
-    _, grads = ls.value_and_grad(loss_fn, opt_state)(params, x)
-    updates, opt_state = TX.update(grads, opt_state, params)
-    return optax.apply_updates(params, updates), opt_state
+    return make_step(TX, float16_loss)(params, opt_state, x)
 
 
 def start():

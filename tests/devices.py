@@ -33,6 +33,24 @@ def one_device(batches):
     return alone(BATCHES[batches])
 
 
+def vary(tree, axes):
+    """Else shard_map sums the gradients over the devices by itself."""
+    if hasattr(jax.lax, "pcast"):
+        return jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), tree)
+    return jax.tree.map(lambda x: jax.lax.pvary(x, axes), tree)
+
+
+def like_params(tx, of_params, of_the_rest):
+    """A tree like the state: of the parameters for the moments, else of the rest."""
+    return optax.tree.map_params(
+        tx,
+        lambda _, of_param: of_param,
+        jax.eval_shape(tx.init, PARAMS),
+        of_params,
+        transform_non_params=lambda _: of_the_rest,
+    )
+
+
 def assert_close(actual, expected):
     """Sums over devices round differently; flags, counters and scales may not."""
     assert_same_bits(

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.experimental
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -22,6 +23,13 @@ README = (Path(__file__).parents[1] / "README.md").read_text()
 
 def readme_blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README, re.M | re.S)
+
+
+def float16_loss(params: Any, x: jax.Array) -> jax.Array:
+    """Of a linear layer that computes in float16."""
+    half = jax.tree.map(lambda p: p.astype(jnp.float16), params)
+    y = x.astype(jnp.float16) @ half["w"] + half["b"]
+    return jnp.mean(jnp.square(y.astype(jnp.float32) - 1.0))
 
 
 def make_step(tx: Any, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,11 +53,11 @@ def assert_same_bits(actual: Any, expected: Any) -> None:
     """Assert equal structures, shapes, dtypes and bytes; NaN equals itself."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for (path, a), e in zip(
-        jax.tree_util.tree_leaves_with_path(actual),
-        jax.tree.leaves(expected),
+        jax.tree_util.tree_leaves_with_path(without_keys(actual)),
+        jax.tree.leaves(without_keys(expected)),
         strict=True,
     ):
-        a, e = _as_numpy(a), _as_numpy(e)
+        a, e = np.asarray(a), np.asarray(e)
         where = jax.tree_util.keystr(path)
         assert (a.shape, a.dtype) == (e.shape, e.dtype), where
         assert a.tobytes() == e.tobytes(), f"{where}: {a} is not {e}"
@@ -67,7 +75,12 @@ def assert_same_types(actual: Any, expected: Any) -> None:
     assert types(actual) == types(expected)
 
 
-def _as_numpy(x: Any) -> np.ndarray:
-    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    return np.asarray(x)
+def without_keys(tree: Any) -> Any:
+    """Replace typed PRNG keys by their data."""
+
+    def leaf(x: Any) -> Any:
+        dtype = getattr(x, "dtype", np.dtype(object))
+        is_key = jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+        return jax.random.key_data(x) if is_key else x
+
+    return jax.tree.map(leaf, tree)

@@ -20,10 +20,11 @@ jax.config.update("jax_cpu_collectives_implementation", "gloo")
 # Before anything makes an array.
 jax.distributed.initialize(f"127.0.0.1:{PORT}", PROCESSES, PROCESS)
 
-from devices import ADAM, BAD_X, PARAMS, RULE, loss_fn  # noqa: E402
+from devices import ADAM, BAD_X, PARAMS, RULE, loss_fn, vary  # noqa: E402
+from helpers import make_step, train  # noqa: E402
 
 
-def train(mesh, rows, mapped):
+def run(mesh, rows, mapped):
     """The parameters and states of all steps, gathered from all processes."""
     tx = ls.with_loss_scaling(ADAM, RULE, axis_name="d" if mapped else None)
     shardings = {"w": NamedSharding(mesh, P("d")), "b": NamedSharding(mesh, P())}
@@ -31,26 +32,17 @@ def train(mesh, rows, mapped):
     if mapped:
         shardings["w"] = everywhere
 
-    def step(params, state, x):
-        varying = params
-        if mapped:
-            # Else shard_map sums the gradients over the devices by itself.
-            cast = getattr(jax.lax, "pcast", None) or (
-                lambda x, axes, to: jax.lax.pvary(x, axes)
-            )
-            varying = jax.tree.map(lambda p: cast(p, "d", to="varying"), params)
-        _, grads = ls.value_and_grad(loss_fn, state)(varying, x)
-        if mapped:
-            local_flag = ls.all_finite(grads)
-            grads = jax.lax.pmean(grads, "d")
-            updates, state = tx.update(grads, state, params, grads_finite=local_flag)
-        else:
-            updates, state = tx.update(grads, state, params)
+    def mapped_step(params, state, x):
+        _, grads = ls.value_and_grad(loss_fn, state)(vary(params, "d"), x)
+        local_flag = ls.all_finite(grads)
+        grads = jax.lax.pmean(grads, "d")
+        updates, state = tx.update(grads, state, params, grads_finite=local_flag)
         return optax.apply_updates(params, updates), state
 
+    step = make_step(tx, loss_fn)
     if mapped:
         step = jax.shard_map(
-            step, mesh=mesh, in_specs=(P(), P(), P("d")), out_specs=(P(), P())
+            mapped_step, mesh=mesh, in_specs=(P(), P(), P("d")), out_specs=(P(), P())
         )
     step = jax.jit(step)
     # Each process knows all parameters at first, and keeps its shards of them.
@@ -62,10 +54,12 @@ def train(mesh, rows, mapped):
         shardings,
     )
     state = jax.jit(tx.init)(params)
-    for x in rows:
-        batch = jax.make_array_from_process_local_data(NamedSharding(mesh, P("d")), x)
-        params, state = step(params, state, batch)
-    return multihost_utils.process_allgather((params, state), tiled=True)
+    batches = [
+        jax.make_array_from_process_local_data(NamedSharding(mesh, P("d")), x)
+        for x in rows
+    ]
+    reached = train(step, params, state, batches)
+    return multihost_utils.process_allgather(reached, tiled=True)
 
 
 assert jax.process_count() == PROCESSES
@@ -74,6 +68,6 @@ rows = np.split(np.asarray(BAD_X), PROCESSES, axis=1)[PROCESS]
 results = {
     f"{mapped}{jax.tree_util.keystr(path)}": leaf
     for mapped in (False, True)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(train(mesh, rows, mapped))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(run(mesh, rows, mapped))
 }
 np.savez(sys.argv[4], nan=np.isnan(rows).any(), **results)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits, make_step, train
+from helpers import assert_same_bits, float16_loss, make_step, readme_blocks, train
 
 import optax_lossscale as ls
 
@@ -18,28 +18,14 @@ X = jax.random.normal(jax.random.key(0), (3, 4, 8, 2))
 BAD_X = X.at[1, 2, 0, 0].set(1e6)  # overflows float16
 
 
-def loss_fn(params, x):
-    half = jax.tree.map(lambda p: p.astype(jnp.float16), params)
-    y = x.astype(jnp.float16) @ half["w"] + half["b"]
-    return jnp.mean(jnp.square(y.astype(jnp.float32) - 1.0))
-
-
 def by_scan(tx):
-    """The whole window in one jitted step; one check, of the mean."""
-
-    @jax.jit
-    def step(params, opt_state, window):
-        def add(total, micro_batch):
-            loss, grads = ls.value_and_grad(loss_fn, opt_state)(params, micro_batch)
-            return jax.tree.map(jnp.add, total, grads), loss
-
-        zeros = optax.tree.zeros_like(params, dtype=jnp.float32)
-        total, losses = jax.lax.scan(add, zeros, window)
-        grads = jax.tree.map(lambda g: g / len(losses), total)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    return step
+    """The README's recipe: the whole window in one jitted step, one check."""
+    [recipe] = [b for b in readme_blocks("python") if "def accumulated_step" in b]
+    namespace = {"jax": jax, "jnp": jnp, "optax": optax, "ls": ls}
+    namespace |= {"loss_fn": float16_loss, "tx": tx, "batch": X[0].reshape(-1, 2)}
+    namespace |= {"params": PARAMS, "opt_state": tx.init(PARAMS)}
+    exec(compile(recipe, "README.md", "exec"), namespace)
+    return lambda *arguments: namespace["accumulated_step"](*arguments)[:2]
 
 
 def by_microbatching(tx):
@@ -47,7 +33,7 @@ def by_microbatching(tx):
 
     @jax.jit
     def step(params, opt_state, window):
-        fun = ls.value_and_grad(loss_fn, opt_state)
+        fun = ls.value_and_grad(float16_loss, opt_state)
         accumulated = optax.microbatch(fun, 1, 8, accumulator=mean)
         _, grads = accumulated(params, window.reshape(-1, 2))
         updates, opt_state = tx.update(grads, opt_state, params)
@@ -57,7 +43,9 @@ def by_microbatching(tx):
 
 
 def whole(tx):
-    return jax.jit(make_step(tx, lambda params, x: loss_fn(params, x.reshape(-1, 2))))
+    return jax.jit(
+        make_step(tx, lambda params, x: float16_loss(params, x.reshape(-1, 2)))
+    )
 
 
 def run(make_step, windows):
@@ -99,9 +87,8 @@ def test_a_bad_micro_batch_drops_its_window_and_the_scale_moves_once(make_step):
 
 def test_multi_steps_inside_drops_the_bad_micro_batch_alone():
     """Then a window is four good micro-batches, whenever they come."""
-
     tx = ls.with_loss_scaling(optax.MultiSteps(optax.adam(1e-2), 4), RULE)
-    step = jax.jit(make_step(tx, loss_fn))
+    step = jax.jit(make_step(tx, float16_loss))
     run = functools.partial(train, step, PARAMS, tx.init(PARAMS))
     with_bad, without = BAD_X.reshape(12, 8, 2), X.reshape(12, 8, 2)
     assert bool(jnp.any(with_bad[6] != without[6]))

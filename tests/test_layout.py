@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits, assert_same_types
+from helpers import assert_same_bits, assert_same_types, without_keys
 from jax.experimental import io_callback
 from optimizers import OPTIMIZERS, grads_for, make, params_for, update
 
@@ -176,11 +176,6 @@ def test_both_layouts_agree_on_every_construct(name, transform, plain_layout):
     chex.assert_trees_all_close(*map(without_keys, (actual, expected)), rtol=1e-6)
     if transform != "grad":
         assert_same_types(actual, expected)
-
-
-def without_keys(tree):
-    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
-    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
 
 
 def test_effects_happen_once_in_a_step():

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits, assert_same_types
+from helpers import assert_same_bits, assert_same_types, without_keys
 from optimizers import (
     ARGUMENTS,
     FACTORIES,
@@ -124,12 +124,7 @@ def test_a_wrapped_optimizer(name, dtype):
 
 
 def as_float(tree):
-    def leaf(x):
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x = jax.random.key_data(x)
-        return np.asarray(x, np.float64)
-
-    return jax.tree.map(leaf, tree)
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), without_keys(tree))
 
 
 @pytest.mark.parametrize("name", BRANCHES_DIFFER)

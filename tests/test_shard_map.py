@@ -15,8 +15,10 @@ from devices import (
     X,
     alone,
     assert_close,
+    like_params,
     loss_fn,
     one_device,
+    vary,
 )
 from helpers import make_step, train
 from jax.sharding import AxisType, NamedSharding
@@ -28,13 +30,6 @@ import optax_lossscale as ls
 def make_mesh(*axes):
     names, sizes = zip(*axes, strict=True)
     return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(axes))
-
-
-def vary(tree, axes):
-    """Else shard_map sums the gradients over the devices by itself."""
-    if hasattr(jax.lax, "pcast"):
-        return jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), tree)
-    return jax.tree.map(lambda x: jax.lax.pvary(x, axes), tree)
 
 
 def mean_over(axes):
@@ -88,13 +83,7 @@ def test_parameters_and_moments_in_shards_equal_one_device(batches):
     mesh = make_mesh(("d", 8))
     tx = ls.with_loss_scaling(ADAM, RULE, axis_name="d")
     specs = {"w": P("d"), "b": P()}
-    state_specs = optax.tree.map_params(
-        tx,
-        lambda _, spec: spec,
-        jax.eval_shape(tx.init, PARAMS),
-        specs,
-        transform_non_params=lambda _: P(),
-    )
+    state_specs = like_params(tx, specs, P())
 
     @jax.jit
     @functools.partial(

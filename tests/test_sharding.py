@@ -6,7 +6,16 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from devices import ADAM, BATCHES, PARAMS, RULE, assert_close, loss_fn, one_device
+from devices import (
+    ADAM,
+    BATCHES,
+    PARAMS,
+    RULE,
+    assert_close,
+    like_params,
+    loss_fn,
+    one_device,
+)
 from helpers import set_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -43,14 +52,7 @@ def test_a_mesh_equals_one_device(axis_type, layout, batches):
     shardings = {"w": shard(w_spec), "b": shard(b_spec)}
     with set_mesh(mesh):
         params = jax.device_put(jax.tree.map(jnp.copy, PARAMS), shardings)
-        # The moments are sharded as the parameters are, the rest is replicated.
-        state_shardings = optax.tree.map_params(
-            tx,
-            lambda _, sharding: sharding,
-            jax.eval_shape(tx.init, params),
-            shardings,
-            transform_non_params=lambda _: shard(P()),
-        )
+        state_shardings = like_params(tx, shardings, shard(P()))
         state = jax.jit(tx.init, out_shardings=state_shardings)(params)
         traces = []
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits, assert_same_types
+from helpers import assert_same_bits, assert_same_types, float16_loss
 
 import optax_lossscale as ls
 
@@ -19,15 +19,9 @@ X = jax.random.normal(jax.random.key(0), (12, 8, 2))
 X = X.at[1, 0, 0].set(1e6).at[6, 3, 1].set(jnp.nan)
 
 
-def loss_fn(params, x):
-    half = jax.tree.map(lambda p: p.astype(jnp.float16), params)
-    y = x.astype(jnp.float16) @ half["w"] + half["b"]
-    return jnp.mean(jnp.square(y.astype(jnp.float32) - 1.0))
-
-
 def train_step(carry, x, tx=TX):
     params, state = carry
-    loss, grads = ls.value_and_grad(loss_fn, state)(params, x)
+    loss, grads = ls.value_and_grad(float16_loss, state)(params, x)
     updates, state = tx.update(grads, state, params)
     return (optax.apply_updates(params, updates), state), loss
 
