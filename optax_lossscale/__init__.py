@@ -1,25 +1,36 @@
 """Loss scaling for JAX and Optax: train in float16, and never apply a NaN."""
 
+from . import presets
 from ._dynamic import DynamicLossScale
 from ._grad import grad, scale_loss, unscale_grads, value_and_grad
+from ._guard import LossScaleError, check_loss_scale
+from ._headroom import HeadroomLossScale
 from ._inspect import get_loss_scale, get_loss_scale_state
+from ._log_normal import LogNormalLossScale
 from ._loss_scale import FixedLossScale, LossScale
-from ._state import LossScaleState
+from ._state import LossScaleState, LossScaleStateWithMemory
 from ._transform import WithLossScalingState, with_loss_scaling
-from ._tree import all_finite, select
+from ._tree import all_finite, max_magnitude, select
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DynamicLossScale",
     "FixedLossScale",
+    "HeadroomLossScale",
+    "LogNormalLossScale",
     "LossScale",
+    "LossScaleError",
     "LossScaleState",
+    "LossScaleStateWithMemory",
     "WithLossScalingState",
     "all_finite",
+    "check_loss_scale",
     "get_loss_scale",
     "get_loss_scale_state",
     "grad",
+    "max_magnitude",
+    "presets",
     "scale_loss",
     "select",
     "unscale_grads",

@@ -1,12 +1,11 @@
 """Find the loss scale in an optimizer state."""
 
-import operator
 from typing import Any
 
 import jax
 import optax
 
-from ._state import LossScaleState
+from ._state import LossScaleState, LossScaleStateWithMemory
 
 _HIDING = {
     optax.ApplyIfFiniteState: "`optax.apply_if_finite` hides overflows from the rule, "
@@ -57,9 +56,7 @@ def get_loss_scale_state(state: Any) -> LossScaleState:
             "state that belongs to it, or wrap the whole optimizer once."
         )
     (scale_state,) = found.values()
-    # Flax NNX wraps each array of a state in a variable.
-    arrays = LossScaleState(*jax.tree.leaves(scale_state))
-    return scale_state if all(map(operator.is_, scale_state, arrays)) else arrays
+    return _unwrapped(scale_state)
 
 
 def get_loss_scale(state: Any) -> jax.Array:
@@ -104,7 +101,7 @@ def find_loss_scale_states(tree: Any) -> dict[str, LossScaleState]:
     """Return every loss-scale state in a tree by its path, as ``keystr`` writes it."""
 
     def is_scale_state(node: Any) -> bool:
-        return isinstance(node, LossScaleState)
+        return isinstance(node, LossScaleState | LossScaleStateWithMemory)
 
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scale_state)
     return {
@@ -112,3 +109,13 @@ def find_loss_scale_states(tree: Any) -> dict[str, LossScaleState]:
         for path, node in leaves
         if is_scale_state(node)
     }
+
+
+def _unwrapped(node: Any) -> Any:
+    """Return a state with its arrays alone: Flax NNX wraps each in a variable."""
+    if isinstance(node, tuple):
+        fields = [_unwrapped(field) for field in node]
+        changed = any(new is not old for new, old in zip(fields, node, strict=True))
+        return type(node)(*fields) if changed else node
+    leaves = jax.tree.leaves(node)
+    return leaves[0] if len(leaves) == 1 else node

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self, TypeVar, final
+from typing import Any, ClassVar, Self, TypeVar, cast, final
 
 import jax
 
@@ -18,10 +18,10 @@ SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
 
 RuleT = TypeVar("RuleT", bound="LossScale")
-Update = Callable[[RuleT, LossScaleState, jax.typing.ArrayLike], LossScaleState]
+UpdateT = TypeVar("UpdateT", bound=Callable[..., Any])
 
 
-def compiled(update: Update[RuleT]) -> Update[RuleT]:
+def compiled(update: UpdateT) -> UpdateT:
     """Compile a rule's ``update`` once for each configuration.
 
     The configuration enters the program as constants, so that an eager update moves
@@ -31,14 +31,12 @@ def compiled(update: Update[RuleT]) -> Update[RuleT]:
     jitted = jax.jit(update, static_argnums=0)
 
     @functools.wraps(update)
-    def checked(
-        self: RuleT, state: LossScaleState, grads_finite: jax.typing.ArrayLike
-    ) -> LossScaleState:
+    def checked(self: Any, state: Any, grads_finite: Any, *args: Any) -> Any:
         check_flag("grads_finite", grads_finite)
         traced = any(isinstance(x, jax.core.Tracer) for x in vars(self).values())
-        return (update if traced else jitted)(self, state, grads_finite)
+        return (update if traced else jitted)(self, state, grads_finite, *args)
 
-    return checked
+    return cast(UpdateT, checked)
 
 
 class LossScale(abc.ABC):
@@ -52,6 +50,9 @@ class LossScale(abc.ABC):
     Attributes:
         skip_nonfinite: whether a step with non-finite gradients is skipped. If not,
             gradients are not checked either, and ``update`` is always given True.
+        uses_max_magnitude: whether ``update`` takes a third argument, the largest
+            absolute value of the gradients, as `max_magnitude` returns it. It is
+            computed only for rules that ask.
 
     Examples:
         >>> import dataclasses
@@ -73,6 +74,7 @@ class LossScale(abc.ABC):
     """
 
     skip_nonfinite: bool = True
+    uses_max_magnitude: ClassVar[bool] = False
 
     @abc.abstractmethod
     def init(self) -> LossScaleState:

@@ -1,12 +1,14 @@
 """The state that every rule acts on."""
 
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from ._validation import check_flag
+
+StateT = TypeVar("StateT", bound="LossScaleState | LossScaleStateWithMemory")
 
 
 class LossScaleState(NamedTuple):
@@ -88,12 +90,74 @@ class LossScaleState(NamedTuple):
             >>> int(state.record(True).consecutive_skips)
             0
         """
-        check_flag("grads_finite", grads_finite)
-        grads_finite = jnp.asarray(grads_finite)
-        skipped_steps = optax.safe_increment(self.skipped_steps)
-        consecutive_skips = optax.safe_increment(self.consecutive_skips)
-        return self._replace(
-            grads_finite=grads_finite,
-            skipped_steps=jnp.where(grads_finite, self.skipped_steps, skipped_steps),
-            consecutive_skips=jnp.where(grads_finite, 0, consecutive_skips),
-        )
+        return _record(self, grads_finite)
+
+    def with_memory(self, memory: Any) -> "LossScaleStateWithMemory":
+        """Return the state of a rule that remembers more than this one holds.
+
+        Args:
+            memory: a ``NamedTuple`` of strongly typed arrays.
+
+        Returns:
+            A `LossScaleStateWithMemory` with the same fields, and ``memory``.
+
+        Examples:
+            >>> from typing import NamedTuple
+            >>> import jax
+            >>> import jax.numpy as jnp
+            >>> import optax_lossscale as ls
+            >>> class Longest(NamedTuple):
+            ...     longest_run: jax.Array
+            >>> state = ls.LossScaleState.create(128.0)
+            >>> state.with_memory(Longest(jnp.int32(0))).memory
+            Longest(longest_run=Array(0, dtype=int32))
+        """
+        return LossScaleStateWithMemory(*self, memory)
+
+
+class LossScaleStateWithMemory(NamedTuple):
+    """A `LossScaleState` with what one rule remembers besides.
+
+    A rule's ``init`` makes one with ``LossScaleState.create(...).with_memory(...)``.
+    Whatever takes a `LossScaleState` takes this as well.
+
+    Attributes:
+        loss_scale: as in `LossScaleState`, like the next five.
+        growth_tracker: int32.
+        hysteresis_tracker: int32.
+        grads_finite: bool.
+        skipped_steps: int32.
+        consecutive_skips: int32.
+        memory: a ``NamedTuple`` of arrays, of the rule's own making.
+
+    Examples:
+        >>> import optax_lossscale as ls
+        >>> state = ls.HeadroomLossScale().init()
+        >>> float(state.loss_scale), float(state.memory.max_magnitude)
+        (32768.0, 0.0)
+    """
+
+    loss_scale: jax.Array
+    growth_tracker: jax.Array
+    hysteresis_tracker: jax.Array
+    grads_finite: jax.Array
+    skipped_steps: jax.Array
+    consecutive_skips: jax.Array
+    memory: Any
+
+    def record(self, grads_finite: jax.typing.ArrayLike) -> Self:
+        """As ``LossScaleState.record``; the memory stays."""
+        return _record(self, grads_finite)
+
+
+def _record(state: StateT, grads_finite: jax.typing.ArrayLike) -> StateT:
+    check_flag("grads_finite", grads_finite)
+    grads_finite = jnp.asarray(grads_finite)
+    skipped_steps = optax.safe_increment(state.skipped_steps)
+    consecutive_skips = optax.safe_increment(state.consecutive_skips)
+    new_state: Any = state._replace(
+        grads_finite=grads_finite,
+        skipped_steps=jnp.where(grads_finite, state.skipped_steps, skipped_steps),
+        consecutive_skips=jnp.where(grads_finite, 0, consecutive_skips),
+    )
+    return new_state

@@ -12,7 +12,7 @@ from ._inner import as_before, update, with_extra_args
 from ._inspect import find_loss_scale_states
 from ._loss_scale import LossScale
 from ._state import LossScaleState
-from ._tree import AxisName, all_finite, everywhere, select
+from ._tree import AxisName, all_finite, everywhere, max_magnitude, select
 from ._validation import check_flag, describe
 
 
@@ -133,9 +133,19 @@ def with_loss_scaling(
         ) -> tuple[optax.Updates, optax.OptState]:
             return update(inner, updates, state.inner_state, params, extra_args)
 
+        def advance(grads_finite: jax.Array) -> LossScaleState:
+            args: tuple[jax.Array, ...] = ()
+            if loss_scale.uses_max_magnitude:
+                # Its derivative, NaN in a skipped step, is of no use to anyone.
+                magnitude = max_magnitude(jax.lax.stop_gradient(updates), axis_name)
+                args = (magnitude,)
+            new_scale_state = loss_scale.update(scale_state, grads_finite, *args)
+            # A user's rule may well return a Python number for a counter.
+            return jax.tree.map(as_before, new_scale_state, scale_state)
+
         if not loss_scale.skip_nonfinite:
             new_updates, inner_state = inner_update(updates)
-            new_scale_state = _advance(loss_scale, scale_state, jnp.ones((), jnp.bool_))
+            new_scale_state = advance(jnp.ones((), jnp.bool_))
             return new_updates, WithLossScalingState(new_scale_state, inner_state)
 
         grads_finite = all_finite(updates)
@@ -152,7 +162,7 @@ def with_loss_scaling(
         new_updates, inner_state = commit(
             inner_update, apply, updates, state.inner_state
         )
-        new_scale_state = _advance(loss_scale, scale_state, grads_finite)
+        new_scale_state = advance(grads_finite)
         if value is not None:
             # No scale cures a loss that is not finite before it is scaled.
             skipped = scale_state.record(False)
@@ -167,13 +177,6 @@ def _strong(x: Any) -> Any:
     if isinstance(x, bool | int | float | complex) or getattr(x, "weak_type", False):
         return jnp.asarray(x, jnp.result_type(x))
     return x
-
-
-def _advance(
-    rule: LossScale, state: LossScaleState, grads_finite: jax.Array
-) -> LossScaleState:
-    # A user's rule may well return a Python number for a counter.
-    return jax.tree.map(as_before, rule.update(state, grads_finite), state)
 
 
 def _check_state(state: Any) -> None:

@@ -1,6 +1,6 @@
 """Arithmetic on pytrees: is it finite, undo the scale, choose between two."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -44,8 +44,19 @@ def everywhere(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
     """Return whether a flag is True on all devices along the mapped axes."""
     if axis_name is None:
         return flag
+    return across(jax.lax.pmin, flag.astype(jnp.int32), axis_name) == 1
+
+
+def across(
+    reduce: Callable[[jax.Array, AxisName], jax.Array],
+    x: jax.Array,
+    axis_name: AxisName | None,
+) -> jax.Array:
+    """Combine what the devices along the mapped axes have."""
+    if axis_name is None:
+        return x
     try:
-        return jax.lax.pmin(flag.astype(jnp.int32), axis_name) == 1
+        return reduce(x, axis_name)
     except NameError as error:
         raise ValueError(
             "`axis_name` must name an axis of the surrounding `shard_map`, `pmap` or "
@@ -73,6 +84,45 @@ def _nonfinite_score(x: jax.Array) -> jax.Array:
     # A sum would write float32 copies out first. Of the reductions of flags the
     # maximum of small integers is the fastest on XLA CPU.
     return jnp.max((~jnp.isfinite(x)).astype(jnp.uint8), initial=0).astype(jnp.float32)
+
+
+def max_magnitude(tree: Any, axis_name: AxisName | None = None) -> jax.Array:
+    """Return the largest absolute value of the floating-point elements of a tree.
+
+    The result says nothing about NaN, which XLA CPU loses in a maximum: ask
+    `all_finite` as well.
+
+    Args:
+        tree: any pytree of arrays. What `all_finite` passes over does not count here.
+        axis_name: the mapped axis, or a tuple of them, over whose devices or members
+            the maximum is taken.
+
+    Returns:
+        A float32 array of shape ``()``; 0 for a tree without elements, the largest
+        float32 for anything finite beyond it.
+
+    Raises:
+        ValueError: if ``axis_name`` is not bound here.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import optax_lossscale as ls
+        >>> ls.max_magnitude({"w": jnp.array([0.5, -3.0]), "b": jnp.zeros(2)})
+        Array(3., dtype=float32)
+    """
+    leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x)]
+    magnitudes = [_max_magnitude(x) for x in leaves]
+    largest = jnp.max(jnp.stack(magnitudes)) if leaves else jnp.zeros((), jnp.float32)
+    return across(jax.lax.pmax, largest, axis_name)
+
+
+def _max_magnitude(x: Any) -> jax.Array:
+    x = jnp.asarray(x, wide_dtype(dtype_of(x)))
+    magnitude = jnp.max(jnp.abs(x), initial=0)
+    largest = jnp.finfo(jnp.float32).max
+    clipped = jnp.minimum(magnitude, jnp.asarray(largest, magnitude.dtype))
+    magnitude = jnp.where(jnp.isfinite(magnitude), clipped, magnitude)
+    return magnitude.astype(jnp.float32)
 
 
 def select(pred: jax.typing.ArrayLike, on_true: Any, on_false: Any) -> Any:

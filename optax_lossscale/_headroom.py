@@ -1,0 +1,186 @@
+"""The rule that keeps the largest gradient a fixed distance below overflow."""
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple, final
+
+import jax
+import jax.numpy as jnp
+
+from ._backoff import check_fields, check_order, normal, power_of_two
+from ._loss_scale import SMALLEST_SCALE, LossScale, compiled
+from ._state import LossScaleState
+from ._validation import check_count, check_number
+
+
+class HeadroomMemory(NamedTuple):
+    """What `HeadroomLossScale` remembers beside the common state.
+
+    Attributes:
+        max_magnitude: float32 of shape ``()``, the decaying maximum of the gradients'
+            largest absolute values; 0 before there is one.
+    """
+
+    max_magnitude: jax.Array
+
+
+@final
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadroomLossScale(LossScale):
+    """Keep the largest gradient a number of octaves below the overflow of a type.
+
+    The largest gradient is seen in every step, so the scale follows it at once, up and
+    down, where `DynamicLossScale` waits for a whole interval to grow and for an
+    overflow to know that it has grown too far. ::
+
+        if grads_finite:
+            max_magnitude = max(max_magnitude * 0.5**(1 / half_life), largest gradient)
+        else:                                   # and the step is skipped
+            max_magnitude = what gives loss_scale * backoff_factor, or more
+        loss_scale = the largest power of two for which
+            loss_scale * max_magnitude <= 2**(16 - headroom)         # in float16
+
+    and from ``min_scale`` to ``max_scale``. Until a gradient other than zero has been
+    seen the scale is ``init_scale``. An overflow inside the network, of values that are
+    no gradients of parameters, is not seen before it happens: it counts as a gradient
+    that would have called for the lower scale, and is forgotten as slowly as any other
+    maximum.
+
+    Args:
+        init_scale: the first scale, from ``min_scale`` to ``max_scale``.
+        headroom: how many octaves (factors of two) stay free between the largest
+            gradient of late and overflow, 0 or more, for gradients that grow from one
+            step to the next.
+        dtype: the name of the floating-point type that gradients overflow in, or the
+            type itself.
+        half_life: after how many steps a maximum counts for half of what it was, 1 or
+            more.
+        backoff_factor: what a non-finite step multiplies the scale by, between 0
+            and 1.
+        min_scale: the least scale, from 2**-126.
+        max_scale: the largest scale, up to 2**126.
+
+    Raises:
+        ValueError: if an argument breaks its rule.
+
+    Examples:
+        >>> import optax_lossscale as ls
+        >>> rule = ls.HeadroomLossScale(headroom=4)
+        >>> state = rule.update(rule.init(), True, 0.001)
+        >>> float(state.loss_scale), 0.001 * float(state.loss_scale) <= 2**12
+        (2097152.0, True)
+
+    References:
+        NVIDIA, `Train With Mixed Precision
+        <https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/>`_,
+        "Choosing A Scaling Factor", for the largest gradient as the measure;
+        `Transformer Engine
+        <https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/>`_,
+        ``DelayedScaling``, for the maximum of steps gone by
+    """
+
+    init_scale: float = 2.0**15
+    headroom: float = 3.0
+    dtype: str = "float16"
+    half_life: int = 1000
+    backoff_factor: float = 0.5
+    min_scale: float = 1.0
+    max_scale: float = 2.0**24
+
+    uses_max_magnitude: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_order(self, "min_scale", "init_scale", "max_scale")
+        headroom = check_number(
+            "headroom",
+            self.headroom,
+            lambda x: 0 <= x <= 126,
+            "a number from 0 to 126",
+            "It is how many octaves stay free below overflow; 3 suits most.",
+        )
+        half_life = check_count(
+            "half_life",
+            self.half_life,
+            "It is after how many steps a maximum counts for half.",
+        )
+        object.__setattr__(self, "headroom", headroom)
+        object.__setattr__(self, "half_life", half_life)
+        object.__setattr__(self, "dtype", _float_name(self.dtype))
+
+    def init(self) -> Any:
+        memory = HeadroomMemory(jnp.zeros((), jnp.float32))
+        return LossScaleState.create(self.init_scale).with_memory(memory)
+
+    @compiled
+    def update(
+        self,
+        state: Any,
+        grads_finite: jax.typing.ArrayLike,
+        max_magnitude: jax.typing.ArrayLike = 0.0,
+    ) -> Any:
+        """Return the state after a step.
+
+        Args:
+            state: the state whose ``loss_scale`` multiplied this step's loss.
+            grads_finite: one boolean, whether all gradients were finite.
+            max_magnitude: the largest absolute value of the true gradients, as
+                `max_magnitude` returns it; 0 says nothing.
+        """
+        new_state = state.record(grads_finite)
+        minimum, maximum, backoff = (
+            jnp.asarray(x, jnp.float32)
+            for x in (self.min_scale, self.max_scale, self.backoff_factor)
+        )
+        decay = jnp.exp2(-1 / jnp.asarray(self.half_life, jnp.float32))
+        scale = normal(state.loss_scale, self.init_scale)
+        seen = _magnitude(max_magnitude)
+        remembered = _magnitude(state.memory.max_magnitude)
+
+        # The margin lets rounding not cost another octave.
+        top = jnp.exp2(jnp.minimum(self._top, 127.0))
+        unseen = _magnitude((1 - 2.0**-12) * top / (scale * backoff))
+        magnitude = jnp.where(
+            new_state.grads_finite,
+            jnp.maximum(remembered * decay, seen),
+            jnp.maximum(remembered, unseen),
+        )
+        target = jnp.clip(self._scale_for(magnitude), minimum, maximum)
+        first = jnp.asarray(self.init_scale, jnp.float32)
+        target = jnp.where(magnitude > 0, target, first)
+        loss_scale = jnp.where(
+            new_state.grads_finite, target, jnp.minimum(target, scale)
+        )
+        return new_state._replace(
+            loss_scale=loss_scale, memory=HeadroomMemory(magnitude)
+        )
+
+    @property
+    def _top(self) -> jax.Array:
+        """The logarithm of what the scaled gradient may come to."""
+        return jnp.asarray(int(jnp.finfo(self.dtype).maxexp) - self.headroom)
+
+    def _scale_for(self, magnitude: jax.Array) -> jax.Array:
+        """Return the largest power of two that leaves the headroom free."""
+        mantissa, exponent = jnp.frexp(jnp.maximum(magnitude, SMALLEST_SCALE))
+        # A logarithm would round powers of two to either side.
+        octaves = jnp.where(mantissa > 0.5, -jnp.log2(mantissa), 1.0)
+        return power_of_two(jnp.floor(self._top + octaves) - exponent)
+
+
+def _magnitude(x: jax.typing.ArrayLike) -> jax.Array:
+    """Return a magnitude as a finite float32; one that is NaN says nothing."""
+    x = jnp.asarray(x, jnp.float32)
+    return jnp.where(jnp.isnan(x), 0, jnp.clip(x, 0, jnp.finfo(jnp.float32).max))
+
+
+def _float_name(dtype: Any) -> str:
+    try:
+        name = jnp.dtype(dtype).name
+        if jnp.issubdtype(name, jnp.floating):
+            return name
+    except TypeError:
+        pass
+    raise ValueError(
+        f"`dtype` must be a floating-point type or its name, got {dtype!r}. It is the "
+        'type that gradients overflow in, as a rule "float16".'
+    )

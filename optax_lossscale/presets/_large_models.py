@@ -1,0 +1,217 @@
+"""Megatron-LM and DeepSpeed."""
+
+from typing import Any
+
+from .._dynamic import DynamicLossScale
+from .._loss_scale import LARGEST_SCALE, FixedLossScale, LossScale
+from .._verbatim import VerbatimLossScale
+from ._build import floor, growing, named, reciprocal
+
+
+def megatron(
+    initial_scale: float = 2.0**32,
+    min_scale: float = 1.0,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 1000,
+    hysteresis: int = 2,
+) -> LossScale:
+    """Return the rule of Megatron-LM's ``DynamicGradScaler``.
+
+    The scale is multiplied by ``growth_factor`` at every ``growth_interval``-th finite
+    step in a row. The first ``hysteresis - 1`` non-finite steps are let pass, every
+    further one multiplies it by ``backoff_factor``, down to ``min_scale``, until a
+    growth restores the allowance. That they need not follow each other is what
+    Megatron-LM does, though not what it documents.
+
+    Departures: the ceiling is 2**126, where Megatron-LM has none. Its constant scaler
+    is ``FixedLossScale(scale)``. The defaults are those of its command line.
+
+    Args:
+        initial_scale: the first scale, from ``min_scale`` to 2**126.
+        min_scale: the least scale, 0 or more; in effect 2**-126 or more.
+        growth_factor: what a growth multiplies it by, more than 1.
+        backoff_factor: what a backoff multiplies it by, between 0 and 1.
+        growth_interval: finite steps in a row before a growth.
+        hysteresis: non-finite steps that it takes to back off.
+
+    Returns:
+        A `DynamicLossScale`.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Examples:
+        >>> from optax_lossscale import presets
+        >>> rule = presets.megatron()
+        >>> rule.hysteresis, rule.hysteresis_refill
+        (2, 'growth')
+
+    References:
+        `megatron/core/optimizer/grad_scaler.py
+        <https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/optimizer/grad_scaler.py>`_
+    """
+    with named(init_scale="initial_scale"):
+        return DynamicLossScale(
+            init_scale=initial_scale,
+            min_scale=floor("min_scale", min_scale),
+            max_scale=LARGEST_SCALE,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            hysteresis=hysteresis,
+            hysteresis_refill="growth",
+        )
+
+
+def deepspeed(
+    init_scale: float = 2.0**16,
+    scale_factor: float = 2.0,
+    scale_window: int = 1000,
+    min_scale: float = 1.0,
+    delayed_shift: int = 2,
+    consecutive_hysteresis: bool = False,
+    raise_error_at_min_scale: bool = True,
+    first_growth_late: bool = True,
+) -> LossScale:
+    """Return the rule of DeepSpeed's ``DynamicLossScaler`` (ZeRO).
+
+    The first ``delayed_shift - 1`` non-finite steps are let pass, every further one
+    divides the scale by ``scale_factor``, down to ``min_scale``, until the allowance is
+    restored: by a growth, or with ``consecutive_hysteresis`` by any finite step. A
+    growth comes every ``scale_window`` finite steps in a row, but the first one after
+    the start or a non-finite step comes one step late, a slip of 2025 that is kept
+    here; with ``first_growth_late=False`` the timing is that of the versions before.
+
+    Departures: nothing is raised at ``min_scale``, where DeepSpeed stops by default:
+    a compiled step cannot; `check_loss_scale` does, and ``raise_error_at_min_scale`` is
+    taken for the sake of your configuration alone. The ceiling is 2**126, where
+    DeepSpeed has none. Gradients are divided by the scale that multiplied the loss,
+    where DeepSpeed divides them by the next. The defaults are those of its
+    configuration, for which there is `deepspeed_fp16`.
+
+    Args:
+        init_scale: the first scale. One below ``min_scale`` stays until an overflow
+            raises it, as in DeepSpeed.
+        scale_factor: what a growth multiplies by and a backoff divides by, above 1.
+        scale_window: finite steps in a row before a growth.
+        min_scale: the least scale, 0 or more; in effect 2**-126 or more.
+        delayed_shift: non-finite steps that it takes to back off.
+        consecutive_hysteresis: whether any finite step restores that allowance.
+        raise_error_at_min_scale: taken and not used, as said above.
+        first_growth_late: whether the first growth takes a finite step more.
+
+    Returns:
+        A `VerbatimLossScale`; a `DynamicLossScale` if the first growth is not late and
+        ``init_scale`` is not below ``min_scale``.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Examples:
+        >>> from optax_lossscale import presets
+        >>> rule = presets.deepspeed(scale_window=2)
+        >>> state = rule.init()
+        >>> for _ in range(5):
+        ...     state = rule.update(state, True)
+        ...     print(float(state.loss_scale))
+        65536.0
+        65536.0
+        131072.0
+        131072.0
+        262144.0
+
+    References:
+        `deepspeed/runtime/fp16/loss_scaler.py
+        <https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/fp16/loss_scaler.py>`_
+    """
+    for name, value in (
+        ("consecutive_hysteresis", consecutive_hysteresis),
+        ("raise_error_at_min_scale", raise_error_at_min_scale),
+    ):
+        if not isinstance(value, bool):
+            raise ValueError(
+                f"`{name}` must be True or False, got {value!r}. See the docstring of "
+                "`presets.deepspeed` for what it says."
+            )
+    arguments: dict[str, Any] = {
+        "init_scale": init_scale,
+        "min_scale": min_scale,
+        "growth_factor": scale_factor,
+        "backoff_factor": reciprocal("scale_factor", scale_factor),
+        "growth_interval": scale_window,
+        "hysteresis": delayed_shift,
+        "hysteresis_refill": "finite" if consecutive_hysteresis else "growth",
+    }
+    with named(
+        growth_factor="scale_factor",
+        growth_interval="scale_window",
+        hysteresis="delayed_shift",
+    ):
+        if first_growth_late is False:
+            return growing(**arguments)
+        return VerbatimLossScale(**arguments, first_growth_late=first_growth_late)
+
+
+def deepspeed_fp16(
+    enabled: bool = True,
+    loss_scale: float = 0.0,
+    initial_scale_power: int = 16,
+    loss_scale_window: int = 1000,
+    hysteresis: int = 2,
+    consecutive_hysteresis: bool = False,
+    min_loss_scale: float = 1.0,
+) -> LossScale:
+    """Return the rule that the ``"fp16"`` part of a DeepSpeed configuration means.
+
+    A ``loss_scale`` other than 0 stays; with 0 the rule is that of `deepspeed`.
+
+    Departures: those of `deepspeed`.
+
+    Args:
+        enabled: if False, nothing is scaled, and non-finite steps are skipped.
+        loss_scale: 0, or the scale to keep, 1 or more.
+        initial_scale_power: log2 of the first scale.
+        loss_scale_window: finite steps in a row before a growth.
+        hysteresis: non-finite steps that it takes to back off.
+        consecutive_hysteresis: whether any finite step restores that allowance.
+        min_loss_scale: the least scale, 0 or more; in effect 2**-126 or more.
+
+    Returns:
+        A `VerbatimLossScale` or a `FixedLossScale`.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Examples:
+        >>> from optax_lossscale import presets
+        >>> config = {"fp16": {"enabled": True, "initial_scale_power": 12}}
+        >>> presets.deepspeed_fp16(**config["fp16"]).init_scale
+        4096.0
+
+    References:
+        `DeepSpeed, "FP16 training options"
+        <https://www.deepspeed.ai/docs/config-json/#fp16-training-options>`_
+    """
+    if not enabled:
+        return FixedLossScale(1.0)
+    if loss_scale:
+        return FixedLossScale(loss_scale)
+    if not -126 <= initial_scale_power <= 126:
+        raise ValueError(
+            "`initial_scale_power` must be from -126 to 126, got "
+            f"{initial_scale_power!r}. It is log2 of the first scale; 16 is usual."
+        )
+    with named(
+        init_scale="initial_scale_power",
+        scale_window="loss_scale_window",
+        delayed_shift="hysteresis",
+        min_scale="min_loss_scale",
+    ):
+        return deepspeed(
+            init_scale=2.0**initial_scale_power,
+            scale_window=loss_scale_window,
+            delayed_shift=hysteresis,
+            consecutive_hysteresis=consecutive_hysteresis,
+            min_scale=min_loss_scale,
+        )

@@ -1,0 +1,120 @@
+"""OpenSeq2Seq."""
+
+from .._dynamic import DynamicLossScale
+from .._log_normal import LogNormalLossScale
+from .._loss_scale import LossScale
+from .._validation import check_number
+from ._build import floor, named, reciprocal
+
+
+def openseq2seq_backoff(
+    scale_min: float = 1.0,
+    scale_max: float = 2.0**24,
+    step_factor: float = 2.0,
+    step_window: int = 2000,
+) -> LossScale:
+    """Return the rule of OpenSeq2Seq's ``BackoffScaler``.
+
+    The scale starts at ``scale_max``. It is multiplied by ``step_factor`` at every
+    ``step_window``-th finite step in a row, and divided by it at every other step.
+
+    Departures: none.
+
+    Args:
+        scale_min: the least scale, 0 or more; in effect 2**-126 or more.
+        scale_max: the largest scale and the first one, up to 2**126.
+        step_factor: what a growth multiplies by and a backoff divides by, above 1.
+        step_window: finite steps in a row before a growth.
+
+    Returns:
+        A `DynamicLossScale`.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Examples:
+        >>> from optax_lossscale import presets
+        >>> presets.openseq2seq_backoff(scale_max=2.0**14).init_scale
+        16384.0
+
+    References:
+        `open_seq2seq/optimizers/automatic_loss_scaler.py
+        <https://github.com/NVIDIA/OpenSeq2Seq/blob/master/open_seq2seq/optimizers/automatic_loss_scaler.py>`_
+    """
+    with named(
+        min_scale="scale_min",
+        max_scale="scale_max",
+        init_scale="scale_max",
+        growth_factor="step_factor",
+        growth_interval="step_window",
+    ):
+        return DynamicLossScale(
+            init_scale=scale_max,
+            min_scale=floor("scale_min", scale_min),
+            max_scale=scale_max,
+            growth_factor=step_factor,
+            backoff_factor=reciprocal("step_factor", step_factor),
+            growth_interval=step_window,
+        )
+
+
+def openseq2seq_logmax(
+    scale_min: float = 1.0,
+    scale_max: float = 2.0**24,
+    log_max: float = 16.0,
+    beta1: float = 0.99,
+    beta2: float = 0.999,
+    overflow_std_dev: float = 3.09,
+) -> LossScale:
+    """Return the rule of OpenSeq2Seq's ``LogMaxScaler``.
+
+    See `LogNormalLossScale`. The scale starts at 1 and need not be a power of two. A
+    non-finite step counts as 2**``log_max`` where it should count as ``log_max``, a
+    slip that keeps the scale at ``scale_min`` for thousands of steps after the first
+    overflow; `LogNormalLossScale` itself does not have it.
+
+    Departures: a step whose gradients are all zero leaves the scale alone, where it
+    becomes NaN in OpenSeq2Seq and remains so.
+
+    Args:
+        scale_min: the least scale, 0 or more; in effect 2**-126 or more.
+        scale_max: the largest scale, up to 2**126.
+        log_max: log2 of what a non-finite step is meant to count as, up to 16.
+        beta1: the decay of the mean, between 0 and 1.
+        beta2: the decay of the deviation, between 0 and 1.
+        overflow_std_dev: how many deviations stay free below 2**16.
+
+    Returns:
+        A `LogNormalLossScale`.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Examples:
+        >>> from optax_lossscale import presets
+        >>> presets.openseq2seq_logmax().nonfinite_log
+        65536.0
+
+    References:
+        `open_seq2seq/optimizers/automatic_loss_scaler.py
+        <https://github.com/NVIDIA/OpenSeq2Seq/blob/master/open_seq2seq/optimizers/automatic_loss_scaler.py>`_
+    """
+    log_max = check_number(
+        "log_max",
+        log_max,
+        lambda x: -126 <= x <= 16,
+        "a number from -126 to 16",
+        "It is log2 of what a non-finite step is meant to count as; 16 is usual.",
+    )
+    lowest = floor("scale_min", scale_min)
+    with named(max_scale="scale_max", init_scale="scale_max"):
+        return LogNormalLossScale(
+            init_scale=min(max(1.0, lowest), scale_max),
+            min_scale=lowest,
+            max_scale=scale_max,
+            beta1=beta1,
+            beta2=beta2,
+            overflow_std_dev=overflow_std_dev,
+            nonfinite_log=2.0**log_max,
+            power_of_two=False,
+        )
