@@ -1,6 +1,18 @@
 """Loss scaling for JAX and Optax: train in float16, and never apply a NaN."""
 
 from . import presets
+from ._convert import (
+    from_flax_state_dict,
+    from_jmp_state_dict,
+    from_keras_state_dict,
+    from_megatron_state_dict,
+    from_torch_state_dict,
+    to_flax_state_dict,
+    to_jmp_state_dict,
+    to_keras_state_dict,
+    to_megatron_state_dict,
+    to_torch_state_dict,
+)
 from ._dynamic import DynamicLossScale
 from ._grad import grad, scale_loss, unscale_grads, value_and_grad
 from ._guard import LossScaleError, check_loss_scale
@@ -26,6 +38,11 @@ __all__ = [
     "WithLossScalingState",
     "all_finite",
     "check_loss_scale",
+    "from_flax_state_dict",
+    "from_jmp_state_dict",
+    "from_keras_state_dict",
+    "from_megatron_state_dict",
+    "from_torch_state_dict",
     "get_loss_scale",
     "get_loss_scale_state",
     "grad",
@@ -33,6 +50,11 @@ __all__ = [
     "presets",
     "scale_loss",
     "select",
+    "to_flax_state_dict",
+    "to_jmp_state_dict",
+    "to_keras_state_dict",
+    "to_megatron_state_dict",
+    "to_torch_state_dict",
     "unscale_grads",
     "value_and_grad",
     "with_loss_scaling",

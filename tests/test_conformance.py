@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_lossscale as ls
@@ -187,3 +188,50 @@ def test_the_scale_takes_the_recorded_course(case):
     if "applied" in case:
         applied = np.array([flag == "1" for flag in case["applied"]])
         np.testing.assert_array_equal(states.grads_finite[:steps], applied[:steps])
+
+
+OPTIMIZERS = {
+    "SGD": lambda lr, momentum: optax.sgd(lr, momentum=momentum),
+    "Adam": lambda lr: optax.adam(lr),
+}
+
+
+@pytest.mark.parametrize("case", TRAININGS, ids=lambda case: case["id"])
+def test_a_training_takes_the_course_of_torch(case):
+    """Fed with torch's scaled gradients, optimizer and scale do what torch's did."""
+    steps = case["steps"]
+    inner = OPTIMIZERS[case["optimizer"]](**case["optimizer_arguments"])
+    if case["clip_global_norm"] is not None:
+        inner = optax.chain(optax.clip_by_global_norm(case["clip_global_norm"]), inner)
+    rule = presets.torch_grad_scaler(**case["scaler_arguments"])
+    tx = ls.with_loss_scaling(inner, rule)
+    params = jnp.array(case["initial_params"], jnp.float32)
+
+    def step(carry, scaled_grads):
+        params, opt_state = carry
+        grads = ls.unscale_grads(scaled_grads, opt_state)
+        scale_used = ls.get_loss_scale(opt_state)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        state = opt_state.scale_state
+        return (params, opt_state), (params, grads, scale_used, state)
+
+    scaled_grads = jnp.array(np.array(steps["scaled_grads"], np.float32))
+    (_, opt_state), (params, grads, scale_used, states) = jax.lax.scan(
+        step, (params, tx.init(params)), scaled_grads
+    )
+
+    assert "0" in steps["applied"], "meta-test: some steps are skipped"
+    np.testing.assert_array_equal(scale_used, steps["scale_used"])
+    np.testing.assert_array_equal(states.loss_scale, steps["scale_after"])
+    np.testing.assert_array_equal(states.growth_tracker, steps["growth_count_after"])
+    applied = [flag == "1" for flag in steps["applied"]]
+    np.testing.assert_array_equal(states.grads_finite, applied)
+    unscaled = np.array(steps["unscaled_grads"], np.float32)
+    np.testing.assert_allclose(grads, unscaled, rtol=1e-6)
+    # optax corrects Adam's bias in float32, torch in float64.
+    tolerance = {"rtol": 1e-5} if case["optimizer"] == "SGD" else {"atol": 2e-5}
+    np.testing.assert_allclose(params, steps["params"], **tolerance)
+    if case["optimizer"] == "Adam":
+        count = optax.tree.get(opt_state, "count")
+        assert int(count) == steps["optimizer_step_count"][-1] == sum(applied)
