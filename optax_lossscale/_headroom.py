@@ -55,7 +55,8 @@ class HeadroomLossScale(LossScale):
         half_life: after how many steps a maximum counts for half of what it was, 1 or
             more.
         backoff_factor: what a non-finite step multiplies the scale by, between 0
-            and 1.
+            and 1. A large step down costs little where the next gradient says how far
+            to come up again.
         min_scale: the least scale, from 2**-126.
         max_scale: the largest scale, up to 2**126.
 
@@ -82,7 +83,7 @@ class HeadroomLossScale(LossScale):
     headroom: float = 3.0
     dtype: str = "float16"
     half_life: int = 1000
-    backoff_factor: float = 0.5
+    backoff_factor: float = 0.25
     min_scale: float = 1.0
     max_scale: float = 2.0**24
 
@@ -175,7 +176,7 @@ def _magnitude(x: jax.typing.ArrayLike) -> jax.Array:
 
 def _float_name(dtype: Any) -> str:
     try:
-        name = jnp.dtype(dtype).name
+        name = jnp.dtype("" if dtype is None else dtype).name  # None means float64
         if jnp.issubdtype(name, jnp.floating):
             return name
     except TypeError:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, Self, TypeVar, cast, final
 
 import jax
+import jax.numpy as jnp
 
 from ._state import LossScaleState
 from ._validation import check_flag, check_number
@@ -160,6 +161,9 @@ class LossScale(abc.ABC):
 class FixedLossScale(LossScale):
     """Keep the scale constant.
 
+    One that a checkpoint holds is kept too, unless it is NaN or has no normal
+    reciprocal in float32; then it is ``loss_scale`` from the next step on.
+
     The rule of TensorFlow's ``FixedLossScale`` (``skip_nonfinite=False``) and of
     MindSpore's ``FixedLossScaleManager``, whose ``drop_overflow_update`` is
     ``skip_nonfinite`` here. With ``FixedLossScale(1.0)`` nothing is scaled and only
@@ -210,6 +214,10 @@ class FixedLossScale(LossScale):
     def update(
         self, state: LossScaleState, grads_finite: jax.typing.ArrayLike
     ) -> LossScaleState:
+        scale = state.loss_scale
+        # A checkpoint may hold anything, but zero or infinity never ends.
+        sound = (scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE)
+        state = state._replace(loss_scale=jnp.where(sound, scale, self.loss_scale))
         return state.record(grads_finite) if self.skip_nonfinite else state
 
 

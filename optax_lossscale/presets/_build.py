@@ -34,7 +34,7 @@ def growing(
     """
     rule = VerbatimLossScale(
         min_scale=floor("min_scale", min_scale),
-        max_scale=_ceiling("max_scale", max_scale),
+        max_scale=ceiling("max_scale", max_scale),
         **arguments,
     )
     quirks = rule.first_growth_late or rule.scale_dtype != "float32"
@@ -42,6 +42,17 @@ def growing(
         return rule
     names = {field.name for field in dataclasses.fields(DynamicLossScale)}
     return DynamicLossScale(**{name: getattr(rule, name) for name in names})
+
+
+def first(name: str, value: Any) -> float:
+    """Return a first scale."""
+    return check_number(
+        name,
+        value,
+        lambda x: SMALLEST_SCALE <= x <= LARGEST_SCALE,
+        "a number from 2**-126 to 2**126",
+        "It is the first loss scale; 2.0**15 suits float16.",
+    )
 
 
 def floor(name: str, value: Any) -> float:
@@ -56,7 +67,8 @@ def floor(name: str, value: Any) -> float:
     return max(number, SMALLEST_SCALE)
 
 
-def _ceiling(name: str, value: Any) -> float:
+def ceiling(name: str, value: Any) -> float:
+    """Return a largest scale, 2**126 where another system goes up to more."""
     number = check_number(
         name,
         value,

@@ -4,10 +4,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from .._dynamic import DynamicLossScale
-from .._loss_scale import LARGEST_SCALE, SMALLEST_SCALE, LossScale
+from .._loss_scale import LARGEST_SCALE, LossScale
 from .._tolerant import TolerantLossScale
-from .._validation import check_number
-from ._build import floor, named, reciprocal
+from ._build import first, floor, named, reciprocal
 
 
 def fairseq(
@@ -125,13 +124,7 @@ def _fairseq_arguments(
     so the floor is the least scale on the way down from the first one.
     """
     backoff_factor = reciprocal("scale_factor", scale_factor)
-    init_scale = check_number(
-        "init_scale",
-        init_scale,
-        lambda x: SMALLEST_SCALE <= x <= LARGEST_SCALE,
-        "a number from 2**-126 to 2**126",
-        "It is the first loss scale; 2.0**15 suits float16.",
-    )
+    init_scale = first("init_scale", init_scale)
     lowest = floor("min_loss_scale", min_loss_scale)
     strict = strict and lowest == min_loss_scale
 

@@ -4,7 +4,7 @@ from .._dynamic import DynamicLossScale
 from .._log_normal import LogNormalLossScale
 from .._loss_scale import LossScale
 from .._validation import check_number
-from ._build import floor, named, reciprocal
+from ._build import ceiling, floor, named, reciprocal
 
 
 def openseq2seq_backoff(
@@ -22,7 +22,7 @@ def openseq2seq_backoff(
 
     Args:
         scale_min: the least scale, 0 or more; in effect 2**-126 or more.
-        scale_max: the largest scale and the first one, up to 2**126.
+        scale_max: the largest scale and the first one; in effect 2**126 or less.
         step_factor: what a growth multiplies by and a backoff divides by, above 1.
         step_window: finite steps in a row before a growth.
 
@@ -48,10 +48,11 @@ def openseq2seq_backoff(
         growth_factor="step_factor",
         growth_interval="step_window",
     ):
+        highest = ceiling("scale_max", scale_max)
         return DynamicLossScale(
-            init_scale=scale_max,
+            init_scale=highest,
             min_scale=floor("scale_min", scale_min),
-            max_scale=scale_max,
+            max_scale=highest,
             growth_factor=step_factor,
             backoff_factor=reciprocal("step_factor", step_factor),
             growth_interval=step_window,
@@ -78,7 +79,7 @@ def openseq2seq_logmax(
 
     Args:
         scale_min: the least scale, 0 or more; in effect 2**-126 or more.
-        scale_max: the largest scale, up to 2**126.
+        scale_max: the largest scale; in effect 2**126 or less.
         log_max: log2 of what a non-finite step is meant to count as, up to 16.
         beta1: the decay of the mean, between 0 and 1.
         beta2: the decay of the deviation, between 0 and 1.
@@ -106,12 +107,12 @@ def openseq2seq_logmax(
         "a number from -126 to 16",
         "It is log2 of what a non-finite step is meant to count as; 16 is usual.",
     )
-    lowest = floor("scale_min", scale_min)
-    with named(max_scale="scale_max", init_scale="scale_max"):
+    lowest, highest = floor("scale_min", scale_min), ceiling("scale_max", scale_max)
+    with named(init_scale="scale_max", min_scale="scale_min", max_scale="scale_max"):
         return LogNormalLossScale(
-            init_scale=min(max(1.0, lowest), scale_max),
+            init_scale=min(max(1.0, lowest), highest),
             min_scale=lowest,
-            max_scale=scale_max,
+            max_scale=highest,
             beta1=beta1,
             beta2=beta2,
             overflow_std_dev=overflow_std_dev,

@@ -1,9 +1,9 @@
 """PyTorch and Apex."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from .._loss_scale import FixedLossScale, LossScale
-from ._build import growing, named
+from ._build import ceiling, first, growing, named
 
 
 def torch_grad_scaler(
@@ -82,7 +82,7 @@ def apex_amp(
         init_scale: the first scale, from 2**-126.
         scale_window: finite steps in a row before a growth.
         min_loss_scale: the least scale, or None.
-        max_loss_scale: the largest scale, up to 2**126.
+        max_loss_scale: the largest scale; in effect 2**126 or less.
 
     Returns:
         A `DynamicLossScale`, or a `FixedLossScale` that skips nothing; a
@@ -105,17 +105,11 @@ def apex_amp(
     """
     if loss_scale != "dynamic":
         return FixedLossScale(loss_scale, skip_nonfinite=False)
-    limits: dict[str, Any] = {"max_scale": max_loss_scale}
-    if min_loss_scale is not None:
-        limits["min_scale"] = min_loss_scale
-    with named(
-        growth_interval="scale_window",
-        min_scale="min_loss_scale",
-        max_scale="max_loss_scale",
-    ):
-        rule = growing(init_scale=init_scale, growth_interval=scale_window, **limits)
-        if init_scale <= max_loss_scale:
-            return rule
+    highest = ceiling("max_loss_scale", max_loss_scale)
+    with named(growth_interval="scale_window", min_scale="min_loss_scale"):
         return growing(
-            init_scale=max_loss_scale, growth_interval=scale_window, **limits
+            init_scale=min(first("init_scale", init_scale), highest),
+            growth_interval=scale_window,
+            min_scale=0.0 if min_loss_scale is None else min_loss_scale,
+            max_scale=highest,
         )

@@ -1,0 +1,95 @@
+"""Compare rules on recorded magnitudes of gradients, and on the demonstration.
+
+``python tests/benchmarks/rules.py`` prints both tables; ``--recorded`` the first alone.
+"""
+
+import argparse
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from record_magnitudes import EVERY, FILE, LOWEST
+
+import optax_lossscale as ls
+
+RULES = {
+    "dynamic": ls.DynamicLossScale(),
+    "headroom": ls.HeadroomLossScale(),
+    "log-normal": ls.LogNormalLossScale(),
+    "LogMax of OpenSeq2Seq": ls.presets.openseq2seq_logmax(),
+}
+LARGEST_HALF = 65504.0
+LEAST_NORMAL = -14
+LEAST = -24
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def replay(rule, magnitudes):
+    """The scale of each step, and whether it made the largest gradient overflow."""
+
+    def step(state, magnitude):
+        finite = magnitude * state.loss_scale <= LARGEST_HALF
+        args = (magnitude,) if rule.uses_max_magnitude else ()
+        return rule.update(state, finite, *args), (state.loss_scale, ~finite)
+
+    return jax.lax.scan(step, rule.init(), magnitudes)[1]
+
+
+def shares_below(octaves, scales, exponent):
+    """The share of elements that a scale leaves below 2**exponent, step by step."""
+    octave = LOWEST + np.arange(octaves.shape[1])
+    # An octave counts as a whole; half of it may lie above where a scale is none.
+    below = octave + 1 + np.log2(scales)[:, None] <= exponent
+    return (octaves * below).sum(axis=1) / octaves.sum(axis=1)
+
+
+def figures(rule, magnitudes, octaves):
+    """Return the steps lost, and what is left below float16's range on average."""
+    scales, skipped = map(np.asarray, replay(rule, jnp.asarray(magnitudes)))
+    kept = ~skipped[::EVERY]
+    scales = scales[::EVERY][kept]
+    zero = shares_below(octaves[kept], scales, LEAST - 1).mean()
+    coarse = shares_below(octaves[kept], scales, LEAST_NORMAL).mean()
+    return int(skipped.sum()), zero, coarse
+
+
+def recorded():
+    """Yield each training's name, magnitudes and octaves."""
+    with np.load(FILE) as data:
+        for name in data.files:
+            if name.endswith("_magnitude"):
+                name = name.removesuffix("_magnitude")
+                yield name, data[f"{name}_magnitude"], data[f"{name}_octaves"]
+
+
+def print_recorded():
+    print("training, rule: steps lost, elements below 2^-25 (zero), below 2^-14")
+    for training, magnitudes, octaves in recorded():
+        for name, rule in RULES.items():
+            lost, zero, coarse = figures(rule, magnitudes, octaves)
+            print(f"{training:16} {name:22} {lost:5} {zero:8.2%} {coarse:8.2%}")
+
+
+def print_demonstration(steps):
+    from optax_lossscale._demo import task, train
+
+    data = task.load_task()
+    print("\nthe demonstration: held-out loss, logits' gradients flushed, last scale")
+    for name, rule in RULES.items():
+        way = train.Way(name, jnp.float16, rule, poisoned=True)
+        result = train.train(way, data, steps, seed=0, advance=lambda: None)
+        print(
+            f"{name:22} {result.held_out_loss:.4f} {result.flushed_share:8.2%} "
+            f"2^{np.log2(result.final_scale):g}, {result.skipped_steps} skipped"
+        )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--recorded", action="store_true", help="no training")
+    parser.add_argument("--steps", type=int, default=150, help="of each training (150)")
+    options = parser.parse_args()
+    print_recorded()
+    if not options.recorded:
+        print_demonstration(options.steps)

@@ -1,0 +1,45 @@
+"""One of every rule, in every form that differs in more than numbers."""
+
+import optax_lossscale as ls
+from optax_lossscale import presets
+
+PRESETS = {
+    "apex_amp": presets.apex_amp(),
+    "deepspeed": presets.deepspeed(),
+    "deepspeed_fp16": presets.deepspeed_fp16(consecutive_hysteresis=True),
+    "fairseq": presets.fairseq(),
+    "flax_dynamic_scale": presets.flax_dynamic_scale(growth_interval=2),
+    "jmp_dynamic": presets.jmp_dynamic(2.0**15, period=2),
+    "jmp_static": presets.jmp_static(2.0**15),
+    "keras_loss_scale": presets.keras_loss_scale(dynamic_growth_steps=1),
+    "megatron": presets.megatron(growth_interval=3),
+    "metaseq": presets.metaseq(scale_window=2, tolerance=0.25),
+    "mindspore_dynamic": presets.mindspore_dynamic(scale_factor=3),
+    "mindspore_fixed": presets.mindspore_fixed(),
+    "mpx_dynamic": presets.mpx_dynamic(2.0**15),
+    "openseq2seq_backoff": presets.openseq2seq_backoff(step_window=2),
+    "openseq2seq_logmax": presets.openseq2seq_logmax(),
+    "tf_contrib_exponential_update": presets.tf_contrib_exponential_update(1024, 2),
+    "tf_contrib_fixed": presets.tf_contrib_fixed(128),
+    "tf_dynamic_loss_scale": presets.tf_dynamic_loss_scale(),
+    "tf_fixed_loss_scale": presets.tf_fixed_loss_scale(128),
+    "tf_keras_loss_scale": presets.tf_keras_loss_scale(),
+    "torch_grad_scaler": presets.torch_grad_scaler(growth_interval=2),
+}
+VARIANTS = {
+    "fixed": ls.FixedLossScale(),
+    "dynamic": ls.DynamicLossScale(),
+    "headroom": ls.HeadroomLossScale(),
+    "headroom of bfloat16": ls.HeadroomLossScale(dtype="bfloat16", headroom=0.5),
+    "log-normal": ls.LogNormalLossScale(),
+    "tolerant": presets.fairseq(tolerance=0.5, scale_window=2),
+    "jmp in float16": presets.VerbatimLossScale(scale_dtype="float16"),
+    "jmp in bfloat16": presets.VerbatimLossScale(
+        scale_dtype="bfloat16", growth_factor=1.1, growth_interval=1
+    ),
+    "torch, disabled": presets.torch_grad_scaler(enabled=False),
+    "apex, fixed": presets.apex_amp(128.0),
+    "below its floor": presets.mindspore_dynamic(0.5, scale_window=2),
+    "above its ceiling": presets.mpx_dynamic(2.0**20, period=2),
+}
+RULES = {**PRESETS, **VARIANTS}
