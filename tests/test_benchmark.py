@@ -1,11 +1,13 @@
 """The benchmark runs, and its report says what it measured."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from helpers import README
 
 PROGRAM = Path(__file__).parent / "benchmarks" / "step.py"
 
@@ -30,6 +32,7 @@ def test_the_benchmark_measures_every_recipe(tmp_path):
             "plain",
             "optax_lossscale",
             "its masks alone",
+            "headroom rule",
             "apply_if_finite",
             "jmp",
             "flax",
@@ -41,3 +44,32 @@ def test_the_benchmark_measures_every_recipe(tmp_path):
             assert result["milliseconds"] > 0 < result["compile_seconds"]
             assert result["recipe"] in run.stdout
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_of_rules_is_what_the_comparison_prints():
+    program = PROGRAM.with_name("compare_rules.py")
+    run = subprocess.run(
+        [sys.executable, program, "--recorded"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    number = r"([\d.]+)"
+    printed = {
+        (training, rule.strip()): [float(x) for x in numbers]
+        for training, rule, *numbers in re.findall(
+            rf"^(\w+) +(\w[\w -]+?)  +{number} +{number}% +{number}%$", run.stdout, re.M
+        )
+    }
+    in_readme = {
+        (training, rule): [float(x) for x in numbers]
+        for training, rule, *numbers in re.findall(
+            rf"^\| `(\w+)` \| ([\w -]+) \| {number} \| {number} % \| {number} % \|$",
+            README,
+            re.M,
+        )
+    }
+    assert in_readme.keys() == printed.keys() and len(printed) == 15
+    for key, figures in printed.items():
+        # The averages of the log-normal rules round differently on other machines.
+        assert in_readme[key] == pytest.approx(figures, rel=0.02, abs=0.011), key

@@ -22,16 +22,27 @@ def test_every_public_name_has_a_docstring_with_an_example(name):
     assert doctest.DocTestParser().get_examples(docstring), "an example that runs"
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in PUBLIC if inspect.isfunction(getattr(ls, n))]
-)
-def test_every_argument_is_documented(name):
-    function = getattr(ls, name)
+FUNCTIONS = [
+    function
+    for module in (ls, ls.presets)
+    for _, function in inspect.getmembers(module, inspect.isfunction)
+]
+
+
+def test_all_of_the_presets_equals_the_sorted_public_names():
+    names = [n for n in vars(ls.presets) if not n.startswith("_")]
+    assert ls.presets.__all__ == sorted(names)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_every_argument_is_documented(function):
     docstring = inspect.getdoc(function)
     for argument in inspect.signature(function).parameters:
         assert f"\n    {argument}: " in docstring, argument
     for section in ("Args:", "Returns:", "Raises:", "Examples:"):
         assert f"\n{section}\n" in docstring, section
+    if function.__module__.startswith("optax_lossscale.presets"):
+        assert "\n\nDepartures: " in docstring and "\nReferences:\n" in docstring
 
 
 def test_the_signatures_are_the_contract():
@@ -49,7 +60,9 @@ def test_the_signatures_are_the_contract():
     assert names("all_finite") == ["tree", "axis_name"]
     assert names("select") == ["pred", "on_true", "on_false"]
     assert names("get_loss_scale") == names("get_loss_scale_state") == ["state"]
+    assert names("max_magnitude") == ["tree", "axis_name"]
     assert "*, axis_name" in signature("with_loss_scaling")
+    assert "*, max_consecutive_skips" in signature("check_loss_scale")
 
 
 def test_importing_needs_neither_the_extras_nor_the_test_packages():

@@ -41,7 +41,15 @@ def test_there_are_two_commands_for_a_fresh_machine():
     ]
 
 
-@pytest.mark.parametrize("rule", [ls.FixedLossScale, ls.DynamicLossScale])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        ls.FixedLossScale,
+        ls.DynamicLossScale,
+        ls.HeadroomLossScale,
+        ls.LogNormalLossScale,
+    ],
+)
 def test_the_tables_of_rules_name_every_argument_with_its_default(rule):
     table = README.split(f"| `{rule.__name__}` | default | |")[1].split("\n\n")[0]
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", table, re.M))

@@ -14,6 +14,7 @@ COLOURS = {
     "plain": "#000000",
     "optax_lossscale": "#0072B2",
     "its masks alone": "#56B4E9",
+    "headroom rule": "#CC79A7",
     "apply_if_finite": "#009E73",
     "jmp": "#E69F00",
     "flax": "#D55E00",

@@ -22,6 +22,7 @@ import optax_lossscale as ls
 LossFn = Callable[[Any, Any], jax.Array] | None
 # The peers' defaults, 2^16 and 2^15, cost all of them a skipped step or more.
 INIT_SCALE = 2.0**10
+DYNAMIC = ls.DynamicLossScale(init_scale=INIT_SCALE)
 
 
 def plain(tx: optax.GradientTransformation, loss_fn: LossFn):
@@ -33,8 +34,12 @@ def plain(tx: optax.GradientTransformation, loss_fn: LossFn):
     return tx.init, step
 
 
-def lossscale(tx: optax.GradientTransformation, loss_fn: LossFn):
-    tx = ls.with_loss_scaling(tx, ls.DynamicLossScale(init_scale=INIT_SCALE))
+def lossscale(
+    tx: optax.GradientTransformation,
+    loss_fn: LossFn,
+    rule: ls.LossScale = DYNAMIC,
+):
+    tx = ls.with_loss_scaling(tx, rule)
 
     def step(params, state, batch):
         grads = ls.grad(loss_fn, state)(params, batch) if loss_fn else batch
@@ -58,6 +63,11 @@ def without_check(tx: optax.GradientTransformation, loss_fn: LossFn):
             return scaled_step(params, state, batch)
 
     return init, step
+
+
+def headroom(tx: optax.GradientTransformation, loss_fn: LossFn):
+    """With a rule that asks for the largest gradient, too."""
+    return lossscale(tx, loss_fn, ls.HeadroomLossScale(init_scale=INIT_SCALE))
 
 
 def apply_if_finite(tx: optax.GradientTransformation, loss_fn: LossFn):
@@ -132,6 +142,7 @@ RECIPES = {
     "plain": plain,
     "optax_lossscale": lossscale,
     "its masks alone": without_check,
+    "headroom rule": headroom,
     "apply_if_finite": apply_if_finite,
     "jmp": jmp_recipe,
     "flax": flax_recipe,

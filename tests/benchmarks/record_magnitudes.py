@@ -2,7 +2,7 @@
 
 ``python tests/benchmarks/record_magnitudes.py`` writes ``tests/data/magnitudes.npz``:
 for each training the largest magnitude of every step, and of every tenth step how many
-elements lie in each octave. ``rules.py`` and the tests replay it.
+elements lie in each octave. ``compare_rules.py`` and the tests replay it.
 """
 
 import functools

@@ -1,6 +1,7 @@
 """Compare rules on recorded magnitudes of gradients, and on the demonstration.
 
-``python tests/benchmarks/rules.py`` prints both tables; ``--recorded`` the first alone.
+``python tests/benchmarks/compare_rules.py`` prints both tables, ``--recorded`` only the
+first.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import optax_lossscale as ls
 
 RULES = {
     "dynamic": ls.DynamicLossScale(),
+    "dynamic every 20": ls.DynamicLossScale(growth_interval=20),
     "headroom": ls.HeadroomLossScale(),
     "log-normal": ls.LogNormalLossScale(),
     "LogMax of OpenSeq2Seq": ls.presets.openseq2seq_logmax(),
