@@ -91,6 +91,11 @@ def check_order(rule: LossScale, *names: str) -> None:
             )
 
 
+def float32(rule: LossScale, *names: str) -> tuple[jax.Array, ...]:
+    """Return fields as arrays: traced by inject_hyperparams they come in any dtype."""
+    return tuple(jnp.asarray(getattr(rule, name), jnp.float32) for name in names)
+
+
 def normal(scale: jax.Array, otherwise: Any) -> jax.Array:
     """Return a loaded scale with a normal reciprocal; ``otherwise`` if it is NaN."""
     scale = jnp.where(jnp.isnan(scale), jnp.asarray(otherwise, jnp.float32), scale)
@@ -111,6 +116,21 @@ class Change(NamedTuple):
     backs_off: jax.Array
 
 
+def moved(rule: Any, state: LossScaleState, change: Change) -> jax.Array:
+    """Return the scale after a step, inside the limits if they allow it.
+
+    A growth never lowers a scale and a backoff never raises one, wherever it was.
+    """
+    minimum, maximum = float32(rule, "min_scale", "max_scale")
+    growth, backoff = float32(rule, "growth_factor", "backoff_factor")
+    scale = normal(state.loss_scale, rule.init_scale)
+    grown = jnp.maximum(scale, jnp.clip(scale * growth, minimum, maximum))
+    backed_off = jnp.minimum(scale, jnp.clip(scale * backoff, minimum, maximum))
+    kept = jnp.clip(scale, minimum, maximum)
+    scale = jnp.where(change.backs_off, backed_off, kept)
+    return jnp.where(change.grows, grown, scale)
+
+
 def advance(
     rule: Any, state: LossScaleState, grads_finite: Any, restart: int = 0
 ) -> tuple[LossScaleState, Change]:
@@ -120,7 +140,6 @@ def advance(
     """
     state = state.record(grads_finite)
     grads_finite = state.grads_finite
-    # Hyperparameters that inject_hyperparams traces come in any dtype.
     interval, allowance = (
         jnp.asarray(x, jnp.int32) for x in (rule.growth_interval, rule.hysteresis)
     )

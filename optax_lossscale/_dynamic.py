@@ -4,9 +4,8 @@ import dataclasses
 from typing import Literal, final
 
 import jax
-import jax.numpy as jnp
 
-from ._backoff import advance, check_fields, check_order, normal
+from ._backoff import advance, check_fields, check_order, moved
 from ._loss_scale import LossScale, compiled
 from ._state import LossScaleState
 
@@ -96,18 +95,4 @@ class DynamicLossScale(LossScale):
         self, state: LossScaleState, grads_finite: jax.typing.ArrayLike
     ) -> LossScaleState:
         new_state, change = advance(self, state, grads_finite)
-        minimum, maximum, growth, backoff = (
-            jnp.asarray(x, jnp.float32)
-            for x in (
-                self.min_scale,
-                self.max_scale,
-                self.growth_factor,
-                self.backoff_factor,
-            )
-        )
-        scale = normal(state.loss_scale, self.init_scale)
-        grown = jnp.maximum(scale, jnp.clip(scale * growth, minimum, maximum))
-        backed_off = jnp.minimum(scale, jnp.clip(scale * backoff, minimum, maximum))
-        kept = jnp.clip(scale, minimum, maximum)
-        scale = jnp.where(change.backs_off, backed_off, kept)
-        return new_state._replace(loss_scale=jnp.where(change.grows, grown, scale))
+        return new_state._replace(loss_scale=moved(self, state, change))

@@ -1,12 +1,13 @@
 """The rule that keeps the largest gradient a fixed distance below overflow."""
 
 import dataclasses
+import math
 from typing import Any, ClassVar, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
 
-from ._backoff import check_fields, check_order, normal, power_of_two
+from ._backoff import check_fields, check_order, float32, normal, power_of_two
 from ._loss_scale import SMALLEST_SCALE, LossScale, compiled
 from ._state import LossScaleState
 from ._validation import check_count, check_number
@@ -37,7 +38,7 @@ class HeadroomLossScale(LossScale):
         else:                                   # and the step is skipped
             max_magnitude = what gives loss_scale * backoff_factor, or more
         loss_scale = the largest power of two for which
-            loss_scale * max_magnitude <= 2**(16 - headroom)         # in float16
+            loss_scale * max_magnitude <= 65504 / 2**headroom        # in float16
 
     and from ``min_scale`` to ``max_scale``. Until a gradient other than zero has been
     seen the scale is ``init_scale``. An overflow inside the network, of values that are
@@ -67,7 +68,7 @@ class HeadroomLossScale(LossScale):
         >>> import optax_lossscale as ls
         >>> rule = ls.HeadroomLossScale(headroom=4)
         >>> state = rule.update(rule.init(), True, 0.001)
-        >>> float(state.loss_scale), 0.001 * float(state.loss_scale) <= 2**12
+        >>> float(state.loss_scale), 0.001 * float(state.loss_scale) <= 65504 / 2**4
         (2097152.0, True)
 
     References:
@@ -128,11 +129,11 @@ class HeadroomLossScale(LossScale):
                 `max_magnitude` returns it; 0 says nothing.
         """
         new_state = state.record(grads_finite)
-        minimum, maximum, backoff = (
-            jnp.asarray(x, jnp.float32)
-            for x in (self.min_scale, self.max_scale, self.backoff_factor)
+        minimum, maximum = float32(self, "min_scale", "max_scale")
+        first, backoff, half_life = float32(
+            self, "init_scale", "backoff_factor", "half_life"
         )
-        decay = jnp.exp2(-1 / jnp.asarray(self.half_life, jnp.float32))
+        decay = jnp.exp2(-1 / half_life)
         scale = normal(state.loss_scale, self.init_scale)
         seen = _magnitude(max_magnitude)
         remembered = _magnitude(state.memory.max_magnitude)
@@ -146,7 +147,6 @@ class HeadroomLossScale(LossScale):
             jnp.maximum(remembered, unseen),
         )
         target = jnp.clip(self._scale_for(magnitude), minimum, maximum)
-        first = jnp.asarray(self.init_scale, jnp.float32)
         target = jnp.where(magnitude > 0, target, first)
         loss_scale = jnp.where(
             new_state.grads_finite, target, jnp.minimum(target, scale)
@@ -158,14 +158,16 @@ class HeadroomLossScale(LossScale):
     @property
     def _top(self) -> jax.Array:
         """The logarithm of what the scaled gradient may come to."""
-        return jnp.asarray(int(jnp.finfo(self.dtype).maxexp) - self.headroom)
+        largest = math.log2(float(jnp.finfo(self.dtype).max))
+        return largest - jnp.asarray(self.headroom, jnp.float32)
 
     def _scale_for(self, magnitude: jax.Array) -> jax.Array:
         """Return the largest power of two that leaves the headroom free."""
         mantissa, exponent = jnp.frexp(jnp.maximum(magnitude, SMALLEST_SCALE))
         # A logarithm would round powers of two to either side.
         octaves = jnp.where(mantissa > 0.5, -jnp.log2(mantissa), 1.0)
-        return power_of_two(jnp.floor(self._top + octaves) - exponent)
+        whole = jnp.floor(self._top + octaves)
+        return power_of_two(whole - exponent.astype(jnp.float32))
 
 
 def _magnitude(x: jax.typing.ArrayLike) -> jax.Array:

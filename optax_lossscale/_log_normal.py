@@ -6,7 +6,7 @@ from typing import Any, ClassVar, NamedTuple, final
 import jax
 import jax.numpy as jnp
 
-from ._backoff import check_fields, check_order, power_of_two
+from ._backoff import check_fields, check_order, float32, power_of_two
 from ._loss_scale import SMALLEST_SCALE, LossScale, compiled
 from ._state import LossScaleState
 from ._tree import all_finite, select
@@ -161,18 +161,12 @@ class LogNormalLossScale(LossScale):
                 `max_magnitude` returns it; 0 says nothing.
         """
         new_state = state.record(grads_finite)
-        minimum, maximum, initial, fast, slow, fast_rest, slow_rest, nonfinite_log = (
-            jnp.asarray(x, jnp.float32)
-            for x in (
-                self.min_scale,
-                self.max_scale,
-                self.init_scale,
-                self.beta1,
-                self.beta2,
-                1 - self.beta1,
-                1 - self.beta2,
-                self.nonfinite_log,
-            )
+        minimum, maximum = float32(self, "min_scale", "max_scale")
+        first, nonfinite_log = float32(self, "init_scale", "nonfinite_log")
+        fast, slow = float32(self, "beta1", "beta2")
+        # Rounded once from Python's numbers, as OpenSeq2Seq rounds them.
+        fast_rest, slow_rest = (
+            jnp.asarray(1 - x, jnp.float32) for x in (self.beta1, self.beta2)
         )
         magnitude = jnp.asarray(max_magnitude, jnp.float32)
         magnitude = jnp.clip(magnitude, SMALLEST_SCALE, jnp.finfo(jnp.float32).max)
@@ -198,7 +192,7 @@ class LogNormalLossScale(LossScale):
         scale = jnp.clip(scale, minimum, maximum)
         started = memory.fast_weight < 1
         return new_state._replace(
-            loss_scale=jnp.where(started, scale, initial), memory=memory
+            loss_scale=jnp.where(started, scale, first), memory=memory
         )
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ._state import LossScaleState
-from ._validation import check_flag, check_number
+from ._validation import check_flag, check_magnitude, check_number
 
 # Inside these bounds a float32 scale and its reciprocal are both normal numbers. XLA
 # flushes subnormal ones to zero, and gradients multiplied by zero look finite.
@@ -34,6 +34,8 @@ def compiled(update: UpdateT) -> UpdateT:
     @functools.wraps(update)
     def checked(self: Any, state: Any, grads_finite: Any, *args: Any) -> Any:
         check_flag("grads_finite", grads_finite)
+        for arg in args:
+            check_magnitude("max_magnitude", arg)
         traced = any(isinstance(x, jax.core.Tracer) for x in vars(self).values())
         return (update if traced else jitted)(self, state, grads_finite, *args)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ._backoff import check_fields, check_order, normal
+from ._backoff import Change, check_fields, check_order, moved
 from ._loss_scale import LossScale, compiled
 from ._state import LossScaleState
 from ._validation import check_number
@@ -141,45 +141,33 @@ class TolerantLossScale(LossScale):
     def update(self, state: Any, grads_finite: jax.typing.ArrayLike) -> Any:
         new_state = state.record(grads_finite)
         finite = new_state.grads_finite
-        minimum, maximum, growth, backoff = (
-            jnp.asarray(x, jnp.float32)
-            for x in (
-                self.min_scale,
-                self.max_scale,
-                self.growth_factor,
-                self.backoff_factor,
-            )
-        )
         # A checkpoint may hold any counters. One that has come to the largest int32
-        # stays there; that number is prime, so it is no multiple of an interval.
+        # stays there; that number is prime, so no interval above 1 divides it.
         memory = TolerantMemory(*(jnp.maximum(x, 0) for x in state.memory))
         interval = jnp.maximum(memory.growth_interval, 1)
         steps = optax.safe_increment(memory.steps_since_change)
         overflows = optax.safe_increment(memory.overflows_since_backoff)
         tracker = optax.safe_increment(jnp.maximum(state.growth_tracker, 0))
-        grows = finite & (tracker % interval == 0)
-        backs_off = ~finite & (overflows / steps >= self.tolerance)
+        change = Change(
+            grows=finite & (tracker % interval == 0),
+            backs_off=~finite & (overflows / steps >= self.tolerance),
+        )
 
-        scale = normal(state.loss_scale, self.init_scale)
-        grown = jnp.maximum(scale, jnp.clip(scale * growth, minimum, maximum))
-        backed_off = jnp.minimum(scale, jnp.clip(scale * backoff, minimum, maximum))
-        kept = jnp.clip(scale, minimum, maximum)
         new_interval = interval
         if self.interval_follows_scale:
-            factor = growth.astype(jnp.int32)
-            longer = jnp.where(
-                interval > _LARGEST // factor, interval, interval * factor
-            )
+            factor = jnp.asarray(self.growth_factor, jnp.int32)
+            fits = interval <= _LARGEST // factor
+            longer = jnp.where(fits, interval * factor, interval)
             shorter = jnp.maximum(interval // factor, 1)
-            new_interval = jnp.where(grows, longer, interval)
-            new_interval = jnp.where(backs_off, shorter, new_interval)
+            new_interval = jnp.where(change.grows, longer, interval)
+            new_interval = jnp.where(change.backs_off, shorter, new_interval)
         overflows = jnp.where(finite, memory.overflows_since_backoff, overflows)
         return new_state._replace(
-            loss_scale=jnp.where(grows, grown, jnp.where(backs_off, backed_off, kept)),
+            loss_scale=moved(self, state, change),
             growth_tracker=jnp.where(finite, tracker, 0),
             memory=TolerantMemory(
                 growth_interval=new_interval,
-                steps_since_change=jnp.where(grows | backs_off, 0, steps),
-                overflows_since_backoff=jnp.where(backs_off, 0, overflows),
+                steps_since_change=jnp.where(change.grows | change.backs_off, 0, steps),
+                overflows_since_backoff=jnp.where(change.backs_off, 0, overflows),
             ),
         )

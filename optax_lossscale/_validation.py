@@ -46,6 +46,18 @@ def check_flag(name: str, value: Any) -> None:
         )
 
 
+def check_magnitude(name: str, value: Any) -> None:
+    """Refuse anything but one real number, on the device or in Python."""
+    dtype = getattr(value, "dtype", jnp.result_type(float))
+    number = isinstance(value, int | float) or hasattr(value, "dtype")
+    real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    if isinstance(value, bool) or not number or not real or jnp.shape(value) != ():
+        raise ValueError(
+            f"`{name}` must be one real number of shape (), got {describe(value)}. "
+            "`max_magnitude(grads)` makes one of a tree of gradients."
+        )
+
+
 def is_flag(value: Any) -> bool:
     if isinstance(value, bool):
         return True

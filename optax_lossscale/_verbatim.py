@@ -6,7 +6,7 @@ from typing import Literal, final
 import jax
 import jax.numpy as jnp
 
-from ._backoff import advance, check_fields, normal
+from ._backoff import advance, check_fields, float32, normal
 from ._loss_scale import LARGEST_SCALE, SMALLEST_SCALE, LossScale, compiled
 from ._state import LossScaleState
 
@@ -102,15 +102,8 @@ class VerbatimLossScale(LossScale):
         self, state: LossScaleState, grads_finite: jax.typing.ArrayLike
     ) -> LossScaleState:
         new_state, change = advance(self, state, grads_finite, self._restart)
-        minimum, maximum, growth, backoff = (
-            jnp.asarray(x, jnp.float32)
-            for x in (
-                self.min_scale,
-                self.max_scale,
-                self.growth_factor,
-                self.backoff_factor,
-            )
-        )
+        minimum, maximum = float32(self, "min_scale", "max_scale")
+        growth, backoff = float32(self, "growth_factor", "backoff_factor")
         scale = normal(state.loss_scale, self.init_scale)
         grown = self._rounded(jnp.minimum(scale * growth, maximum))
         grown = jnp.where(jnp.isfinite(grown), grown, scale)

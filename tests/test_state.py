@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import rules
 from helpers import enable_x64
 
 import optax_lossscale as ls
@@ -25,9 +26,10 @@ RULES = [
     ls.DynamicLossScale(),
     ls.DynamicLossScale(hysteresis=3, hysteresis_refill="growth"),
 ]
+OTHERS = ["headroom", "log-normal", "metaseq", "deepspeed", "jmp in bfloat16"]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("rule", [*RULES, *(rules.RULES[n] for n in OTHERS)], ids=str)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("x64", [False, True])
 def test_every_leaf_is_a_strongly_typed_scalar(rule, jit, x64):
@@ -35,12 +37,15 @@ def test_every_leaf_is_a_strongly_typed_scalar(rule, jit, x64):
         init, update = rule.init, rule.update
         state = (jax.jit(init) if jit else init)()
         for grads_finite in (True, False, jnp.bool_(True), np.bool_(False)):
-            assert state._fields == tuple(TYPES)
+            assert state._fields[:6] == tuple(TYPES)
             for name, dtype in TYPES.items():
                 leaf = getattr(state, name)
                 assert isinstance(leaf, jax.Array)
                 assert (leaf.shape, leaf.dtype) == ((), dtype), name
                 assert not leaf.weak_type, name
+            for leaf in jax.tree.leaves(state[6:]):
+                assert (leaf.shape, leaf.weak_type) == ((), False)
+                assert leaf.dtype in (jnp.float32, jnp.int32)
             state = (jax.jit(update) if jit else update)(state, grads_finite)
 
 
