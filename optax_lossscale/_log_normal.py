@@ -10,7 +10,7 @@ from ._backoff import check_fields, check_order, float32, power_of_two
 from ._loss_scale import SMALLEST_SCALE, LossScale, compiled
 from ._state import LossScaleState
 from ._tree import all_finite, select
-from ._validation import check_number
+from ._validation import check_bool, check_number
 
 
 class LogNormalMemory(NamedTuple):
@@ -136,11 +136,11 @@ class LogNormalLossScale(LossScale):
         for name, (accepts, rule, advice) in _NUMBERS.items():
             value = check_number(name, getattr(self, name), accepts, rule, advice)
             object.__setattr__(self, name, value)
-        if not isinstance(self.power_of_two, bool):
-            raise ValueError(
-                f"`power_of_two` must be True or False, got {self.power_of_two!r}. It "
-                "decides how the step is built, so it cannot be an array."
-            )
+        check_bool(
+            "power_of_two",
+            self.power_of_two,
+            "It decides how the step is built, so it cannot be an array.",
+        )
 
     def init(self) -> Any:
         return LossScaleState.create(self.init_scale).with_memory(_first_memory())

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ._state import LossScaleState
-from ._validation import check_flag, check_magnitude, check_number
+from ._validation import check_bool, check_flag, check_magnitude, check_number
 
 # Inside these bounds a float32 scale and its reciprocal are both normal numbers. XLA
 # flushes subnormal ones to zero, and gradients multiplied by zero look finite.
@@ -163,8 +163,9 @@ class LossScale(abc.ABC):
 class FixedLossScale(LossScale):
     """Keep the scale constant.
 
-    One that a checkpoint holds is kept too, unless it is NaN or has no normal
-    reciprocal in float32; then it is ``loss_scale`` from the next step on.
+    One that a checkpoint holds is kept too. If it is NaN or has no normal reciprocal in
+    float32, it is ``loss_scale`` from the next step on, unless nothing is skipped: then
+    nothing is looked at.
 
     The rule of TensorFlow's ``FixedLossScale`` (``skip_nonfinite=False``) and of
     MindSpore's ``FixedLossScaleManager``, whose ``drop_overflow_update`` is
@@ -203,11 +204,11 @@ class FixedLossScale(LossScale):
             "It multiplies the loss; for no scaling, use 1.",
         )
         object.__setattr__(self, "loss_scale", loss_scale)
-        if not isinstance(self.skip_nonfinite, bool):
-            raise ValueError(
-                f"`skip_nonfinite` must be True or False, got {self.skip_nonfinite!r}. "
-                "It decides how the step is built, so it cannot be an array."
-            )
+        check_bool(
+            "skip_nonfinite",
+            self.skip_nonfinite,
+            "It decides how the step is built, so it cannot be an array.",
+        )
 
     def init(self) -> LossScaleState:
         return LossScaleState.create(self.loss_scale)
@@ -216,11 +217,13 @@ class FixedLossScale(LossScale):
     def update(
         self, state: LossScaleState, grads_finite: jax.typing.ArrayLike
     ) -> LossScaleState:
+        if not self.skip_nonfinite:
+            return state
         scale = state.loss_scale
-        # A checkpoint may hold anything, but zero or infinity never ends.
+        # A checkpoint may hold anything; zero or infinity would stay for ever.
         sound = (scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE)
-        state = state._replace(loss_scale=jnp.where(sound, scale, self.loss_scale))
-        return state.record(grads_finite) if self.skip_nonfinite else state
+        scale = jnp.where(sound, scale, self.loss_scale)
+        return state.record(grads_finite)._replace(loss_scale=scale)
 
 
 def _concrete_rules(cls: type[RuleT]) -> Iterator[type[RuleT]]:

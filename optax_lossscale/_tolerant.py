@@ -11,7 +11,7 @@ import optax
 from ._backoff import Change, check_fields, check_order, moved
 from ._loss_scale import LossScale, compiled
 from ._state import LossScaleState
-from ._validation import check_number
+from ._validation import check_bool, check_number
 
 _LARGEST = np.iinfo(np.int32).max
 
@@ -117,11 +117,11 @@ class TolerantLossScale(LossScale):
             "It is a share of steps; 0 backs off at every overflow.",
         )
         object.__setattr__(self, "tolerance", tolerance)
-        if not isinstance(self.interval_follows_scale, bool):
-            raise ValueError(
-                "`interval_follows_scale` must be True or False, got "
-                f"{self.interval_follows_scale!r}. It decides how the step is built."
-            )
+        check_bool(
+            "interval_follows_scale",
+            self.interval_follows_scale,
+            "It decides how the step is built, so it cannot be an array.",
+        )
         growth = self.growth_factor
         if self.interval_follows_scale and not (
             isinstance(growth, jax.core.Tracer) or growth.is_integer()

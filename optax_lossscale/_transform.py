@@ -8,11 +8,18 @@ import optax
 
 from ._commit import commit
 from ._dynamic import DynamicLossScale
-from ._inner import as_before, update, with_extra_args
+from ._inner import update, with_extra_args
 from ._inspect import find_loss_scale_states
 from ._loss_scale import LossScale
+from ._rule import check_rule, update_scale
 from ._state import LossScaleState
-from ._tree import AxisName, all_finite, everywhere, max_magnitude, select
+from ._tree import (
+    AxisName,
+    all_finite,
+    everywhere,
+    max_magnitude,
+    select,
+)
 from ._validation import check_flag, describe
 
 
@@ -104,7 +111,7 @@ def with_loss_scaling(
         <https://arxiv.org/abs/1710.03740>`_, 2017, section 3.2
     """
     _check_inner(inner)
-    _check_rule(loss_scale)
+    check_rule(loss_scale)
     inner = with_extra_args(inner)
 
     def init_fn(params: optax.Params) -> WithLossScalingState:
@@ -134,14 +141,11 @@ def with_loss_scaling(
             return update(inner, updates, state.inner_state, params, extra_args)
 
         def advance(grads_finite: jax.Array) -> LossScaleState:
-            args: tuple[jax.Array, ...] = ()
-            if loss_scale.uses_max_magnitude:
-                # Its derivative, NaN in a skipped step, is of no use to anyone.
-                magnitude = max_magnitude(jax.lax.stop_gradient(updates), axis_name)
-                args = (magnitude,)
-            new_scale_state = loss_scale.update(scale_state, grads_finite, *args)
-            # A user's rule may well return a Python number for a counter.
-            return jax.tree.map(as_before, new_scale_state, scale_state)
+            if not loss_scale.uses_max_magnitude:
+                return update_scale(loss_scale, scale_state, grads_finite)
+            # Its derivative, NaN in a skipped step, is of no use to anyone.
+            magnitude = max_magnitude(jax.lax.stop_gradient(updates), axis_name)
+            return update_scale(loss_scale, scale_state, grads_finite, magnitude)
 
         if not loss_scale.skip_nonfinite:
             new_updates, inner_state = inner_update(updates)
@@ -233,12 +237,3 @@ def _check_inner(inner: Any) -> None:
             else "Pass an optimizer, as in `with_loss_scaling(optax.adam(1e-3))`."
         )
         raise TypeError(f"{rule}{describe(inner)}. {advice}")
-
-
-def _check_rule(loss_scale: Any) -> None:
-    if not isinstance(loss_scale, LossScale):
-        raise TypeError(
-            "`loss_scale` must be a rule, that is a LossScale, got "
-            f"{describe(loss_scale)}. Pass an instance, such as "
-            "`FixedLossScale(128.0)` or `DynamicLossScale(init_scale=128.0)`."
-        )

@@ -36,6 +36,12 @@ def check_count(name: str, value: Any, advice: str) -> int:
     return count if isinstance(count, jax.core.Tracer) else int(count)
 
 
+def check_bool(name: str, value: Any, advice: str) -> None:
+    """Refuse anything but Python's own True and False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"`{name}` must be True or False, got {value!r}. {advice}")
+
+
 def check_flag(name: str, value: Any) -> None:
     """Refuse anything but one boolean, on the device or in Python."""
     if not is_flag(value):

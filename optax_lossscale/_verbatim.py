@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from ._backoff import advance, check_fields, float32, normal
 from ._loss_scale import LARGEST_SCALE, SMALLEST_SCALE, LossScale, compiled
 from ._state import LossScaleState
+from ._validation import check_bool
 
 SCALE_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -77,11 +78,11 @@ class VerbatimLossScale(LossScale):
     def __post_init__(self) -> None:
         check_fields(self)
         for name in ("first_growth_late", "clips_every_step"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise ValueError(
-                    f"`{name}` must be True or False, got {value!r}. It is a quirk of "
-                    "another system, best left out."
-                )
+            check_bool(
+                name,
+                getattr(self, name),
+                "It is a quirk of another system, best left out.",
+            )
         if self.scale_dtype not in SCALE_DTYPES:
             raise ValueError(
                 f"`scale_dtype` must be one of {SCALE_DTYPES}, got "

@@ -363,3 +363,33 @@ def test_a_typed_prng_key_in_the_state_is_kept_when_a_step_is_skipped():
         jax.random.key_data(applied.inner_state["key"]).tolist()
         != jax.random.key_data(state.inner_state["key"]).tolist()
     )
+
+
+def test_the_state_of_another_rule_is_refused_with_the_way_to_go_on():
+    params = jnp.ones(2)
+    headroom = ls.HeadroomLossScale()
+    old = ls.with_loss_scaling(optax.adam(1e-3)).init(params)
+    tx = ls.with_loss_scaling(optax.adam(1e-3), headroom)
+    with pytest.raises(ValueError, match="^`state` must hold the state of Headroom"):
+        jax.jit(tx.update)(params, old, params)
+    opt_state = old._replace(scale_state=headroom.init())
+    _, opt_state = jax.jit(tx.update)(params, opt_state, params)
+    assert int(opt_state.inner_state[0].count) == 1
+    # The other way round nothing is missing: what is remembered stays.
+    tx = ls.with_loss_scaling(optax.adam(1e-3))
+    _, after = jax.jit(tx.update)(params, opt_state, params)
+    assert after.scale_state.memory == opt_state.scale_state.memory
+
+
+def test_a_rule_that_changes_the_structure_of_its_state_is_refused():
+    @dataclasses.dataclass(frozen=True)
+    class Forgetful(ls.LossScale):
+        def init(self):
+            return ls.LossScaleState.create(1.0).with_memory((jnp.zeros(()),))
+
+        def update(self, state, grads_finite):
+            return ls.LossScaleState.create(1.0)
+
+    tx = ls.with_loss_scaling(optax.sgd(0.1), Forgetful())
+    with pytest.raises(ValueError, match="`loss_scale` must have an `update` that"):
+        tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))

@@ -1,6 +1,7 @@
 """Keras 3, and Keras 2 as tf.keras."""
 
 from .._loss_scale import FixedLossScale, LossScale
+from .._validation import check_bool
 from ._build import growing, named
 from ._tensorflow import tf_dynamic_loss_scale
 
@@ -75,11 +76,7 @@ def tf_keras_loss_scale(
         `tf.keras.mixed_precision.LossScaleOptimizer
         <https://www.tensorflow.org/api_docs/python/tf/keras/mixed_precision/LossScaleOptimizer>`_
     """
-    if not isinstance(dynamic, bool):
-        raise ValueError(
-            f"`dynamic` must be True or False, got {dynamic!r}. A number is the "
-            "`initial_scale`."
-        )
+    check_bool("dynamic", dynamic, "A number is the `initial_scale`.")
     if not dynamic and dynamic_growth_steps is not None:
         raise ValueError(
             "`dynamic_growth_steps` must be left out where `dynamic` is False, got "

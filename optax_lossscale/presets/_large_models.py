@@ -4,6 +4,7 @@ from typing import Any
 
 from .._dynamic import DynamicLossScale
 from .._loss_scale import LARGEST_SCALE, FixedLossScale, LossScale
+from .._validation import check_bool
 from .._verbatim import VerbatimLossScale
 from ._build import floor, growing, named, reciprocal
 
@@ -125,15 +126,16 @@ def deepspeed(
         `deepspeed/runtime/fp16/loss_scaler.py
         <https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/fp16/loss_scaler.py>`_
     """
-    for name, value in (
-        ("consecutive_hysteresis", consecutive_hysteresis),
-        ("raise_error_at_min_scale", raise_error_at_min_scale),
-    ):
-        if not isinstance(value, bool):
-            raise ValueError(
-                f"`{name}` must be True or False, got {value!r}. See the docstring of "
-                "`presets.deepspeed` for what it says."
-            )
+    check_bool(
+        "consecutive_hysteresis",
+        consecutive_hysteresis,
+        "It says whether any finite step restores the allowance of `delayed_shift`.",
+    )
+    check_bool(
+        "raise_error_at_min_scale",
+        raise_error_at_min_scale,
+        "Nothing is raised inside a step; `check_loss_scale` raises outside.",
+    )
     arguments: dict[str, Any] = {
         "init_scale": init_scale,
         "min_scale": min_scale,
@@ -193,6 +195,7 @@ def deepspeed_fp16(
         `DeepSpeed, "FP16 training options"
         <https://www.deepspeed.ai/docs/config-json/#fp16-training-options>`_
     """
+    check_bool("enabled", enabled, "It says whether to scale at all.")
     if not enabled:
         return FixedLossScale(1.0)
     if loss_scale:

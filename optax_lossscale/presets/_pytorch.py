@@ -3,6 +3,7 @@
 from typing import Literal
 
 from .._loss_scale import FixedLossScale, LossScale
+from .._validation import check_bool
 from ._build import ceiling, first, growing, named
 
 
@@ -45,11 +46,7 @@ def torch_grad_scaler(
     References:
         `torch.amp.GradScaler <https://docs.pytorch.org/docs/stable/amp.html>`_
     """
-    if not isinstance(enabled, bool):
-        raise ValueError(
-            f"`enabled` must be True or False, got {enabled!r}. It says whether to "
-            "scale, check and skip at all."
-        )
+    check_bool("enabled", enabled, "It says whether to scale, check and skip at all.")
     rule = growing(
         init_scale=init_scale,
         growth_factor=growth_factor,
