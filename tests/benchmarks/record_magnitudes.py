@@ -1,4 +1,4 @@
-"""Record how large the gradients of three trainings in float32 are, step by step.
+"""Record how large the gradients of four trainings in float32 are, step by step.
 
 ``python tests/benchmarks/record_magnitudes.py`` writes ``tests/data/magnitudes.npz``:
 for each training the largest magnitude of every step, and of every tenth step how many
@@ -93,6 +93,32 @@ def recurrent():
     return loss_fn, params, optax.adam(1e-2), batches()
 
 
+def autoencoder():
+    """Curves squeezed through three numbers: a squared error that comes close to 0."""
+    at = jnp.linspace(0, 1, 64)
+
+    def batches():
+        for key in jax.random.split(jax.random.key(1), STEPS):
+            height, place, width = jax.random.uniform(key, (3, 256, 1))
+            yield 0.1 * height * jnp.exp(-(((at - place) / (0.2 + width)) ** 2))
+
+    def loss_fn(params, batch):
+        x = batch
+        for number, (weights, bias) in enumerate(params):
+            x = x @ weights + bias
+            x = jnp.tanh(x) if number < len(params) - 1 else x
+        return jnp.mean(jnp.square(x - batch))
+
+    sizes = [64, 64, 3, 64, 64]
+    keys = jax.random.split(jax.random.key(0), len(sizes))
+    params = [
+        (jax.random.normal(key, (fan_in, fan_out)) * fan_in**-0.5, jnp.zeros(fan_out))
+        for key, fan_in, fan_out in zip(keys, sizes, sizes[1:], strict=False)
+    ]
+    schedule = optax.cosine_decay_schedule(1e-3, STEPS)
+    return loss_fn, params, optax.adam(schedule), batches()
+
+
 def policy_gradient():
     """REINFORCE on a pole to balance: returns, and gradients with them, grow."""
 
@@ -142,7 +168,7 @@ def policy_gradient():
 
 if __name__ == "__main__":
     recorded = {}
-    for training in (word_model, recurrent, policy_gradient):
+    for training in (word_model, recurrent, autoencoder, policy_gradient):
         magnitudes, counts = run(*training())
         recorded[f"{training.__name__}_magnitude"] = magnitudes
         recorded[f"{training.__name__}_octaves"] = counts
