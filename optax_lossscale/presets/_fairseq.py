@@ -1,5 +1,6 @@
 """fairseq and metaseq."""
 
+import math
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -131,8 +132,12 @@ def _fairseq_arguments(
     def undone(scale: float) -> bool:
         return scale < lowest or (strict and scale == lowest)
 
-    min_scale = init_scale
-    while not undone(min_scale / scale_factor):
+    # As many backoffs as fit, but for rounding.
+    backoffs = math.log(init_scale / lowest) // math.log(scale_factor)
+    min_scale = init_scale / scale_factor ** max(backoffs, 0)
+    if undone(min_scale) and min_scale < init_scale:
+        min_scale *= scale_factor
+    if not undone(min_scale / scale_factor):
         min_scale /= scale_factor
     if threshold is not None and not undone(floor("threshold", threshold)):
         min_scale = threshold

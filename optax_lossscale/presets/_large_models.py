@@ -4,8 +4,7 @@ from typing import Any
 
 from .._dynamic import DynamicLossScale
 from .._loss_scale import LARGEST_SCALE, FixedLossScale, LossScale
-from .._validation import check_bool
-from .._verbatim import VerbatimLossScale
+from .._validation import check_bool, check_number
 from ._build import floor, growing, named, reciprocal
 
 
@@ -150,9 +149,7 @@ def deepspeed(
         growth_interval="scale_window",
         hysteresis="delayed_shift",
     ):
-        if first_growth_late is False:
-            return growing(**arguments)
-        return VerbatimLossScale(**arguments, first_growth_late=first_growth_late)
+        return growing(**arguments, first_growth_late=first_growth_late)
 
 
 def deepspeed_fp16(
@@ -200,19 +197,20 @@ def deepspeed_fp16(
         return FixedLossScale(1.0)
     if loss_scale:
         return FixedLossScale(loss_scale)
-    if not -126 <= initial_scale_power <= 126:
-        raise ValueError(
-            "`initial_scale_power` must be from -126 to 126, got "
-            f"{initial_scale_power!r}. It is log2 of the first scale; 16 is usual."
-        )
+    power = check_number(
+        "initial_scale_power",
+        initial_scale_power,
+        lambda x: -126 <= x <= 126,
+        "a number from -126 to 126",
+        "It is log2 of the first scale; 16 is usual.",
+    )
     with named(
-        init_scale="initial_scale_power",
         scale_window="loss_scale_window",
         delayed_shift="hysteresis",
         min_scale="min_loss_scale",
     ):
         return deepspeed(
-            init_scale=2.0**initial_scale_power,
+            init_scale=2.0**power,
             scale_window=loss_scale_window,
             delayed_shift=hysteresis,
             consecutive_hysteresis=consecutive_hysteresis,
