@@ -15,7 +15,7 @@ collect_ignore = ["benchmarks", "process_worker.py", "wrap_optax.py"]
 chex.set_n_cpu_devices(8)
 
 hypothesis.settings.register_profile(
-    "fixed", derandomize=True, deadline=None, database=None, max_examples=100
+    "fixed", derandomize=True, deadline=None, database=None, max_examples=50
 )
 hypothesis.settings.load_profile("fixed")
 

@@ -302,7 +302,13 @@ def test_the_plain_layout_would_fail_the_guards(plain_layout):
     assert masked.memory_analysis().temp_size_in_bytes > 0.5 * parameters
 
 
-@pytest.mark.parametrize("name", GUARDED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        n if n == "optax.adamw" else pytest.param(n, marks=pytest.mark.slow)
+        for n in GUARDED
+    ],
+)
 def test_the_program_grows_linearly_with_the_leaves(name):
     tx = ls.with_loss_scaling(make(name))
     small, large = (len(compiled(tx, n).as_text()) for n in (32, 128))

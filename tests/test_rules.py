@@ -39,7 +39,7 @@ counts = st.integers(INT32.min, INT32.max)
 
 @every_rule
 @given(data=st.data())
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_any_loaded_state_gives_a_sound_one_of_the_same_structure(rule, data):
     first = rule.init()
     draws = {
@@ -71,7 +71,7 @@ def test_any_loaded_state_gives_a_sound_one_of_the_same_structure(rule, data):
         max_size=40,
     )
 )
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_the_scale_stays_between_the_limits(rule, run):
     state, scale = rule.init(), None
     lowest = getattr(rule, "min_scale", 1.0)
