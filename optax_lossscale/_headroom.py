@@ -148,9 +148,9 @@ class HeadroomLossScale(LossScale):
         )
         target = jnp.clip(self._scale_for(magnitude), minimum, maximum)
         target = jnp.where(magnitude > 0, target, first)
-        loss_scale = jnp.where(
-            new_state.grads_finite, target, jnp.minimum(target, scale)
-        )
+        backed_off = jnp.minimum(scale, jnp.clip(scale * backoff, minimum, maximum))
+        backed_off = jnp.minimum(target, backed_off)
+        loss_scale = jnp.where(new_state.grads_finite, target, backed_off)
         return new_state._replace(
             loss_scale=loss_scale, memory=HeadroomMemory(magnitude)
         )

@@ -359,6 +359,37 @@ def test_a_magnitude_that_is_no_number_is_refused(value):
             rule.update(rule.init(), True, value)
 
 
+@given(
+    st.integers(-20, 60),
+    st.floats(0, 6, width=32),
+    st.sampled_from([0.5, 0.25, 0.125]),
+    st.sampled_from(["float16", "bfloat16", "float8_e4m3fn"]),
+)
+def test_an_overflow_lowers_the_headroom_scale_by_its_factor_and_no_more(
+    exponent, headroom, factor, dtype
+):
+    rule = ls.HeadroomLossScale(
+        headroom=headroom,
+        dtype=dtype,
+        backoff_factor=factor,
+        min_scale=2.0**-30,
+        max_scale=2.0**70,
+    )
+    state = rule.init()._replace(loss_scale=jnp.float32(2.0**exponent))
+    state = rule.update(state, False, jnp.inf)
+    assert float(state.loss_scale) == factor * 2.0**exponent
+    if exponent >= 6:  # below, what would overflow bfloat16 is no float32
+        after = rule.update(state, True, 2.0**-126)
+        assert float(after.loss_scale) == float(state.loss_scale)
+
+
+def test_an_overflow_never_raises_a_scale_from_below_the_limits():
+    rule = ls.HeadroomLossScale(min_scale=1.0)
+    state = rule.init()._replace(loss_scale=jnp.float32(0.25))
+    assert float(rule.update(state, False).loss_scale) == 0.25
+    assert float(rule.update(state, True, 1.0).loss_scale) == 2.0**12
+
+
 def test_the_headroom_rule_learns_nothing_of_zero_gradients():
     rule = ls.HeadroomLossScale()
     state = rule.update(rule.init(), True, 0.0)
