@@ -390,6 +390,20 @@ def test_an_overflow_never_raises_a_scale_from_below_the_limits():
     assert float(rule.update(state, True, 1.0).loss_scale) == 2.0**12
 
 
+@pytest.mark.parametrize("name", ["headroom", "log-normal"])
+def test_a_magnitude_that_is_nan_says_nothing(name):
+    """A maximum may be NaN where the flag is False, or in a state that was loaded."""
+    rule = RULES[name]
+    state = rule.update(rule.init(), True, 2.0**-10)
+    for flag in (True, False):
+        assert_same_bits(
+            rule.update(state, flag, jnp.nan), rule.update(state, flag, 0.0)
+        )
+    lost = state._replace(memory=jax.tree.map(lambda x: x * jnp.nan, state.memory))
+    fresh = rule.update(rule.init(), True, 2.0**-12)
+    assert_same_bits(rule.update(lost, True, 2.0**-12), fresh)
+
+
 def test_the_headroom_rule_learns_nothing_of_zero_gradients():
     rule = ls.HeadroomLossScale()
     state = rule.update(rule.init(), True, 0.0)
