@@ -6,7 +6,7 @@ from typing import Literal, final
 import jax
 import jax.numpy as jnp
 
-from ._backoff import advance, check_fields, float32, normal
+from ._backoff import advance, check_fields, check_order, float32, normal
 from ._loss_scale import LARGEST_SCALE, SMALLEST_SCALE, LossScale, compiled
 from ._state import LossScaleState
 from ._validation import check_bool
@@ -77,6 +77,7 @@ class VerbatimLossScale(LossScale):
 
     def __post_init__(self) -> None:
         check_fields(self)
+        check_order(self, "min_scale", "max_scale")
         for name in ("first_growth_late", "clips_every_step"):
             check_bool(
                 name,

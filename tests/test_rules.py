@@ -469,6 +469,13 @@ BAD = [
 ]
 
 
+def test_a_floor_above_the_ceiling_is_refused_by_both_names():
+    with pytest.raises(ValueError, match="`min_loss_scale` must not exceed `max_loss"):
+        presets.apex_amp(min_loss_scale=8.0, max_loss_scale=4.0)
+    with pytest.raises(ValueError, match="`min_scale` must not exceed `max_scale`"):
+        presets.VerbatimLossScale(min_scale=8.0, max_scale=4.0)
+
+
 @pytest.mark.parametrize(("make", "name", "value"), BAD)
 def test_a_bad_argument_is_refused_by_the_name_that_the_user_gave(make, name, value):
     required = {presets.jmp_dynamic, presets.mpx_dynamic, presets.tf_fixed_loss_scale}

@@ -103,7 +103,11 @@ def apex_amp(
     if loss_scale != "dynamic":
         return FixedLossScale(loss_scale, skip_nonfinite=False)
     highest = ceiling("max_loss_scale", max_loss_scale)
-    with named(growth_interval="scale_window", min_scale="min_loss_scale"):
+    with named(
+        growth_interval="scale_window",
+        min_scale="min_loss_scale",
+        max_scale="max_loss_scale",
+    ):
         return growing(
             init_scale=min(first("init_scale", init_scale), highest),
             growth_interval=scale_window,
