@@ -21,6 +21,17 @@ from optax_lossscale import presets
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 INT32 = np.iinfo(np.int32)
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+# Presets of a class that is tried without them differ in their numbers alone.
+COMMON = (ls.FixedLossScale, ls.DynamicLossScale)
+every_rule_at_length = pytest.mark.parametrize(
+    "rule",
+    [
+        pytest.param(rule, marks=pytest.mark.slow, id=name)
+        if name in PRESETS and isinstance(rule, COMMON)
+        else pytest.param(rule, id=name)
+        for name, rule in RULES.items()
+    ],
+)
 
 
 def advance(rule, state, grads_finite, magnitude):
@@ -37,7 +48,7 @@ floats = st.floats(width=32, allow_nan=True, allow_infinity=True, allow_subnorma
 counts = st.integers(INT32.min, INT32.max)
 
 
-@every_rule
+@every_rule_at_length
 @given(data=st.data())
 @settings(max_examples=25)
 def test_any_loaded_state_gives_a_sound_one_of_the_same_structure(rule, data):
@@ -63,7 +74,7 @@ def test_any_loaded_state_gives_a_sound_one_of_the_same_structure(rule, data):
             assert_same_bits(state, loaded)  # costs nothing: nothing is looked at
 
 
-@every_rule
+@every_rule_at_length
 @given(
     st.lists(
         st.tuples(st.booleans(), st.floats(0, 2.0**80, width=32)),
@@ -115,7 +126,7 @@ def test_rules_that_differ_are_not_equal():
     assert len(set(distinct)) == len(distinct)
 
 
-@every_rule
+@every_rule_at_length
 def test_a_run_is_traced_once(rule):
     params = {"w": jnp.ones(3)}
     tx = ls.with_loss_scaling(optax.adam(1e-3), rule)

@@ -90,6 +90,7 @@ def test_it_agrees_with_numpy_on_extreme_values(shapes, dtype, data):
     assert ls.all_finite(tree) == expected
 
 
+@pytest.mark.slow
 def test_one_bad_leaf_among_thousands_is_found():
     tree = [np.full(2, 3e38, np.float32) for _ in range(3000)]
     assert ls.all_finite(tree)
