@@ -1,15 +1,16 @@
 """Loss scaling for JAX and Optax: train in float16, and never apply a NaN."""
 
 from . import presets
-from ._convert import (
+from ._convert._jax import (
     from_flax_state_dict,
     from_jmp_state_dict,
-    from_keras_state_dict,
-    from_megatron_state_dict,
-    from_torch_state_dict,
     to_flax_state_dict,
     to_jmp_state_dict,
-    to_keras_state_dict,
+)
+from ._convert._keras import from_keras_state_dict, to_keras_state_dict
+from ._convert._torch import (
+    from_megatron_state_dict,
+    from_torch_state_dict,
     to_megatron_state_dict,
     to_torch_state_dict,
 )

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ from ._loss_scale import LARGEST_SCALE, SMALLEST_SCALE, LossScale
 from ._state import LossScaleState
 from ._validation import check_count, check_number
 
+Numbers = Mapping[str, tuple[Callable[[float], bool], str, str]]
 REFILLS = ("finite", "growth", "change")
 
 
@@ -22,7 +23,7 @@ def _is_scale(x: float) -> bool:
 
 
 # What each number accepts, the same in words, and the way out of an error.
-_NUMBERS: dict[str, tuple[Callable[[float], bool], str, str]] = {
+NUMBERS: Numbers = {
     "init_scale": (
         _is_scale,
         "a number from 2**-126 to 2**126",
@@ -51,25 +52,26 @@ _NUMBERS: dict[str, tuple[Callable[[float], bool], str, str]] = {
         "It is the most the loss scale grows to; 2.0**24 is usual.",
     ),
 }
-_COUNTS = {
+COUNTS: Mapping[str, str] = {
     "growth_interval": "It is how many finite steps in a row make the loss scale grow.",
     "hysteresis": "It is how many non-finite steps it takes to lower the loss scale; "
     "1 lowers it at once.",
 }
 
 
-def check_fields(rule: LossScale) -> None:
-    """Check those fields of a frozen rule that bear the usual names, and settle them.
+def check_fields(
+    rule: LossScale, numbers: Numbers = NUMBERS, counts: Mapping[str, str] = COUNTS
+) -> None:
+    """Check those fields of a frozen rule that the tables name, and settle them.
 
     Numbers become Python's own, so that equal rules are equal and JSON holds them.
     """
     for field in dataclasses.fields(rule):  # type: ignore[arg-type]
         name, value = field.name, getattr(rule, field.name)
-        if name in _NUMBERS:
-            accepts, sentence, advice = _NUMBERS[name]
-            value = check_number(name, value, accepts, sentence, advice)
-        elif name in _COUNTS:
-            value = check_count(name, value, _COUNTS[name])
+        if name in numbers:
+            value = check_number(name, value, *numbers[name])
+        elif name in counts:
+            value = check_count(name, value, counts[name])
         elif name == "hysteresis_refill" and value not in REFILLS:
             raise ValueError(
                 f"`hysteresis_refill` must be one of {REFILLS}, got {value!r}. It says "
@@ -116,18 +118,24 @@ class Change(NamedTuple):
     backs_off: jax.Array
 
 
+def backed_off(rule: Any, scale: jax.Array) -> jax.Array:
+    """Return a scale after a backoff, which never raises it, wherever it was."""
+    minimum, maximum = float32(rule, "min_scale", "max_scale")
+    (backoff,) = float32(rule, "backoff_factor")
+    return jnp.minimum(scale, jnp.clip(scale * backoff, minimum, maximum))
+
+
 def moved(rule: Any, state: LossScaleState, change: Change) -> jax.Array:
     """Return the scale after a step, inside the limits if they allow it.
 
     A growth never lowers a scale and a backoff never raises one, wherever it was.
     """
     minimum, maximum = float32(rule, "min_scale", "max_scale")
-    growth, backoff = float32(rule, "growth_factor", "backoff_factor")
+    (growth,) = float32(rule, "growth_factor")
     scale = normal(state.loss_scale, rule.init_scale)
     grown = jnp.maximum(scale, jnp.clip(scale * growth, minimum, maximum))
-    backed_off = jnp.minimum(scale, jnp.clip(scale * backoff, minimum, maximum))
     kept = jnp.clip(scale, minimum, maximum)
-    scale = jnp.where(change.backs_off, backed_off, kept)
+    scale = jnp.where(change.backs_off, backed_off(rule, scale), kept)
     return jnp.where(change.grows, grown, scale)
 
 

@@ -7,10 +7,18 @@ from typing import Any, ClassVar, NamedTuple, final
 import jax
 import jax.numpy as jnp
 
-from ._backoff import check_fields, check_order, float32, normal, power_of_two
+from ._backoff import (
+    NUMBERS,
+    Numbers,
+    backed_off,
+    check_fields,
+    check_order,
+    float32,
+    normal,
+    power_of_two,
+)
 from ._loss_scale import SMALLEST_SCALE, LossScale, compiled
 from ._state import LossScaleState
-from ._validation import check_count, check_number
 
 
 class HeadroomMemory(NamedTuple):
@@ -22,6 +30,18 @@ class HeadroomMemory(NamedTuple):
     """
 
     max_magnitude: jax.Array
+
+
+# What each number accepts, the same in words, and the way out of an error.
+_NUMBERS: Numbers = {
+    **NUMBERS,
+    "headroom": (
+        lambda x: 0 <= x <= 126,
+        "a number from 0 to 126",
+        "It is how many octaves stay free below overflow; 3 suits most.",
+    ),
+}
+_COUNTS = {"half_life": "It is after how many steps a maximum counts for half."}
 
 
 @final
@@ -91,22 +111,8 @@ class HeadroomLossScale(LossScale):
     uses_max_magnitude: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, _NUMBERS, _COUNTS)
         check_order(self, "min_scale", "init_scale", "max_scale")
-        headroom = check_number(
-            "headroom",
-            self.headroom,
-            lambda x: 0 <= x <= 126,
-            "a number from 0 to 126",
-            "It is how many octaves stay free below overflow; 3 suits most.",
-        )
-        half_life = check_count(
-            "half_life",
-            self.half_life,
-            "It is after how many steps a maximum counts for half.",
-        )
-        object.__setattr__(self, "headroom", headroom)
-        object.__setattr__(self, "half_life", half_life)
         object.__setattr__(self, "dtype", _float_name(self.dtype))
 
     def init(self) -> Any:
@@ -148,9 +154,8 @@ class HeadroomLossScale(LossScale):
         )
         target = jnp.clip(self._scale_for(magnitude), minimum, maximum)
         target = jnp.where(magnitude > 0, target, first)
-        backed_off = jnp.minimum(scale, jnp.clip(scale * backoff, minimum, maximum))
-        backed_off = jnp.minimum(target, backed_off)
-        loss_scale = jnp.where(new_state.grads_finite, target, backed_off)
+        lowered = jnp.minimum(target, backed_off(self, scale))
+        loss_scale = jnp.where(new_state.grads_finite, target, lowered)
         return new_state._replace(
             loss_scale=loss_scale, memory=HeadroomMemory(magnitude)
         )

@@ -6,11 +6,18 @@ from typing import Any, ClassVar, NamedTuple, final
 import jax
 import jax.numpy as jnp
 
-from ._backoff import check_fields, check_order, float32, power_of_two
+from ._backoff import (
+    NUMBERS,
+    Numbers,
+    check_fields,
+    check_order,
+    float32,
+    power_of_two,
+)
 from ._loss_scale import SMALLEST_SCALE, LossScale, compiled
 from ._state import LossScaleState
 from ._tree import all_finite, select
-from ._validation import check_bool, check_number
+from ._validation import check_bool
 
 
 class LogNormalMemory(NamedTuple):
@@ -35,7 +42,8 @@ class LogNormalMemory(NamedTuple):
 
 
 # What each number accepts, the same in words, and the way out of an error.
-_NUMBERS = {
+_NUMBERS: Numbers = {
+    **NUMBERS,
     "log_max": (
         lambda x: -126 <= x <= 128,
         "a number from -126 to 128",
@@ -131,11 +139,8 @@ class LogNormalLossScale(LossScale):
     uses_max_magnitude: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, _NUMBERS)
         check_order(self, "min_scale", "init_scale", "max_scale")
-        for name, (accepts, rule, advice) in _NUMBERS.items():
-            value = check_number(name, getattr(self, name), accepts, rule, advice)
-            object.__setattr__(self, name, value)
         check_bool(
             "power_of_two",
             self.power_of_two,

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ._backoff import Change, check_fields, check_order, moved
+from ._backoff import NUMBERS, Change, Numbers, check_fields, check_order, moved
 from ._loss_scale import LossScale, compiled
 from ._state import LossScaleState
-from ._validation import check_bool, check_number
+from ._validation import check_bool
 
 _LARGEST = np.iinfo(np.int32).max
 
@@ -30,6 +30,17 @@ class TolerantMemory(NamedTuple):
     growth_interval: jax.Array
     steps_since_change: jax.Array
     overflows_since_backoff: jax.Array
+
+
+# What each number accepts, the same in words, and the way out of an error.
+_NUMBERS: Numbers = {
+    **NUMBERS,
+    "tolerance": (
+        lambda x: 0 <= x <= 1,
+        "a number from 0 to 1",
+        "It is a share of steps; 0 backs off at every overflow.",
+    ),
+}
 
 
 @final
@@ -107,16 +118,8 @@ class TolerantLossScale(LossScale):
     interval_follows_scale: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fields(self, _NUMBERS)
         check_order(self, "min_scale", "init_scale", "max_scale")
-        tolerance = check_number(
-            "tolerance",
-            self.tolerance,
-            lambda x: 0 <= x <= 1,
-            "a number from 0 to 1",
-            "It is a share of steps; 0 backs off at every overflow.",
-        )
-        object.__setattr__(self, "tolerance", tolerance)
         check_bool(
             "interval_follows_scale",
             self.interval_follows_scale,

@@ -13,13 +13,7 @@ from ._inspect import find_loss_scale_states
 from ._loss_scale import LossScale
 from ._rule import check_rule, update_scale
 from ._state import LossScaleState
-from ._tree import (
-    AxisName,
-    all_finite,
-    everywhere,
-    max_magnitude,
-    select,
-)
+from ._tree import AxisName, all_finite, everywhere, max_magnitude, select
 from ._validation import check_flag, describe
 
 

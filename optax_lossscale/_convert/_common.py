@@ -7,9 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from .._backoff import NUMBERS
 from .._dynamic import DynamicLossScale
 from .._inspect import get_loss_scale_state
-from .._loss_scale import LARGEST_SCALE, SMALLEST_SCALE, LossScale
+from .._loss_scale import LossScale
 from .._state import LossScaleState
 from .._validation import check_number, describe
 from .._verbatim import VerbatimLossScale
@@ -30,11 +31,12 @@ def check_keys(saved: Any, keys: Sequence[str], source: str) -> None:
 
 def read_scale(saved: Mapping[str, Any], key: str) -> float:
     """Return a saved scale; refuse one that no run recovers from."""
+    accepts, sentence, _ = NUMBERS["init_scale"]
     return check_number(
         f"d[{key!r}]",
         _read(saved, key),
-        lambda x: SMALLEST_SCALE <= x <= LARGEST_SCALE,
-        "a number from 2**-126 to 2**126",
+        accepts,
+        sentence,
         "That run's scale has left the range in which gradients survive the division "
         "by it. Start a fresh one with `rule.init()`.",
     )

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from .._backoff import NUMBERS
 from .._dynamic import DynamicLossScale
 from .._loss_scale import LARGEST_SCALE, SMALLEST_SCALE, LossScale
 from .._validation import check_number
@@ -46,13 +47,7 @@ def growing(
 
 def first(name: str, value: Any) -> float:
     """Return a first scale."""
-    return check_number(
-        name,
-        value,
-        lambda x: SMALLEST_SCALE <= x <= LARGEST_SCALE,
-        "a number from 2**-126 to 2**126",
-        "It is the first loss scale; 2.0**15 suits float16.",
-    )
+    return check_number(name, value, *NUMBERS["init_scale"])
 
 
 def floor(name: str, value: Any) -> float:

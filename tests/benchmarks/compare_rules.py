@@ -41,7 +41,7 @@ def replay(rule, magnitudes):
 def shares_below(octaves, scales, exponent):
     """The share of elements that a scale leaves below 2**exponent, step by step."""
     octave = LOWEST + np.arange(octaves.shape[1])
-    # An octave counts as a whole; half of it may lie above where a scale is none.
+    # A scale that is no power of two cuts through an octave: all of it must be below.
     below = octave + 1 + np.log2(scales)[:, None] <= exponent
     return (octaves * below).sum(axis=1) / octaves.sum(axis=1)
 
