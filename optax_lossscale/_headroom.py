@@ -19,6 +19,7 @@ from ._backoff import (
 )
 from ._loss_scale import SMALLEST_SCALE, LossScale, compiled
 from ._state import LossScaleState
+from ._validation import check_float_dtype
 
 
 class HeadroomMemory(NamedTuple):
@@ -113,7 +114,9 @@ class HeadroomLossScale(LossScale):
     def __post_init__(self) -> None:
         check_fields(self, _NUMBERS, _COUNTS)
         check_order(self, "min_scale", "init_scale", "max_scale")
-        object.__setattr__(self, "dtype", _float_name(self.dtype))
+        advice = 'It is what gradients overflow in, as a rule "float16".'
+        dtype = check_float_dtype("dtype", self.dtype, advice)
+        object.__setattr__(self, "dtype", dtype.name)
 
     def init(self) -> Any:
         memory = HeadroomMemory(jnp.zeros((), jnp.float32))
@@ -179,16 +182,3 @@ def _magnitude(x: jax.typing.ArrayLike) -> jax.Array:
     """Return a magnitude as a finite float32; one that is NaN says nothing."""
     x = jnp.asarray(x, jnp.float32)
     return jnp.where(jnp.isnan(x), 0, jnp.clip(x, 0, jnp.finfo(jnp.float32).max))
-
-
-def _float_name(dtype: Any) -> str:
-    try:
-        name = jnp.dtype("" if dtype is None else dtype).name  # None means float64
-        if jnp.issubdtype(name, jnp.floating):
-            return name
-    except TypeError:
-        pass
-    raise ValueError(
-        f"`dtype` must be a floating-point type or its name, got {dtype!r}. It is the "
-        'type that gradients overflow in, as a rule "float16".'
-    )

@@ -44,7 +44,8 @@ def check_bool(name: str, value: Any, advice: str) -> None:
 
 def check_flag(name: str, value: Any) -> None:
     """Refuse anything but one boolean, on the device or in Python."""
-    if not is_flag(value):
+    on_device = getattr(value, "dtype", None) == jnp.bool_ and jnp.shape(value) == ()
+    if not isinstance(value, bool) and not on_device:
         raise ValueError(
             f"`{name}` must be one boolean of shape (), got {describe(value)}. "
             "`all_finite(grads)` makes one of a tree of gradients; for an ensemble "
@@ -56,18 +57,44 @@ def check_magnitude(name: str, value: Any) -> None:
     """Refuse anything but one real number, on the device or in Python."""
     dtype = getattr(value, "dtype", jnp.result_type(float))
     number = isinstance(value, int | float) or hasattr(value, "dtype")
-    real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-    if isinstance(value, bool) or not number or not real or jnp.shape(value) != ():
+    if (
+        isinstance(value, bool)
+        or not number
+        or not _is_real(dtype)
+        or jnp.shape(value) != ()
+    ):
         raise ValueError(
             f"`{name}` must be one real number of shape (), got {describe(value)}. "
             "`max_magnitude(grads)` makes one of a tree of gradients."
         )
 
 
-def is_flag(value: Any) -> bool:
-    if isinstance(value, bool):
-        return True
-    return getattr(value, "dtype", None) == jnp.bool_ and jnp.shape(value) == ()
+def check_scale(name: str, value: Any) -> None:
+    """Refuse anything but one scale; one on the device is not waited for."""
+    advice = (
+        "It is what the loss was multiplied by: `get_loss_scale(state)` returns it."
+    )
+    if not isinstance(value, jax.Array):
+        check_number(
+            name, value, lambda x: 0 < x < math.inf, "one number above 0", advice
+        )
+    elif value.shape != () or not _is_real(value.dtype):
+        raise ValueError(
+            f"`{name}` must be one number above 0, got {describe(value)}. {advice}"
+        )
+
+
+def check_float_dtype(name: str, value: Any, advice: str) -> np.dtype[Any]:
+    """Return a floating-point type that is given as such or by its name."""
+    try:
+        dtype = jnp.dtype("" if value is None else value)  # None means float64
+        if jnp.issubdtype(dtype, jnp.floating):
+            return dtype
+    except TypeError:
+        pass
+    raise ValueError(
+        f"`{name}` must be a floating-point type or its name, got {value!r}. {advice}"
+    )
 
 
 def describe(value: Any) -> str:
@@ -90,6 +117,8 @@ def _as_python_number(value: Any) -> float | None:
     dtype = getattr(value, "dtype", None)
     if dtype is None or jnp.shape(value) != () or not isinstance(dtype, np.dtype):
         return None
-    if jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer):
-        return float(value.item())
-    return None
+    return float(value.item()) if _is_real(dtype) else None
+
+
+def _is_real(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)

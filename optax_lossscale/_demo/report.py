@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
+from ..plots import plot_loss_scale
 from .task import VOCABULARY
 from .train import BATCH, Result
 
@@ -101,34 +102,20 @@ def save_plot(path: Path, results: Results) -> None:
     figure = Figure(figsize=(7, 6), layout="constrained")
     FigureCanvasAgg(figure)
     loss_axes, scale_axes = figure.subplots(2, sharex=True, height_ratios=(3, 2))
-    styles = (("0.6", "-", 4.0), ("tab:red", "-", 1.5), ("tab:blue", "--", 1.5))
-    for (name, result), (color, line, width) in zip(
-        results.items(), (*styles, ("tab:green", ":", 2.5)), strict=True
-    ):
-        style = {"color": color, "linestyle": line, "linewidth": width, "label": name}
-        steps = np.arange(len(result.losses))
+    styles = (
+        {"color": "0.6", "linewidth": 4.0},
+        {"color": "tab:red", "linewidth": 1.5},
+        {"color": "tab:blue", "linewidth": 1.5, "linestyle": "--"},
+        {"color": "tab:green", "linewidth": 2.5, "linestyle": ":"},
+    )
+    for (name, result), style in zip(results.items(), styles, strict=True):
         losses = np.array(result.losses)
-        loss_axes.plot(steps, np.where(np.isfinite(losses), losses, np.nan), **style)
-        scale_axes.step(steps, result.scales, where="post", **style)
-        skipped = np.flatnonzero(result.skipped)
-        scale_axes.plot(
-            skipped,
-            np.array(result.scales)[skipped],
-            linestyle="none",
-            marker="x",
-            color="black",
-            label="skipped step" if len(skipped) else None,
-        )
+        losses[~np.isfinite(losses)] = np.nan
+        loss_axes.plot(losses, label=name, **style)
+        plot_loss_scale(result.scales, result.skipped, scale_axes, **style)
     loss_axes.set(ylabel="training loss", yscale="log", title="Same seed, same batches")
-    scale_axes.set(xlabel="step", ylabel="loss scale")
-    scale_axes.set_yscale("log", base=2)
     loss_axes.set_yticks(ticks := [0.01, 0.02, 0.05, 0.1, 0.2, 0.5], map(str, ticks))
     loss_axes.minorticks_off()
     loss_axes.legend(frameon=False)
-    marks, names = scale_axes.get_legend_handles_labels()
-    if "skipped step" in names:
-        mark = marks[names.index("skipped step")]
-        scale_axes.legend([mark], ["skipped step"], frameon=False, loc="center right")
-    for axes in (loss_axes, scale_axes):
-        axes.grid(alpha=0.3)
+    loss_axes.grid(alpha=0.3)
     figure.savefig(path, dpi=150)

@@ -1,0 +1,190 @@
+"""Where gradients lie in the range of a type."""
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+
+from .._precision import limits_of
+from .._report import GradientReport, check_gradients, gradient_report
+from .._tree import dtype_of, is_inexact, wide_dtype
+from ._common import BLUE, GREY, RED, check_concrete, new_axes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# In print the zones are told by their names.
+_ZONES = {
+    "lost": RED,
+    "subnormal": "#e69f00",
+    "normal": "#009e73",
+    "overflow": "#cc79a7",
+}
+
+
+def plot_gradient_range(
+    grads: Any,
+    loss_scale: jax.typing.ArrayLike = 1.0,
+    dtype: Any = jnp.float16,
+    ax: "Axes | None" = None,
+) -> "Axes":
+    """Draw where gradients lie in the range of a type, before and after scaling.
+
+    A histogram of log2 of their absolute values, one octave (factor of two) a bar, over
+    the zones in which the type loses them to zero, holds them as subnormal numbers with
+    fewer digits, holds them in full, or cannot hold them. Above each zone stands which
+    share of the elements is in it. Elements that are zero, NaN or infinite already are
+    in no bar and no share; the title counts them.
+
+    Args:
+        grads: true (unscaled) gradients, any pytree of arrays, as for
+            `gradient_report`. They are fetched to the host, array by array.
+        loss_scale: what the loss is multiplied by, a number or an array of shape
+            ``()``; at 1 the gradients are drawn as they are.
+        dtype: the floating-point type whose zones are drawn, or its name.
+        ax: the matplotlib ``Axes`` to draw on; by default those of a new figure.
+
+    Returns:
+        The ``Axes``.
+
+    Raises:
+        ImportError: if matplotlib is not installed.
+        ValueError: if ``grads`` is a single number, is being traced, holds something
+            other than arrays, or nothing that is floating-point; if ``loss_scale`` is
+            not one number above 0, or ``dtype`` no floating-point type.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import optax_lossscale as ls
+        >>> grads = {"w": jnp.geomspace(1e-9, 1e-3, 1000)}
+        >>> axes = ls.plots.plot_gradient_range(grads, 2.0**15)
+        >>> [text.get_text() for text in axes.get_legend().get_texts()]
+        ['as they are', 'times 2^15']
+
+    References:
+        Micikevicius et al., `Mixed Precision Training
+        <https://arxiv.org/abs/1710.03740>`_, figure 3.
+    """
+    check_gradients("grads", grads)
+    check_concrete("grads", grads)
+    limits, name = limits_of(dtype), jnp.dtype(dtype).name
+    before, after = (
+        _totals(gradient_report(grads, dtype=dtype, loss_scale=scale))
+        for scale in (1.0, loss_scale)
+    )
+    counts, lowest = _octaves(grads)
+    octaves = lowest + np.arange(len(counts) + 1)
+    shift = float(np.log2(np.asarray(loss_scale, np.float64)))
+
+    ax = new_axes() if ax is None else ax
+    from matplotlib.ticker import PercentFormatter
+
+    shares = counts / max(counts.sum(), 1)
+    ax.stairs(shares, octaves, fill=True, color=GREY, label="as they are")
+    if shift:
+        label = f"times {_power_of_two(shift)}"
+        ax.stairs(shares, octaves + shift, color=BLUE, linewidth=1.8, label=label)
+
+    finite = np.finfo(np.float64)
+    edges = np.log2(np.clip(limits, finite.smallest_subnormal, finite.max))
+    drawn = [*octaves, *(octaves + shift)] if counts.any() else []
+    span = [min([edges[0], *drawn]), max([edges[2], *drawn])]
+    margin = 0.14 * (span[1] - span[0])
+    left = min(span[0] - 1, edges[0] - margin)
+    right = max(span[1] + 1, edges[2] + margin)
+    bounds = [left, *edges, right]
+    for i, (zone, color) in enumerate(_ZONES.items()):
+        low, high = bounds[i : i + 2]
+        ax.axvspan(low, high, color=color, alpha=0.16, linewidth=0, zorder=0)
+        reports = (before, after) if shift else (before,)
+        text = [_percent(_zones(report)[zone]) for report in reports]
+        # A zone narrower than its name has it below those of its neighbours.
+        narrow = high - low < 0.1 * (right - left)
+        ax.annotate(
+            "\n→ ".join([f"{zone}\n{text[0]}", *text[1:]]),
+            xy=((low + high) / 2, 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, -42 if narrow else -4),
+            textcoords="offset points",
+            ha="center",
+            va="top",
+            fontsize="small",
+        )
+    for edge in edges:
+        ax.axvline(edge, color="0.4", linewidth=0.6, linestyle=":")
+
+    # Room for the names of the zones above the highest bar.
+    top = 1.45 * max(shares.max(initial=0.0), 0.01)
+    ax.set_ylim(0, top)
+    ax.set_yticks([y for y in ax.get_yticks() if y <= min(top, 1)] if drawn else [])
+    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    ax.set_xlim(left, right)
+    ax.set(xlabel="log2 |gradient|", ylabel="share of the elements")
+    ax.set_title(_title(before, name))
+    if shift:
+        ax.legend(loc="center right", frameon=False)
+    return ax
+
+
+def _octaves(grads: Any) -> tuple[npt.NDArray[np.int64], int]:
+    """Count the finite elements other than zero in each octave, and name the first."""
+    lowest, highest = -1100, 1100  # of float64
+    counts = np.zeros(highest - lowest, np.int64)
+    for x in jax.tree.leaves(grads):
+        if is_inexact(x):
+            wide = np.asarray(jax.device_get(x)).astype(wide_dtype(dtype_of(x)))
+            magnitude = np.abs(wide[np.isfinite(wide) & (wide != 0)])
+            exponent = np.frexp(magnitude)[1] - 1 - lowest
+            counts += np.bincount(exponent, minlength=len(counts))
+    used = np.flatnonzero(counts)
+    if not len(used):
+        return np.zeros(0, np.int64), 0
+    return counts[used[0] : used[-1] + 1], int(used[0]) + lowest
+
+
+def _totals(report: GradientReport) -> dict[str, int]:
+    """Add up the counts of all arrays, in Python, where they do not saturate."""
+    fields = jax.device_get(report)._asdict()
+    del fields["max_abs"]
+    return {name: sum(map(int, jax.tree.leaves(t))) for name, t in fields.items()}
+
+
+def _zones(totals: dict[str, int]) -> dict[str, float]:
+    """Return which share of the finite elements other than zero is in each zone."""
+    left_out = totals["nan"] + totals["inf"] + totals["zero"]
+    elements = totals["size"] - left_out
+    lost, subnormal, overflow = (
+        totals[name] for name in ("underflow", "subnormal", "overflow")
+    )
+    normal = elements - lost - subnormal - overflow
+    counts = (lost, subnormal, normal, overflow)
+    return {
+        zone: count / max(elements, 1)
+        for zone, count in zip(_ZONES, counts, strict=True)
+    }
+
+
+def _title(totals: dict[str, int], name: str) -> str:
+    nonfinite = totals["nan"] + totals["inf"]
+    parts = [f"{totals['size']:,} gradients in the range of {name}"]
+    if totals["zero"]:
+        parts.append(f"{_percent(totals['zero'] / totals['size'])} zero already")
+    if nonfinite:
+        parts.append(f"{nonfinite:,} NaN or inf")
+    return ", ".join(parts)
+
+
+def _percent(share: float) -> str:
+    """Round so that neither a few nor all but a few look like none or all."""
+    if 0 < share < 0.001:
+        return "<0.1%"
+    if 0.999 < share < 1:
+        return ">99.9%"
+    return f"{share:.1%}" if 0 < share < 1 else f"{share:.0%}"
+
+
+def _power_of_two(exponent: float) -> str:
+    whole = exponent == round(exponent)
+    return f"2^{exponent:.0f}" if whole else f"{2.0**exponent:,.6g}"
