@@ -47,5 +47,7 @@ def _limits_of(name: str) -> Limits:
     # Half a unit in the last place above the largest number lies a tie, which goes to
     # the even neighbour: as a rule that is the missing one, but not in float8_e4m3fn.
     tie = largest + 2.0 ** (math.frexp(largest)[1] - 2 - info.nmant)
-    overflow = math.nextafter(tie, math.inf) if math.isfinite(rounded(tie)) else tie
+    overflow = tie
+    if math.isfinite(rounded(tie)):
+        overflow = float(np.nextafter(np.float32(tie), np.float32(math.inf)))
     return Limits(least / 2, float(info.tiny) - least / 2, overflow)

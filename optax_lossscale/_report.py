@@ -1,6 +1,7 @@
 """What the elements of gradients would be in a narrow type, counted on the device."""
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -185,16 +186,17 @@ def _leaf(
     usual = ~(nan | inf | zero)
     magnitude = jnp.abs(x)
     scaled = magnitude * scale.astype(magnitude.dtype)
+    largest = float(jnp.finfo(magnitude.dtype).max)
     zero_limit, normal_limit, overflow_limit = (
-        jnp.asarray(limit, magnitude.dtype) for limit in limits
+        jnp.asarray(limit if limit <= largest else math.inf, magnitude.dtype)
+        for limit in limits
     )
     underflow = usual & (scaled <= zero_limit)
     subnormal = usual & (scaled > zero_limit) & (scaled < normal_limit)
     overflow = usual & (scaled >= overflow_limit)
 
     finite = jnp.where(usual, magnitude, jnp.zeros_like(magnitude))
-    largest = jnp.asarray(jnp.finfo(jnp.float32).max, magnitude.dtype)
-    finite = jnp.minimum(finite, largest).astype(jnp.float32)
+    finite = jnp.minimum(finite, float(jnp.finfo(jnp.float32).max)).astype(jnp.float32)
     flags = (nan, inf, zero, underflow, subnormal, overflow)
     *numbers, max_abs = _sums_and_max([f.astype(jnp.int32) for f in flags], finite)
     size = jnp.asarray(min(x.size, LARGEST_COUNT), jnp.int32)
