@@ -38,12 +38,13 @@ FAILS |= {(name, "float16") for name in DIVIDES_BY_ZERO}
 
 
 def cases():
-    """Optimizers in float32; slow: in half precision, and what they are made of."""
+    """Optimizers of optax itself in float32; slow: its contrib, half precision, parts."""
     for name in [*FACTORIES, *VARIANTS]:
         if name in LEFT_OUT:
             continue
         optimizer = name in OPTIMIZERS or name in VARIANTS
-        marks = () if optimizer else pytest.mark.slow
+        usual = optimizer and "contrib" not in name
+        marks = () if usual else pytest.mark.slow
         yield pytest.param(name, "float32", marks=marks)
         for dtype in ("float16", "bfloat16") if optimizer else ():
             if (name, dtype) not in FAILS:
