@@ -38,7 +38,7 @@ FAILS |= {(name, "float16") for name in DIVIDES_BY_ZERO}
 
 
 def cases():
-    """Optimizers of optax itself in float32; slow: its contrib, half precision, parts."""
+    """Optimizers of optax itself in float32; the rest is slow."""
     for name in [*FACTORIES, *VARIANTS]:
         if name in LEFT_OUT:
             continue

@@ -5,6 +5,7 @@ import inspect
 import subprocess
 import sys
 
+import jax.numpy as jnp
 import pytest
 
 import optax_lossscale as ls
@@ -24,14 +25,15 @@ def test_every_public_name_has_a_docstring_with_an_example(name):
 
 FUNCTIONS = [
     function
-    for module in (ls, ls.presets)
+    for module in (ls, ls.presets, ls.plots)
     for _, function in inspect.getmembers(module, inspect.isfunction)
 ]
 
 
-def test_all_of_the_presets_equals_the_sorted_public_names():
-    names = [n for n in vars(ls.presets) if not n.startswith("_")]
-    assert ls.presets.__all__ == sorted(names)
+@pytest.mark.parametrize("module", [ls.presets, ls.plots])
+def test_all_of_a_module_equals_the_sorted_public_names(module):
+    names = [n for n in vars(module) if not n.startswith("_")]
+    assert module.__all__ == sorted(names)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
@@ -63,6 +65,20 @@ def test_the_signatures_are_the_contract():
     assert names("max_magnitude") == ["tree", "axis_name"]
     assert "*, axis_name" in signature("with_loss_scaling")
     assert "*, max_consecutive_skips" in signature("check_loss_scale")
+    assert "*, max_consecutive_skips" in signature("watch_loss_scale")
+    report = ["grads", "loss_scale", "dtype", "axis_name"]
+    assert names("gradient_report") == report
+    assert "*, loss_scale" in signature("gradient_report")
+    assert names("suggest_loss_scale") == ["grads", "dtype", "headroom"]
+    assert names("format_report") == ["report", "limit"]
+    defaults = inspect.signature(ls.gradient_report).parameters
+    assert defaults["loss_scale"].default == 1.0
+    assert defaults["dtype"].default == jnp.float16
+    assert inspect.signature(ls.format_report).parameters["limit"].default == 20
+    assert ls.GradientReport._fields == (
+        *("nan", "inf", "zero", "underflow", "subnormal", "overflow"),
+        *("max_abs", "size"),
+    )
 
 
 def test_importing_needs_neither_the_extras_nor_the_test_packages():

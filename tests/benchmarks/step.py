@@ -122,17 +122,19 @@ def transformer_step(dtype: str, args: argparse.Namespace) -> list[Result]:
 
 
 def check(dtype: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure how fast gradients are checked, and how fast memory can be copied."""
+    """Measure how fast gradients are checked and reported, and memory copied."""
     grads = make_params(CENTRE[1], args.parameters, dtype)
     programs = {
         "check": jax.jit(ls.all_finite),
+        "report": jax.jit(ls.gradient_report),
         "copy": jax.jit(lambda tree: jax.tree.map(jnp.copy, tree)),
     }
     read = sum(g.nbytes for g in grads)
-    moved = {"check": read, "copy": 2 * read}
+    moved = {"check": read, "report": read, "copy": 2 * read}
     seconds = {name: run_times(f, grads, args.repeats) for name, f in programs.items()}
     speed = {name: moved[name] / np.median(s) / 1e9 for name, s in seconds.items()}
     print(f"\n{dtype}: checked at {speed['check']:.1f} GB/s, ", end="")
+    print(f"reported at {speed['report']:.1f} GB/s, ", end="")
     print(f"copied at {speed['copy']:.1f} GB/s, read and written")
     return {"dtype": dtype, "gigabytes_per_second": speed}
 
