@@ -174,52 +174,63 @@ def _measure(
     return jnp.stack(counts, axis=1), jnp.stack(max_abs)
 
 
+@functools.partial(jax.jit, static_argnames="limits")
 def _leaf(
     x: jax.Array | None, scale: jax.Array, limits: Limits
 ) -> tuple[jax.Array, jax.Array]:
+    """Measure one array; compiled, so that arrays of one shape are traced once."""
     if x is None:
         return jnp.zeros(7, jnp.int32), jnp.zeros((), jnp.float32)
     x = jnp.asarray(x, wide_dtype(dtype_of(x)))
-    nan = jnp.isnan(x)
-    inf = jnp.isinf(x) & ~nan
-    zero = x == 0
-    usual = ~(nan | inf | zero)
     magnitude = jnp.abs(x)
+    if jnp.iscomplexobj(x):  # of inf and NaN the absolute value is inf
+        magnitude = jnp.where(jnp.isnan(x), jnp.nan, magnitude)
     scaled = magnitude * scale.astype(magnitude.dtype)
     largest = float(jnp.finfo(magnitude.dtype).max)
     zero_limit, normal_limit, overflow_limit = (
-        jnp.asarray(limit if limit <= largest else math.inf, magnitude.dtype)
-        for limit in limits
+        limit if limit <= largest else math.inf for limit in limits
     )
-    underflow = usual & (scaled <= zero_limit)
-    subnormal = usual & (scaled > zero_limit) & (scaled < normal_limit)
-    overflow = usual & (scaled >= overflow_limit)
-
-    finite = jnp.where(usual, magnitude, jnp.zeros_like(magnitude))
+    # Counted upwards from zero, the fewest comparisons: NaN fails all but the first.
+    flags = (
+        magnitude != magnitude,
+        magnitude == math.inf,
+        magnitude == 0,
+        scaled <= zero_limit,
+        # Below 2**-126 a limit itself may be taken for zero.
+        (scaled <= zero_limit) | (scaled < normal_limit),
+        scaled >= overflow_limit,
+    )
+    finite = jnp.where(magnitude < math.inf, magnitude, 0)
     finite = jnp.minimum(finite, float(jnp.finfo(jnp.float32).max)).astype(jnp.float32)
-    flags = (nan, inf, zero, underflow, subnormal, overflow)
-    *numbers, max_abs = _sums_and_max([f.astype(jnp.int32) for f in flags], finite)
+    sums, max_abs = _sums_and_max(flags, finite)
+    nan, inf, zero, to_zero, to_subnormal, to_overflow = sums
+    counts = (
+        *(nan, inf, zero),
+        *(to_zero - zero, to_subnormal - to_zero, to_overflow - inf),
+    )
     size = jnp.asarray(min(x.size, LARGEST_COUNT), jnp.int32)
-    return jnp.stack([*numbers, size]), max_abs
+    return jnp.stack([*map(_total, counts), size]), jnp.max(max_abs)
 
 
-def _sums_and_max(counts: list[jax.Array], x: jax.Array) -> list[jax.Array]:
-    """Sum several arrays and take the maximum of one more, all in one pass.
+def _sums_and_max(
+    flags: tuple[jax.Array, ...], x: jax.Array
+) -> tuple[list[jax.Array], jax.Array]:
+    """Count flags and take the maximum of one more array, all in one pass.
 
     XLA CPU makes a loop of one reduction with many operands 30 times as fast as that
-    of as many reductions.
+    of as many reductions. Of an array whose counts may not fit, one axis is reduced.
     """
-    axes = tuple(range(x.ndim))
-    if x.size > LARGEST_COUNT:
-        axes = (int(np.argmax(x.shape)),)
+    fits = x.size <= LARGEST_COUNT
+    axes = tuple(range(x.ndim)) if fits else (int(np.argmax(x.shape)),)
 
     def combine(left: list[jax.Array], right: list[jax.Array]) -> list[jax.Array]:
         sums = [a + b for a, b in zip(left[:-1], right[:-1], strict=True)]
         return [*sums, jnp.maximum(left[-1], right[-1])]
 
-    starts = [np.zeros((), y.dtype) for y in (*counts, x)]
-    *sums, maximum = jax.lax.reduce([*counts, x], starts, combine, axes)
-    return [*map(_total, sums), jnp.max(maximum)]
+    operands = [*(flag.astype(jnp.int32) for flag in flags), x]
+    starts = [np.zeros((), operand.dtype) for operand in operands]
+    *sums, maximum = jax.lax.reduce(operands, starts, combine, axes)
+    return sums, maximum
 
 
 def _total(counts: jax.Array, axis: int | None = None) -> jax.Array:
