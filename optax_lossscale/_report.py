@@ -186,18 +186,17 @@ def _leaf(
     if jnp.iscomplexobj(x):  # of inf and NaN the absolute value is inf
         magnitude = jnp.where(jnp.isnan(x), jnp.nan, magnitude)
     scaled = magnitude * scale.astype(magnitude.dtype)
-    largest = float(jnp.finfo(magnitude.dtype).max)
-    zero_limit, normal_limit, overflow_limit = (
-        limit if limit <= largest else math.inf for limit in limits
-    )
+    # A limit outside of the normal numbers would be taken for zero, or overflow.
+    wide = jnp.finfo(magnitude.dtype)
+    normal_limit = max(limits.normal, float(wide.tiny))
+    overflow_limit = limits.overflow if limits.overflow <= float(wide.max) else math.inf
     # Counted upwards from zero, the fewest comparisons: NaN fails all but the first.
     flags = (
         magnitude != magnitude,
         magnitude == math.inf,
         magnitude == 0,
-        scaled <= zero_limit,
-        # Below 2**-126 a limit itself may be taken for zero.
-        (scaled <= zero_limit) | (scaled < normal_limit),
+        scaled <= limits.zero,
+        scaled < normal_limit,
         scaled >= overflow_limit,
     )
     finite = jnp.where(magnitude < math.inf, magnitude, 0)
