@@ -216,8 +216,8 @@ def _sums_and_max(
 ) -> tuple[list[jax.Array], jax.Array]:
     """Count flags and take the maximum of one more array, all in one pass.
 
-    XLA CPU makes a loop of one reduction with many operands 30 times as fast as that
-    of as many reductions. Of an array whose counts may not fit, one axis is reduced.
+    XLA CPU makes one vectorised loop of a reduction with many operands, and a slow one
+    of each of many reductions. Where counts may not fit, only one axis is reduced.
     """
     fits = x.size <= LARGEST_COUNT
     axes = tuple(range(x.ndim)) if fits else (int(np.argmax(x.shape)),)

@@ -27,6 +27,7 @@ def run(*arguments):
     ).stdout
 
 
+@pytest.mark.slow
 def test_a_short_run_prints_a_table_and_writes_what_it_is_asked_for(tmp_path):
     plot, figures = tmp_path / "plot.png", tmp_path / "figures.json"
     printed = run("--steps", "10", "--plot", str(plot), "--json", str(figures))

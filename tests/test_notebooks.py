@@ -70,7 +70,7 @@ CLAIMS = {
         scaled = ls.gradient_report(grads, loss_scale=2.0**15).totals
         assert scaled.underflow < 0.001 * totals.size
         assert scale_state.skipped_steps == 1 and scale_state.loss_scale == 2**14
-        assert ls.all_finite((params, opt_state)) and not np.isfinite(losses[75])
+        assert ls.all_finite((params, opt_state)) and not np.isfinite(losses[60])
         assert abs(poisoned_held_out - scaled_held_out) < 2e-4
     """,
 }
