@@ -1,6 +1,5 @@
 """The notebooks run from top to bottom and show what they say."""
 
-import concurrent.futures
 import json
 import os
 import re
@@ -101,19 +100,20 @@ def run(path, folder):
     return read(copy)
 
 
-@pytest.fixture(scope="module")
-def executed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("notebooks")
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        return {path.stem: pool.submit(run, path, folder) for path in FILES}
+def cases():
+    """The first and the one for experts; the others are slow."""
+    for path in FILES:
+        usual = path.stem in ("quickstart", "many_devices")
+        marks = () if usual else pytest.mark.slow
+        yield pytest.param(path, id=path.stem, marks=marks)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_it_runs_from_top_to_bottom_and_shows_what_it_says(path, executed):
+@pytest.mark.parametrize("path", list(cases()))
+def test_it_runs_from_top_to_bottom_and_shows_what_it_says(path, tmp_path):
     if path.stem == "many_devices" and not hasattr(jax.lax, "pcast"):
         pytest.skip("jax is older than the notebook's `jax.lax.pcast`")
     try:
-        notebook = executed[path.stem].result()
+        notebook = run(path, tmp_path)
     except subprocess.CalledProcessError as error:
         pytest.fail(error.stderr[-3000:])
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
