@@ -127,7 +127,7 @@ def watch_loss_scale(
         every: the host is called at the first skipped step beyond that, and at each
             so-many-th that follows; 1 where this is itself called only now and then.
         grads: the gradients of this step, to show their `gradient_report` in the error.
-            It is computed only when there is one.
+            It is computed only when there is one, but compiled with the loop.
         on_error: called on the host with the `LossScaleError`, in place of raising it:
             to log it, to save something, to set a flag.
 

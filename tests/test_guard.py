@@ -133,6 +133,17 @@ def test_a_compiled_loop_calls_the_host_beyond_the_limit_alone(limit, every, exp
     assert int(state.skipped_steps) == 7
 
 
+def test_while_training_goes_on_the_host_is_not_called(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        "optax_lossscale._guard.check_loss_scale", lambda *args, **_: calls.append(args)
+    )
+    scan(FLAGS, max_consecutive_skips=5)
+    assert calls == []
+    scan(FLAGS, max_consecutive_skips=4)
+    assert len(calls) == 1
+
+
 def test_a_compiled_loop_ends_with_the_text_of_the_error():
     with pytest.raises(RuntimeError) as error:
         scan(FLAGS, max_consecutive_skips=3, grads=True)

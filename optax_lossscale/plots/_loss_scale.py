@@ -72,10 +72,8 @@ def plot_loss_scale(
             label=None if "skipped step" in names else "skipped step",
         )
     ax.set_yscale("log", base=2)
-    if len(values):
-        # A constant scale would stand on an axis without a tick.
-        low, high = ax.get_ylim()
-        ax.set_ylim(min(low, values.min() / 2), max(high, values.max() * 2))
+    ax.margins(y=0.15)
+    ax.locator_params(axis="x", integer=True)  # steps are whole
     ax.set(xlabel="step", ylabel="loss scale")
     ax.grid(alpha=0.3)
     if ax.get_legend_handles_labels()[1]:
