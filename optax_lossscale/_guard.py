@@ -9,7 +9,7 @@ import numpy as np
 from ._inspect import get_loss_scale_state
 from ._report import GradientReport, check_gradients, gradient_report
 from ._state import LossScaleState
-from ._table import format_report
+from ._table import check_report, format_report
 from ._validation import check_count, describe
 
 
@@ -73,10 +73,8 @@ def check_loss_scale(
             "`check_loss_scale` outside of the compiled function, or "
             "`watch_loss_scale` inside."
         )
-    # Formatted first, so that a report that is none is told at once.
-    table = (
-        "" if report is None else f"\nThe last gradients:\n{format_report(report, 5)}"
-    )
+    if report is not None:
+        check_report(report)
     host_state = jax.device_get(scale_state)
     # Of an ensemble, the member that stands still for longest.
     worst = np.unravel_index(
@@ -91,6 +89,9 @@ def check_loss_scale(
         )
     )
     if skips > limit:
+        table = ""
+        if report is not None:
+            table = f"\nThe last gradients:\n{format_report(report, limit=5)}"
         member = f" of member {', '.join(map(str, worst))}" if worst else ""
         raise LossScaleError(
             f"The last {skips} steps{member} were all skipped, more than "

@@ -78,6 +78,7 @@ def format_report(report: GradientReport, limit: int = 20) -> str:
         all       4    -  1 25%     -      1 25%          -         -        2
     """
     limit = check_count("limit", limit, "It is how many arrays to show at most.")
+    check_report(report)
     rows = sorted(_rows(report), key=_Row.badness, reverse=True)
     if not rows:
         return Table("The tree of gradients holds no arrays.")
@@ -105,7 +106,8 @@ def format_report(report: GradientReport, limit: int = 20) -> str:
     return Table("\n".join([_summary(rows), *lines]))
 
 
-def _rows(report: GradientReport) -> list[_Row]:
+def check_report(report: GradientReport) -> None:
+    """Refuse what is no report of one tree of gradients, without fetching it."""
     if not isinstance(report, GradientReport):
         raise ValueError(
             "`report` must be a GradientReport, as `gradient_report(grads)` returns "
@@ -122,6 +124,9 @@ def _rows(report: GradientReport) -> list[_Row]:
             "`report` must hold one number in each leaf, got arrays. Of an ensemble "
             "format one member: `jax.tree.map(lambda x: x[0], report)`."
         )
+
+
+def _rows(report: GradientReport) -> list[_Row]:
     report = jax.device_get(report)
     columns = {name: jax.tree.leaves(getattr(report, name)) for name in report._fields}
     paths = [

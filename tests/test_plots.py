@@ -168,6 +168,8 @@ def test_what_are_no_flags_is_refused(skipped):
         ((1.0,), "`grads` must be a tree of gradients"),
         (({"a": np.arange(3)},), "`grads` must hold floating-point gradients"),
         ((GRADS, 0.0), "`loss_scale` must be one number above 0"),
+        ((GRADS, jnp.float32(0)), "`loss_scale` must be one number above 0"),
+        ((GRADS, "8"), "`loss_scale` must be one number above 0, got '8'"),
         ((GRADS, 1.0, "int8"), "`dtype` must be a floating-point type"),
     ],
 )
@@ -180,6 +182,8 @@ def test_what_can_not_be_drawn_is_refused_before_a_figure_is_made(arguments, mes
 def test_traced_values_are_refused():
     with pytest.raises(ValueError, match="`grads` must hold numbers, got something"):
         jax.jit(lambda x: plot_range([x]) and x)(jnp.ones(2))
+    with pytest.raises(ValueError, match="`loss_scale` must hold numbers, got some"):
+        jax.jit(lambda x: plot_range(GRADS, x) and x)(2.0)
     with pytest.raises(ValueError, match="`scales` must hold numbers, got something"):
         jax.jit(lambda x: plot_scale(x) and x)(jnp.ones(2))
 

@@ -69,6 +69,8 @@ def plot_gradient_range(
     """
     check_gradients("grads", grads)
     check_concrete("grads", grads)
+    check_concrete("loss_scale", loss_scale)
+    loss_scale = jax.device_get(loss_scale)
     limits, name = limits_of(dtype), jnp.dtype(dtype).name
     before, after = (
         _totals(gradient_report(grads, dtype=dtype, loss_scale=scale))
