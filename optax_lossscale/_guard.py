@@ -115,7 +115,9 @@ def watch_loss_scale(
 
     For training that runs many steps in one ``jax.lax.scan``. Whether too many steps
     have been skipped is decided on the device; only then is the host called, by
-    ``jax.debug.callback``, and nothing waits for it.
+    ``jax.debug.callback``, and nothing waits for that. A GPU may have to bring the
+    decision itself to the host, as that of any ``jax.lax.cond``: where that matters,
+    nest two scans and call this in the outer one.
 
     Without ``on_error`` the error ends the program: jax raises a
     ``jax.errors.JaxRuntimeError`` with the text of the `LossScaleError` in it when the

@@ -133,6 +133,22 @@ def test_a_compiled_loop_calls_the_host_beyond_the_limit_alone(limit, every, exp
     assert int(state.skipped_steps) == 7
 
 
+def test_between_nested_scans_it_looks_once_in_many_steps():
+    errors = []
+
+    def some_steps(state, flags):
+        state, _ = jax.lax.scan(lambda s, f: (RULE.update(s, f), None), state, flags)
+        ls.watch_loss_scale(state, max_consecutive_skips=4, on_error=errors.append)
+        return state, None
+
+    flags = jnp.zeros((4, 3), bool)
+    jax.block_until_ready(
+        jax.jit(lambda: jax.lax.scan(some_steps, RULE.init(), flags))()
+    )
+    jax.effects_barrier()
+    assert sorted(int(str(error).split()[2]) for error in errors) == [6, 9, 12]
+
+
 def test_while_training_goes_on_the_host_is_not_called(monkeypatch):
     calls = []
     monkeypatch.setattr(
