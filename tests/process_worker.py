@@ -70,4 +70,7 @@ results = {
     for mapped in (False, True)
     for path, leaf in jax.tree_util.tree_leaves_with_path(run(mesh, rows, mapped))
 }
-np.savez(sys.argv[4], nan=np.isnan(rows).any(), **results)
+# As if the batch with the NaN were gradients.
+bad = jax.make_array_from_process_local_data(NamedSharding(mesh, P("d")), rows[2])
+report = ls.format_report(ls.gradient_report({"x": bad}, loss_scale=2.0**15))
+np.savez(sys.argv[4], nan=np.isnan(rows).any(), report=report, **results)

@@ -10,7 +10,9 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from devices import one_device
+from devices import BAD_X, one_device
+
+import optax_lossscale as ls
 
 WORKER = Path(__file__).with_name("process_worker.py")
 PROCESSES = 2
@@ -48,6 +50,13 @@ def results(tmp_path_factory):
 
 def test_only_one_process_holds_the_nan(results):
     assert sorted(bool(result.pop("nan")) for result in results) == [False, True]
+
+
+def test_each_process_reports_the_gradients_of_all(results):
+    report = ls.gradient_report({"x": BAD_X[2]}, loss_scale=2.0**15)
+    for result in results:
+        assert str(result["report"]) == ls.format_report(report)
+    assert "1 with NaN or inf" in str(results[0]["report"])
 
 
 @pytest.mark.parametrize("mapped", [False, True], ids=["jit", "shard_map"])
