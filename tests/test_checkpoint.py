@@ -26,9 +26,8 @@ def launch(*arguments):
     )
 
 
-@pytest.mark.parametrize(
-    "checkpointer", ["orbax", pytest.param("flax", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpointer", ["orbax", "flax"])
 def test_a_run_that_was_killed_goes_on_bit_for_bit(checkpointer, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     whole.mkdir()

@@ -24,7 +24,15 @@ RULES = {
     "headroom": ls.HeadroomLossScale(half_life=10),
     "log-normal": ls.LogNormalLossScale(),
 }
-every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+every_rule = pytest.mark.parametrize(
+    "rule",
+    [
+        pytest.param(
+            rule, id=name, marks=() if name == "headroom" else pytest.mark.slow
+        )
+        for name, rule in RULES.items()
+    ],
+)
 
 
 @given(

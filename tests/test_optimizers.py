@@ -37,14 +37,21 @@ FAILS = {(name, dtype) for name in BRANCHES_DIFFER for dtype in ("float16", "bfl
 FAILS |= {(name, "float16") for name in DIVIDES_BY_ZERO}
 
 
+# What most people use, and what is made in a way of its own.
+USUAL = {
+    *("optax.adafactor", "optax.adam", "optax.adamw", "optax.adan", "optax.lamb"),
+    *("optax.lbfgs", "optax.lion", "optax.rmsprop", "optax.sgd", "optax.yogi"),
+    *VARIANTS,
+}
+
+
 def cases():
-    """Optimizers of optax itself in float32; the rest is slow."""
+    """The usual optimizers in float32; all others, and half precision, are slow."""
     for name in [*FACTORIES, *VARIANTS]:
         if name in LEFT_OUT:
             continue
         optimizer = name in OPTIMIZERS or name in VARIANTS
-        usual = optimizer and "contrib" not in name
-        marks = () if usual else pytest.mark.slow
+        marks = () if name in USUAL else pytest.mark.slow
         yield pytest.param(name, "float32", marks=marks)
         for dtype in ("float16", "bfloat16") if optimizer else ():
             if (name, dtype) not in FAILS:
@@ -53,7 +60,7 @@ def cases():
 
 def test_every_factory_can_be_called():
     """A factory that a new optax brings is tested from the day it appears."""
-    assert len(OPTIMIZERS) >= 40
+    assert len(OPTIMIZERS) >= 40 and {*OPTIMIZERS, *VARIANTS} >= USUAL
     unknown = {
         (name, parameter)
         for name in FACTORIES.keys() - LEFT_OUT.keys()
