@@ -183,6 +183,8 @@ def _leaf(
         return jnp.zeros(7, jnp.int32), jnp.zeros((), jnp.float32)
     x = jnp.asarray(x, wide_dtype(dtype_of(x)))
     magnitude = jnp.abs(x)
+    if jnp.iscomplexobj(x):  # newer jax takes inf for inf and NaN
+        magnitude = jnp.where(jnp.isnan(x), jnp.nan, magnitude)
     scaled = magnitude * scale.astype(magnitude.dtype)
     # A limit outside of the normal numbers would be taken for zero, or overflow.
     wide = jnp.finfo(magnitude.dtype)
