@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from ._inspect import get_loss_scale_state
@@ -117,7 +118,9 @@ def watch_loss_scale(
     have been skipped is decided on the device; only then is the host called, by
     ``jax.debug.callback``, and nothing waits for that. A GPU may have to bring the
     decision itself to the host, as that of any ``jax.lax.cond``: where that matters,
-    nest two scans and call this in the outer one.
+    nest two scans and call this in the outer one. ``jax.vmap`` runs both sides of a
+    branch, and so the host in every step: of an ensemble give the state of all members,
+    outside of it, without ``grads``.
 
     Without ``on_error`` the error ends the program: jax raises a
     ``jax.errors.JaxRuntimeError`` with the text of the `LossScaleError` in it when the
@@ -185,7 +188,7 @@ def watch_loss_scale(
 
     beyond = scale_state.consecutive_skips - limit
     due = (beyond > 0) & ((beyond - 1) % every == 0)
-    jax.lax.cond(due, call_host, lambda: None)
+    jax.lax.cond(jnp.any(due), call_host, lambda: None)
 
 
 def _check_limit(max_consecutive_skips: int) -> int:
