@@ -61,9 +61,10 @@ class GradientReport(NamedTuple):
         totals = {
             name: _total(stacked(tree, jnp.int32), axis=0)
             for name, tree in self._asdict().items()
+            if name != "max_abs"
         }
         max_abs = jnp.max(stacked(self.max_abs, jnp.float32), axis=0, initial=0)
-        return GradientReport(**{**totals, "max_abs": max_abs})
+        return GradientReport(**totals, max_abs=max_abs)
 
 
 def gradient_report(

@@ -94,6 +94,18 @@ FLAGS = jnp.array([0, 0, 1, 1, 0, 0, 0, 0, 0, 1], bool)
 RULE = ls.DynamicLossScale(init_scale=2.0**8)
 
 
+def run(function, *arguments):
+    """Compile and run, until the last callback has come."""
+    result = jax.block_until_ready(jax.jit(function)(*arguments))
+    jax.effects_barrier()
+    return result
+
+
+def skips(errors):
+    """How many skipped steps each error speaks of; they come in any order."""
+    return sorted(int(str(error).split()[2]) for error in errors)
+
+
 def scan(flags, **arguments):
     def step(state, flag):
         state = RULE.update(state, flag)
@@ -104,10 +116,7 @@ def scan(flags, **arguments):
         )
         return state, state.loss_scale
 
-    result = jax.jit(lambda: jax.lax.scan(step, RULE.init(), flags))()
-    jax.block_until_ready(result)
-    jax.effects_barrier()
-    return result
+    return run(lambda: jax.lax.scan(step, RULE.init(), flags))
 
 
 @pytest.mark.parametrize(
@@ -128,8 +137,7 @@ def test_a_compiled_loop_calls_the_host_beyond_the_limit_alone(limit, every, exp
         FLAGS, max_consecutive_skips=limit, every=every, on_error=errors.append
     )
     assert all(isinstance(error, ls.LossScaleError) for error in errors)
-    skips = [int(str(error).split()[2]) for error in errors]
-    assert sorted(skips) == sorted(expected)
+    assert skips(errors) == expected
     assert int(state.skipped_steps) == 7
 
 
@@ -142,11 +150,8 @@ def test_between_nested_scans_it_looks_once_in_many_steps():
         return state, None
 
     flags = jnp.zeros((4, 3), bool)
-    jax.block_until_ready(
-        jax.jit(lambda: jax.lax.scan(some_steps, RULE.init(), flags))()
-    )
-    jax.effects_barrier()
-    assert sorted(int(str(error).split()[2]) for error in errors) == [6, 9, 12]
+    run(lambda: jax.lax.scan(some_steps, RULE.init(), flags))
+    assert skips(errors) == [6, 9, 12]
 
 
 def test_an_ensemble_is_watched_as_a_whole():
@@ -159,8 +164,7 @@ def test_an_ensemble_is_watched_as_a_whole():
 
     states = jax.vmap(lambda _: RULE.init())(jnp.arange(3))
     flags = jnp.array([[True, False, True]] * 3)
-    jax.block_until_ready(jax.jit(lambda: jax.lax.scan(step, states, flags))())
-    jax.effects_barrier()
+    run(lambda: jax.lax.scan(step, states, flags))
     [error] = errors
     assert str(error).startswith("The last 3 steps of member 1 were all skipped")
 
@@ -220,9 +224,8 @@ def test_an_ensemble_and_devices_each_speak_for_themselves():
         ls.watch_loss_scale(state, max_consecutive_skips=4, on_error=errors.append)
         return state
 
-    jax.block_until_ready(jax.jit(jax.vmap(watch))(states))
-    jax.effects_barrier()
-    assert sorted(int(str(error).split()[2]) for error in errors) == [5, 6, 7]
+    run(jax.vmap(watch), states)
+    assert skips(errors) == [5, 6, 7]
 
     errors.clear()
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -233,9 +236,8 @@ def test_an_ensemble_and_devices_each_speak_for_themselves():
         return states
 
     sharded = jax.shard_map(per_device, mesh=mesh, in_specs=specs, out_specs=specs)
-    jax.block_until_ready(jax.jit(sharded)(states))
-    jax.effects_barrier()
-    assert sorted(int(str(error).split()[2]) for error in errors) == [5, 6, 7]
+    run(sharded, states)
+    assert skips(errors) == [5, 6, 7]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from .._precision import limits_of
 from .._report import GradientReport, check_gradients, gradient_report
 from .._tree import dtype_of, is_inexact, wide_dtype
+from .._validation import check_scale
 from ._common import BLUE, GREY, RED, check_concrete, new_axes
 
 if TYPE_CHECKING:
@@ -72,13 +73,15 @@ def plot_gradient_range(
     check_concrete("loss_scale", loss_scale)
     loss_scale = jax.device_get(loss_scale)
     limits, name = limits_of(dtype), jnp.dtype(dtype).name
-    before, after = (
+    check_scale("loss_scale", loss_scale)
+    shift = float(np.log2(np.asarray(loss_scale, np.float64)))
+    totals = [
         _totals(gradient_report(grads, dtype=dtype, loss_scale=scale))
-        for scale in (1.0, loss_scale)
-    )
+        for scale in ((1.0, loss_scale) if shift else (1.0,))
+    ]
+    held = [_zones(counts) for counts in totals]
     counts, lowest = _octaves(grads)
     octaves = lowest + np.arange(len(counts) + 1)
-    shift = float(np.log2(np.asarray(loss_scale, np.float64)))
 
     ax = new_axes() if ax is None else ax
     from matplotlib.ticker import PercentFormatter
@@ -100,8 +103,7 @@ def plot_gradient_range(
     for i, (zone, color) in enumerate(_ZONES.items()):
         low, high = bounds[i : i + 2]
         ax.axvspan(low, high, color=color, alpha=0.16, linewidth=0, zorder=0)
-        reports = (before, after) if shift else (before,)
-        text = [_percent(_zones(report)[zone]) for report in reports]
+        text = [_percent(shares_of[zone]) for shares_of in held]
         # A zone narrower than its name has it below those of its neighbours.
         narrow = high - low < 0.1 * (right - left)
         ax.annotate(
@@ -124,7 +126,7 @@ def plot_gradient_range(
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
     ax.set_xlim(left, right)
     ax.set(xlabel="log2 |gradient|", ylabel="share of the elements")
-    ax.set_title(_title(before, name))
+    ax.set_title(_title(totals[0], name))
     if shift:
         ax.legend(loc="center right", frameon=False)
     return ax
