@@ -1,31 +1,47 @@
-"""Loss scaling for JAX and Optax: train in float16, and never apply a NaN."""
+"""Loss scaling for JAX and Optax: train in float16, and never apply a NaN.
+
+Two lines of a train step change::
+
+    import optax_lossscale as ls
+
+    tx = ls.with_loss_scaling(optax.adamw(3e-4))                              # 1
+    opt_state = tx.init(params)
+
+    @jax.jit
+    def train_step(params, opt_state, batch):
+        loss, grads = ls.value_and_grad(loss_fn, opt_state)(params, batch)    # 2
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+`value_and_grad` multiplies the loss by the loss scale and divides the gradients by it.
+`with_loss_scaling` skips a step whose gradients are not finite and changes the scale.
+
+- Rules, which say how the scale changes: `DynamicLossScale` (the default),
+  `FixedLossScale`, `HeadroomLossScale`, `LogNormalLossScale`, `TolerantLossScale`,
+  those of other systems in `presets`, and your own, derived from `LossScale`.
+- State: `get_loss_scale`, `get_loss_scale_state`, `LossScaleState`.
+- Loops that differentiate by themselves: `scale_loss`, `unscale_grads`.
+- What the optimizer does not see, such as BatchNorm statistics: `all_finite`, `select`.
+- Diagnosis: `gradient_report`, `format_report`, `suggest_loss_scale`,
+  `check_loss_scale`, `watch_loss_scale`, and pictures in `plots`.
+"""
 
 from . import plots, presets
-from ._convert._jax import (
-    from_flax_state_dict,
-    from_jmp_state_dict,
-    to_flax_state_dict,
-    to_jmp_state_dict,
-)
-from ._convert._keras import from_keras_state_dict, to_keras_state_dict
-from ._convert._torch import (
-    from_megatron_state_dict,
-    from_torch_state_dict,
-    to_megatron_state_dict,
-    to_torch_state_dict,
-)
-from ._dynamic import DynamicLossScale
+from ._diagnostics.guard import LossScaleError, check_loss_scale, watch_loss_scale
+from ._diagnostics.report import GradientReport, gradient_report
+from ._diagnostics.suggestion import SuggestedLossScale, suggest_loss_scale
+from ._diagnostics.table import format_report
+from ._find import get_loss_scale, get_loss_scale_state
 from ._grad import grad, scale_loss, unscale_grads, value_and_grad
-from ._guard import LossScaleError, check_loss_scale, watch_loss_scale
-from ._headroom import HeadroomLossScale
-from ._inspect import get_loss_scale, get_loss_scale_state
-from ._log_normal import LogNormalLossScale
-from ._loss_scale import FixedLossScale, LossScale
-from ._report import GradientReport, gradient_report
-from ._state import LossScaleState, LossScaleStateWithMemory
-from ._suggest import SuggestedLossScale, suggest_loss_scale
-from ._table import format_report
-from ._transform import WithLossScalingState, with_loss_scaling
+from ._public import set_home as _set_home
+from ._rules.base import LossScale
+from ._rules.dynamic import DynamicLossScale
+from ._rules.fixed import FixedLossScale
+from ._rules.headroom import HeadroomLossScale
+from ._rules.log_normal import LogNormalLossScale
+from ._rules.tolerant import TolerantLossScale
+from ._state import LossScaleState
+from ._transform.with_loss_scaling import WithLossScalingState, with_loss_scaling
 from ._tree import all_finite, max_magnitude, select
 
 __version__ = "0.1.0"
@@ -39,17 +55,12 @@ __all__ = [
     "LossScale",
     "LossScaleError",
     "LossScaleState",
-    "LossScaleStateWithMemory",
     "SuggestedLossScale",
+    "TolerantLossScale",
     "WithLossScalingState",
     "all_finite",
     "check_loss_scale",
     "format_report",
-    "from_flax_state_dict",
-    "from_jmp_state_dict",
-    "from_keras_state_dict",
-    "from_megatron_state_dict",
-    "from_torch_state_dict",
     "get_loss_scale",
     "get_loss_scale_state",
     "grad",
@@ -60,13 +71,10 @@ __all__ = [
     "scale_loss",
     "select",
     "suggest_loss_scale",
-    "to_flax_state_dict",
-    "to_jmp_state_dict",
-    "to_keras_state_dict",
-    "to_megatron_state_dict",
-    "to_torch_state_dict",
     "unscale_grads",
     "value_and_grad",
     "watch_loss_scale",
     "with_loss_scaling",
 ]
+
+_set_home(__name__, __all__)

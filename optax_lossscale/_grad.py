@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._inspect import get_effective_loss_scale
+from ._find import get_effective_loss_scale
 from ._tree import dtype_of, is_inexact, unscale, wide_dtype
 from ._validation import describe
 
@@ -17,6 +17,7 @@ from ._validation import describe
 def value_and_grad(
     fun: Callable[..., Any],
     state: Any,
+    *,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
@@ -54,6 +55,7 @@ def value_and_grad(
             it. Return the loss in float32.
 
     Examples:
+        >>> import jax
         >>> import jax.numpy as jnp
         >>> import optax
         >>> import optax_lossscale as ls
@@ -109,6 +111,7 @@ def value_and_grad(
 def grad(
     fun: Callable[..., Any],
     state: Any,
+    *,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
@@ -147,7 +150,12 @@ def grad(
         Array(6., dtype=float32)
     """
     differentiated = value_and_grad(
-        fun, state, argnums, has_aux, holomorphic, allow_int
+        fun,
+        state,
+        argnums=argnums,
+        has_aux=has_aux,
+        holomorphic=holomorphic,
+        allow_int=allow_int,
     )
 
     @functools.wraps(fun)

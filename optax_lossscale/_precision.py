@@ -1,4 +1,4 @@
-"""Where the values of a floating-point type end: at zero, below normal, at infinity."""
+"""Where the numbers of a floating-point type end, and where scales do."""
 
 import functools
 import math
@@ -8,6 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._validation import check_float_dtype
+
+# Inside these bounds a float32 scale and its reciprocal are both normal numbers. XLA
+# flushes subnormal ones to zero, and gradients multiplied by zero look finite.
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = 2.0**126
 
 
 class Limits(NamedTuple):
@@ -26,7 +31,7 @@ class Limits(NamedTuple):
 
 def limits_of(dtype: Any) -> Limits:
     """Return the limits of a type that a user names, or say why it has none."""
-    advice = 'It is the type that gradients are computed in, as a rule "float16".'
+    advice = 'It is the type that gradients are computed in, usually "float16".'
     return _limits_of(check_float_dtype("dtype", dtype, advice).name)
 
 
@@ -41,11 +46,11 @@ def _limits_of(name: str) -> Limits:
     if rounded(0.0) != 0 or math.isfinite(rounded(math.inf)):
         raise ValueError(
             "`dtype` must have a zero, and an infinity or a NaN to show an overflow, "
-            f'got {name}. Gradients are computed in "float16" as a rule.'
+            f'got {name}. Gradients are usually computed in "float16".'
         )
     largest, least = float(info.max), float(info.smallest_subnormal)
     # Half a unit in the last place above the largest number lies a tie, which goes to
-    # the even neighbour: as a rule that is the missing one, but not in float8_e4m3fn.
+    # the even neighbor: usually that is the missing one, but not in float8_e4m3fn.
     tie = largest + 2.0 ** (math.frexp(largest)[1] - 2 - info.nmant)
     overflow = tie
     if math.isfinite(rounded(tie)):

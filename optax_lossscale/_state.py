@@ -1,6 +1,6 @@
 """The state that every rule acts on."""
 
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,14 +8,13 @@ import optax
 
 from ._validation import check_flag
 
-StateT = TypeVar("StateT", bound="LossScaleState | LossScaleStateWithMemory")
-
 
 class LossScaleState(NamedTuple):
-    """What every rule knows about the run so far.
+    """What a rule knows about the run so far.
 
-    Every field is a strongly typed array of shape ``()``. The names are unique among
-    optax states, so ``optax.tree.get(opt_state, "loss_scale")`` works in any chain.
+    Every field but ``memory`` is a strongly typed array of shape ``()``. The names are
+    unique among optax states, so ``optax.tree.get(opt_state, "loss_scale")`` works in
+    any chain.
 
     Attributes:
         loss_scale: float32, what the next loss is multiplied by.
@@ -25,12 +24,18 @@ class LossScaleState(NamedTuple):
             finite, and whatever else was asked to be.
         skipped_steps: int32, steps skipped in all; saturates.
         consecutive_skips: int32, steps skipped since one was applied; saturates.
+        memory: what one rule remembers beside these, a ``NamedTuple`` of strongly typed
+            arrays. An empty tuple for rules that need no more, which adds no leaf.
 
     Examples:
         >>> import optax_lossscale as ls
         >>> state = ls.DynamicLossScale().init()
         >>> float(state.loss_scale), int(state.skipped_steps)
         (32768.0, 0)
+        >>> state.memory
+        ()
+        >>> float(ls.HeadroomLossScale().init().memory.max_magnitude)
+        0.0
     """
 
     loss_scale: jax.Array
@@ -39,16 +44,21 @@ class LossScaleState(NamedTuple):
     grads_finite: jax.Array
     skipped_steps: jax.Array
     consecutive_skips: jax.Array
+    memory: Any = ()
 
     @classmethod
     def create(
-        cls, loss_scale: jax.typing.ArrayLike, hysteresis: jax.typing.ArrayLike = 1
-    ) -> Self:
+        cls,
+        loss_scale: jax.typing.ArrayLike,
+        hysteresis: jax.typing.ArrayLike = 1,
+        memory: Any = (),
+    ) -> "LossScaleState":
         """Return the state before the first step; what a rule's ``init`` returns.
 
         Args:
             loss_scale: the first scale.
             hysteresis: the first ``hysteresis_tracker``.
+            memory: what the rule remembers besides.
 
         Returns:
             A state with all other counters at 0 and ``grads_finite`` True.
@@ -57,6 +67,17 @@ class LossScaleState(NamedTuple):
             >>> import optax_lossscale as ls
             >>> ls.LossScaleState.create(128.0).loss_scale
             Array(128., dtype=float32)
+
+            A rule that remembers more keeps it in ``memory``:
+
+            >>> from typing import NamedTuple
+            >>> import jax
+            >>> import jax.numpy as jnp
+            >>> class Longest(NamedTuple):
+            ...     longest_run: jax.Array
+            >>> state = ls.LossScaleState.create(128.0, memory=Longest(jnp.int32(0)))
+            >>> state.memory
+            Longest(longest_run=Array(0, dtype=int32))
         """
         return cls(
             loss_scale=jnp.asarray(loss_scale, jnp.float32),
@@ -65,9 +86,10 @@ class LossScaleState(NamedTuple):
             grads_finite=jnp.ones((), jnp.bool_),
             skipped_steps=jnp.zeros((), jnp.int32),
             consecutive_skips=jnp.zeros((), jnp.int32),
+            memory=memory,
         )
 
-    def record(self, grads_finite: jax.typing.ArrayLike) -> Self:
+    def record(self, grads_finite: jax.typing.ArrayLike) -> "LossScaleState":
         """Return the state with the last step's fate written down.
 
         The bookkeeping that all rules share: call it first in a rule's ``update``.
@@ -90,74 +112,19 @@ class LossScaleState(NamedTuple):
             >>> int(state.record(True).consecutive_skips)
             0
         """
-        return _record(self, grads_finite)
-
-    def with_memory(self, memory: Any) -> "LossScaleStateWithMemory":
-        """Return the state of a rule that remembers more than this one holds.
-
-        Args:
-            memory: a ``NamedTuple`` of strongly typed arrays.
-
-        Returns:
-            A `LossScaleStateWithMemory` with the same fields, and ``memory``.
-
-        Examples:
-            >>> from typing import NamedTuple
-            >>> import jax
-            >>> import jax.numpy as jnp
-            >>> import optax_lossscale as ls
-            >>> class Longest(NamedTuple):
-            ...     longest_run: jax.Array
-            >>> state = ls.LossScaleState.create(128.0)
-            >>> state.with_memory(Longest(jnp.int32(0))).memory
-            Longest(longest_run=Array(0, dtype=int32))
-        """
-        return LossScaleStateWithMemory(*self, memory)
+        check_flag("grads_finite", grads_finite)
+        return recorded(self, grads_finite)
 
 
-class LossScaleStateWithMemory(NamedTuple):
-    """A `LossScaleState` with what one rule remembers besides.
-
-    A rule's ``init`` makes one with ``LossScaleState.create(...).with_memory(...)``.
-    Whatever takes a `LossScaleState` takes this as well.
-
-    Attributes:
-        loss_scale: as in `LossScaleState`, like the next five.
-        growth_tracker: int32.
-        hysteresis_tracker: int32.
-        grads_finite: bool.
-        skipped_steps: int32.
-        consecutive_skips: int32.
-        memory: a ``NamedTuple`` of arrays, of the rule's own making.
-
-    Examples:
-        >>> import optax_lossscale as ls
-        >>> state = ls.HeadroomLossScale().init()
-        >>> float(state.loss_scale), float(state.memory.max_magnitude)
-        (32768.0, 0.0)
-    """
-
-    loss_scale: jax.Array
-    growth_tracker: jax.Array
-    hysteresis_tracker: jax.Array
-    grads_finite: jax.Array
-    skipped_steps: jax.Array
-    consecutive_skips: jax.Array
-    memory: Any
-
-    def record(self, grads_finite: jax.typing.ArrayLike) -> Self:
-        """As ``LossScaleState.record``; the memory stays."""
-        return _record(self, grads_finite)
-
-
-def _record(state: StateT, grads_finite: jax.typing.ArrayLike) -> StateT:
-    check_flag("grads_finite", grads_finite)
+def recorded(
+    state: LossScaleState, grads_finite: jax.typing.ArrayLike
+) -> LossScaleState:
+    """Do as ``state.record`` does with a flag that has been checked."""
     grads_finite = jnp.asarray(grads_finite)
     skipped_steps = optax.safe_increment(state.skipped_steps)
     consecutive_skips = optax.safe_increment(state.consecutive_skips)
-    new_state: Any = state._replace(
+    return state._replace(
         grads_finite=grads_finite,
         skipped_steps=jnp.where(grads_finite, state.skipped_steps, skipped_steps),
         consecutive_skips=jnp.where(grads_finite, 0, consecutive_skips),
     )
-    return new_state

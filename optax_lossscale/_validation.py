@@ -53,6 +53,14 @@ def check_flag(name: str, value: Any) -> None:
         )
 
 
+def check_concrete(name: str, tree: Any, advice: str) -> None:
+    """Refuse a tree in which something is being traced."""
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
+        raise ValueError(
+            f"`{name}` must hold numbers, got something that is being traced. {advice}"
+        )
+
+
 def check_magnitude(name: str, value: Any) -> None:
     """Refuse anything but one real number, on the device or in Python."""
     dtype = getattr(value, "dtype", jnp.result_type(float))

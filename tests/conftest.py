@@ -1,16 +1,30 @@
-"""Eight CPU devices, the same Hypothesis cases every time, and no silent fallback."""
+"""Eight CPU devices, two processes, one cache of programs, fixed Hypothesis cases."""
 
 import contextlib
+import importlib.metadata
 import io
-import logging
+import os
 
 import chex
 import hypothesis
 import pytest
-from helpers import readme_blocks
+from helpers import ROOT, readme_blocks
 
 # Programs, with dependencies of their own, and a plugin.
-collect_ignore = ["benchmarks", "process_worker.py", "wrap_optax.py"]
+collect_ignore = [
+    "benchmarks",
+    "integration/process_worker.py",
+    "integration/wrap_optax.py",
+]
+
+# Nearly all of the time goes into compiling. What one process has compiled, the others
+# and the next run load, those that tests start among them: hence the environment.
+for name, value in {
+    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".pytest_cache" / "jax"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}.items():
+    os.environ.setdefault(name, value)
 
 chex.set_n_cpu_devices(8)
 
@@ -20,16 +34,11 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("fixed")
 
 
-@pytest.fixture(autouse=True)
-def no_fallback(caplog):
-    """Fail a test in which a step fell back to the plain layout of the masks.
-
-    A test that provokes it calls ``caplog.clear()``.
-    """
-    caplog.set_level(logging.DEBUG, logger="optax_lossscale")
-    yield
-    records = caplog.get_records("call")
-    assert not [r.getMessage() for r in records if r.name.startswith("optax_lossscale")]
+def pytest_xdist_auto_num_workers(config):
+    """Two processes, but one where they would fight for an accelerator's memory."""
+    plugins = importlib.metadata.entry_points(group="jax_plugins")
+    on_cpu = os.environ.get("JAX_PLATFORMS") == "cpu" or not plugins
+    return min(2, os.cpu_count() or 1) if on_cpu else 0
 
 
 @pytest.fixture(scope="session")

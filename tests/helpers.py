@@ -1,5 +1,6 @@
 """What several test files share."""
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,15 @@ enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x6
 set_mesh = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh
 
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+DATA = ROOT / "tests" / "data"
+README = (ROOT / "README.md").read_text()
+
+
+def worker_environment(**variables: str) -> dict[str, str]:
+    """The environment of a program in `integration` that imports from this folder."""
+    path = {"PYTHONPATH": str(ROOT / "tests"), "JAX_PLATFORMS": "cpu"}
+    return {**os.environ, **path, **variables}
 
 
 def readme_blocks(language: str) -> list[str]:

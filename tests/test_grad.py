@@ -35,8 +35,10 @@ def test_value_and_gradients_equal_jaxs_bit_for_bit(jit):
 @pytest.mark.parametrize("argnums", [0, 1, -1, (0,), (1, 0), [0, 1]])
 def test_argnums(argnums):
     expected = jax.value_and_grad(loss_fn, argnums)(PARAMS, X)
-    assert_same_bits(ls.value_and_grad(loss_fn, STATE, argnums)(PARAMS, X), expected)
-    assert_same_bits(ls.grad(loss_fn, STATE, argnums)(PARAMS, X), expected[1])
+    assert_same_bits(
+        ls.value_and_grad(loss_fn, STATE, argnums=argnums)(PARAMS, X), expected
+    )
+    assert_same_bits(ls.grad(loss_fn, STATE, argnums=argnums)(PARAMS, X), expected[1])
 
 
 def test_has_aux():

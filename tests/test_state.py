@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import rules
+from every_rule import RULES as EVERY_RULE
 from helpers import enable_x64
 
 import optax_lossscale as ls
@@ -29,7 +29,7 @@ RULES = [
 OTHERS = ["headroom", "log-normal", "metaseq", "deepspeed", "jmp in bfloat16"]
 
 
-@pytest.mark.parametrize("rule", [*RULES, *(rules.RULES[n] for n in OTHERS)], ids=str)
+@pytest.mark.parametrize("rule", [*RULES, *map(EVERY_RULE.get, OTHERS)], ids=str)
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("x64", [False, True])
 def test_every_leaf_is_a_strongly_typed_scalar(rule, jit, x64):

@@ -1,4 +1,4 @@
-"""all_finite and select."""
+"""all_finite, max_magnitude and select."""
 
 import chex
 import jax
@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 import optax_lossscale as ls
 
 FLOATS = ["float16", "bfloat16", "float32", "float8_e5m2", "float8_e4m3fn"]
+
+
 BAD = [np.nan, np.inf, -np.inf]
 
 
@@ -182,3 +184,44 @@ def test_select_refuses_trees_of_different_structure():
         ls.select(True, {"a": 1.0}, {"b": 1.0})
     with pytest.raises(ValueError, match="same structure"):
         ls.select(True, 1.0, (1.0, 2.0))
+
+
+@given(
+    st.lists(st.floats(width=32, allow_nan=False), max_size=8),
+    st.sampled_from(FLOATS),
+)
+def test_it_is_numpys_maximum_of_absolute_values(values, dtype):
+    x = jnp.asarray(np.array(values, np.float32)).astype(dtype)
+    largest = ls.max_magnitude({"a": x, "b": [jnp.ones((), dtype)]})
+    finite = np.abs(np.asarray(x, np.float32))
+    assert (largest.shape, largest.dtype) == ((), jnp.float32)
+    if not np.isnan(finite).any():  # float8_e4m3fn has NaN for infinity
+        assert float(largest) == max([1.0, *finite.tolist()])
+
+
+def test_what_cannot_overflow_does_not_count():
+    tree = {
+        "int": jnp.int32(100),
+        "bool": jnp.bool_(True),
+        "float0": np.zeros(2, jax.dtypes.float0),
+        "key": jax.random.key(0),
+        "none": None,
+        "masked": optax.MaskedNode(),
+        "empty": jnp.zeros((0, 3)),
+        "number": -0.5,
+    }
+    assert float(ls.max_magnitude(tree)) == 0.5
+    assert float(ls.max_magnitude({})) == 0.0
+
+
+def test_complex_and_wide_numbers():
+    assert float(ls.max_magnitude(jnp.array([3 + 4j], jnp.complex64))) == 5.0
+    with enable_x64(True):
+        largest = np.finfo(np.float32).max
+        assert float(ls.max_magnitude(jnp.array(1e300))) == largest
+        assert float(ls.max_magnitude(jnp.array(-np.inf))) == np.inf
+
+
+def test_an_axis_that_is_not_bound_is_refused():
+    with pytest.raises(ValueError, match="`axis_name` must name an axis"):
+        ls.max_magnitude(jnp.ones(3), "nowhere")

@@ -7,11 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
+from .._diagnostics.report import (
+    GradientReport,
+    check_gradients,
+    exact_totals,
+    gradient_report,
+)
 from .._precision import limits_of
-from .._report import GradientReport, check_gradients, gradient_report
 from .._tree import dtype_of, is_inexact, wide_dtype
-from .._validation import check_scale
-from ._common import BLUE, GREY, RED, check_concrete, new_axes
+from .._validation import check_concrete, check_scale
+from ._common import BLUE, GREY, RED, TRACED, new_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,6 +32,7 @@ _ZONES = {
 
 def plot_gradient_range(
     grads: Any,
+    *,
     loss_scale: jax.typing.ArrayLike = 1.0,
     dtype: Any = jnp.float16,
     ax: "Axes | None" = None,
@@ -60,7 +66,7 @@ def plot_gradient_range(
         >>> import jax.numpy as jnp
         >>> import optax_lossscale as ls
         >>> grads = {"w": jnp.geomspace(1e-9, 1e-3, 1000)}
-        >>> axes = ls.plots.plot_gradient_range(grads, 2.0**15)
+        >>> axes = ls.plots.plot_gradient_range(grads, loss_scale=2.0**15)
         >>> [text.get_text() for text in axes.get_legend().get_texts()]
         ['as they are', 'times 2^15']
 
@@ -69,14 +75,14 @@ def plot_gradient_range(
         <https://arxiv.org/abs/1710.03740>`_, figure 3.
     """
     check_gradients("grads", grads)
-    check_concrete("grads", grads)
-    check_concrete("loss_scale", loss_scale)
+    check_concrete("grads", grads, TRACED)
+    check_concrete("loss_scale", loss_scale, TRACED)
     loss_scale = jax.device_get(loss_scale)
     limits, name = limits_of(dtype), jnp.dtype(dtype).name
     check_scale("loss_scale", loss_scale)
     shift = float(np.log2(np.asarray(loss_scale, np.float64)))
     totals = [
-        _totals(gradient_report(grads, dtype=dtype, loss_scale=scale))
+        exact_totals(gradient_report(grads, dtype=dtype, loss_scale=scale))
         for scale in ((1.0, loss_scale) if shift else (1.0,))
     ]
     held = [_zones(counts) for counts in totals]
@@ -148,33 +154,22 @@ def _octaves(grads: Any) -> tuple[npt.NDArray[np.int64], int]:
     return counts[used[0] : used[-1] + 1], int(used[0]) + lowest
 
 
-def _totals(report: GradientReport) -> dict[str, int]:
-    """Add up the counts of all arrays, in Python, where they do not saturate."""
-    fields = jax.device_get(report)._asdict()
-    del fields["max_abs"]
-    return {name: sum(map(int, jax.tree.leaves(t))) for name, t in fields.items()}
-
-
-def _zones(totals: dict[str, int]) -> dict[str, float]:
+def _zones(totals: GradientReport) -> dict[str, float]:
     """Return which share of the finite elements other than zero is in each zone."""
-    left_out = totals["nan"] + totals["inf"] + totals["zero"]
-    elements = totals["size"] - left_out
-    lost, subnormal, overflow = (
-        totals[name] for name in ("underflow", "subnormal", "overflow")
-    )
-    normal = elements - lost - subnormal - overflow
-    counts = (lost, subnormal, normal, overflow)
+    elements = totals.size - totals.nan - totals.inf - totals.zero
+    normal = elements - totals.underflow - totals.subnormal - totals.overflow
+    counts = (totals.underflow, totals.subnormal, normal, totals.overflow)
     return {
         zone: count / max(elements, 1)
         for zone, count in zip(_ZONES, counts, strict=True)
     }
 
 
-def _title(totals: dict[str, int], name: str) -> str:
-    nonfinite = totals["nan"] + totals["inf"]
-    parts = [f"{totals['size']:,} gradients in the range of {name}"]
-    if totals["zero"]:
-        parts.append(f"{_percent(totals['zero'] / totals['size'])} zero already")
+def _title(totals: GradientReport, name: str) -> str:
+    nonfinite = totals.nan + totals.inf
+    parts = [f"{totals.size:,} gradients in the range of {name}"]
+    if totals.zero:
+        parts.append(f"{_percent(totals.zero / totals.size)} zero already")
     if nonfinite:
         parts.append(f"{nonfinite:,} NaN or inf")
     return ", ".join(parts)

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from .._validation import describe
-from ._common import BLUE, RED, check_concrete, new_axes
+from .._validation import check_concrete, describe
+from ._common import BLUE, RED, TRACED, new_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,7 +42,7 @@ def plot_loss_scale(
         >>> axes.get_yscale()
         'log'
     """
-    check_concrete("scales", scales)
+    check_concrete("scales", scales, TRACED)
     values = np.asarray(scales)
     numeric = np.issubdtype(values.dtype, np.number)
     if values.ndim != 1 or not numeric or not np.all((values > 0) & (values < np.inf)):

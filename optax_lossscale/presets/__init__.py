@@ -1,9 +1,10 @@
-"""The rules of other systems, by their names and with their arguments.
+"""The rules of other systems by their names, and their saved states, there and back.
 
-Each function takes the arguments of the system that it is named after, with its
-defaults, and returns the rule that takes the same course: in the tests, trajectories
-recorded from the systems themselves. Where a system is broken its rule is not, which is
-said under "Departures".
+A preset takes the arguments of the system that it is named after, with its defaults,
+and returns the rule that takes the same course; the tests replay trajectories recorded
+from the systems themselves. Where a system is broken its rule is not: "Departures" says
+where. ``from_..._state_dict`` and ``to_..._state_dict`` convert a saved state, so that
+a run goes on here or there.
 
 Examples:
     >>> import optax
@@ -12,30 +13,44 @@ Examples:
     >>> tx = ls.with_loss_scaling(optax.adamw(3e-4), rule)
 """
 
-from .._tolerant import TolerantLossScale
-from .._verbatim import VerbatimLossScale
-from ._fairseq import fairseq, metaseq
-from ._jax import flax_dynamic_scale, jmp_dynamic, jmp_static, mpx_dynamic
-from ._keras import keras_loss_scale, tf_keras_loss_scale
-from ._large_models import deepspeed, deepspeed_fp16, megatron
+from .._public import set_home as _set_home
+from .._rules.verbatim import VerbatimLossScale
+from ._apex import apex_amp
+from ._deepspeed import deepspeed, deepspeed_fp16
+from ._fairseq import fairseq
+from ._flax import flax_dynamic_scale, from_flax_state_dict, to_flax_state_dict
+from ._jmp import from_jmp_state_dict, jmp_dynamic, jmp_static, to_jmp_state_dict
+from ._keras import (
+    from_keras_state_dict,
+    keras_loss_scale,
+    tf_keras_loss_scale,
+    to_keras_state_dict,
+)
+from ._megatron import from_megatron_state_dict, megatron, to_megatron_state_dict
+from ._metaseq import metaseq
 from ._mindspore import mindspore_dynamic, mindspore_fixed
+from ._mpx import mpx_dynamic
 from ._openseq2seq import openseq2seq_backoff, openseq2seq_logmax
-from ._pytorch import apex_amp, torch_grad_scaler
 from ._tensorflow import (
     tf_contrib_exponential_update,
     tf_contrib_fixed,
     tf_dynamic_loss_scale,
     tf_fixed_loss_scale,
 )
+from ._torch import from_torch_state_dict, to_torch_state_dict, torch_grad_scaler
 
 __all__ = [
-    "TolerantLossScale",
     "VerbatimLossScale",
     "apex_amp",
     "deepspeed",
     "deepspeed_fp16",
     "fairseq",
     "flax_dynamic_scale",
+    "from_flax_state_dict",
+    "from_jmp_state_dict",
+    "from_keras_state_dict",
+    "from_megatron_state_dict",
+    "from_torch_state_dict",
     "jmp_dynamic",
     "jmp_static",
     "keras_loss_scale",
@@ -51,5 +66,12 @@ __all__ = [
     "tf_dynamic_loss_scale",
     "tf_fixed_loss_scale",
     "tf_keras_loss_scale",
+    "to_flax_state_dict",
+    "to_jmp_state_dict",
+    "to_keras_state_dict",
+    "to_megatron_state_dict",
+    "to_torch_state_dict",
     "torch_grad_scaler",
 ]
+
+_set_home(__name__, __all__)

@@ -1,43 +1,27 @@
-"""Build a rule from another system's arguments, and speak of them by their names."""
+"""Build a rule from another system's arguments, checked under that system's names."""
 
-import contextlib
 import dataclasses
-import math
-import re
-from collections.abc import Iterator
 from typing import Any
 
-from .._backoff import NUMBERS
-from .._dynamic import DynamicLossScale
-from .._loss_scale import LARGEST_SCALE, SMALLEST_SCALE, LossScale
+from .._precision import LARGEST_SCALE, SMALLEST_SCALE
+from .._rules.dynamic import DynamicLossScale
+from .._rules.verbatim import VerbatimLossScale
 from .._validation import check_number
-from .._verbatim import VerbatimLossScale
 
-
-@contextlib.contextmanager
-def named(**names: str) -> Iterator[None]:
-    """Let errors name the arguments that the user gave, not ours."""
-    try:
-        yield
-    except ValueError as error:
-        ours = "|".join(names)
-        text = re.sub(rf"\b({ours})\b", lambda match: names[match[1]], str(error))
-        raise ValueError(text) from None
+Growing = DynamicLossScale | VerbatimLossScale
 
 
 def growing(
-    *, min_scale: Any = 0.0, max_scale: Any = math.inf, **arguments: Any
-) -> LossScale:
+    *,
+    min_scale: float = SMALLEST_SCALE,
+    max_scale: float = LARGEST_SCALE,
+    **arguments: Any,
+) -> Growing:
     """Return a `DynamicLossScale`, if one takes the course that these arguments mean.
 
-    It does not if it would have to start outside of its limits. A floor of 0 and a
-    ceiling of infinity become ours.
+    It does not if it would have to start outside of its limits.
     """
-    rule = VerbatimLossScale(
-        min_scale=floor("min_scale", min_scale),
-        max_scale=ceiling("max_scale", max_scale),
-        **arguments,
-    )
+    rule = VerbatimLossScale(min_scale=min_scale, max_scale=max_scale, **arguments)
     quirks = rule.first_growth_late or rule.scale_dtype != "float32"
     if quirks or not rule.min_scale <= rule.init_scale <= rule.max_scale:
         return rule
@@ -45,12 +29,7 @@ def growing(
     return DynamicLossScale(**{name: getattr(rule, name) for name in names})
 
 
-def first(name: str, value: Any) -> float:
-    """Return a first scale."""
-    return check_number(name, value, *NUMBERS["init_scale"])
-
-
-def floor(name: str, value: Any) -> float:
+def floor(value: Any, name: str) -> float:
     """Return a least scale, 2**-126 where another system goes down to less."""
     number = check_number(
         name,
@@ -62,7 +41,7 @@ def floor(name: str, value: Any) -> float:
     return max(number, SMALLEST_SCALE)
 
 
-def ceiling(name: str, value: Any) -> float:
+def ceiling(value: Any, name: str) -> float:
     """Return a largest scale, 2**126 where another system goes up to more."""
     number = check_number(
         name,
@@ -72,15 +51,3 @@ def ceiling(name: str, value: Any) -> float:
         "It is the largest loss scale; 2.0**24 is usual.",
     )
     return min(number, LARGEST_SCALE)
-
-
-def reciprocal(name: str, factor: Any) -> float:
-    """Return the backoff factor of a system that divides by its growth factor."""
-    factor = check_number(
-        name,
-        factor,
-        lambda x: 1 < x <= LARGEST_SCALE,
-        "a number above 1, up to 2**126",
-        "It multiplies the loss scale in a growth and divides it in a backoff.",
-    )
-    return 1 / factor

@@ -1,13 +1,18 @@
-"""fairseq and metaseq."""
+"""fairseq: ``DynamicLossScaler``."""
 
 import math
-from contextlib import AbstractContextManager
 from typing import Any
 
-from .._dynamic import DynamicLossScale
-from .._loss_scale import LARGEST_SCALE, LossScale
-from .._tolerant import TolerantLossScale
-from ._build import first, floor, named, reciprocal
+from .._precision import LARGEST_SCALE
+from .._rules.arguments import (
+    check_growth_factor,
+    check_growth_interval,
+    check_init_scale,
+    check_order,
+)
+from .._rules.dynamic import DynamicLossScale
+from .._rules.tolerant import TolerantLossScale
+from ._build import floor
 
 
 def fairseq(
@@ -17,7 +22,7 @@ def fairseq(
     tolerance: float = 0.0,
     threshold: float | None = None,
     min_loss_scale: float = 1e-4,
-) -> LossScale:
+) -> DynamicLossScale | TolerantLossScale:
     """Return the rule of fairseq's ``DynamicLossScaler``.
 
     The scale is multiplied by ``scale_factor`` at every ``scale_window``-th finite step
@@ -33,7 +38,7 @@ def fairseq(
         init_scale: the first scale, above ``min_loss_scale``.
         scale_factor: what a growth multiplies by and a backoff divides by, above 1.
         scale_window: finite steps in a row before a growth.
-        tolerance: the share of non-finite steps that is put up with, from 0 to 1.
+        tolerance: the share of non-finite steps that is tolerated, from 0 to 1.
         threshold: the least scale, or None.
         min_loss_scale: what the scale stays above.
 
@@ -54,64 +59,15 @@ def fairseq(
         `fairseq/optim/dynamic_loss_scaler.py
         <https://github.com/facebookresearch/fairseq/blob/main/fairseq/optim/dynamic_loss_scaler.py>`_
     """
-    arguments = _fairseq_arguments(
+    arguments = fairseq_arguments(
         init_scale, scale_factor, scale_window, threshold, min_loss_scale, strict=True
     )
-    with _fairseq_names(threshold):
-        if tolerance == 0 and not isinstance(tolerance, bool):
-            return DynamicLossScale(**arguments)
-        return TolerantLossScale(**arguments, tolerance=tolerance)
+    if tolerance == 0 and not isinstance(tolerance, bool):
+        return DynamicLossScale(**arguments)
+    return TolerantLossScale(**arguments, tolerance=tolerance)
 
 
-def metaseq(
-    init_scale: float = 4.0,
-    scale_factor: float = 2.0,
-    scale_window: int = 256,
-    tolerance: float = 0.0,
-    threshold: float | None = None,
-    min_loss_scale: float = 2.0**-5,
-) -> LossScale:
-    """Return the rule of metaseq's ``DynamicLossScaler``.
-
-    That of `fairseq`, but the window is multiplied and divided along with the scale,
-    and at ``min_loss_scale`` the scale stays and nothing is raised.
-
-    Departures: the ceiling is 2**126, where metaseq has none.
-
-    Args:
-        init_scale: the first scale, ``min_loss_scale`` or above.
-        scale_factor: what a growth multiplies by and a backoff divides by, a whole
-            number above 1.
-        scale_window: finite steps in a row before the first growth.
-        tolerance: the share of non-finite steps that is put up with, from 0 to 1.
-        threshold: the least scale, or None.
-        min_loss_scale: the scale does not fall below it.
-
-    Returns:
-        A `TolerantLossScale`.
-
-    Raises:
-        ValueError: if an argument is out of range.
-
-    Examples:
-        >>> from optax_lossscale import presets
-        >>> presets.metaseq().interval_follows_scale
-        True
-
-    References:
-        `metaseq/optim/dynamic_loss_scaler.py
-        <https://github.com/facebookresearch/metaseq/blob/main/metaseq/optim/dynamic_loss_scaler.py>`_
-    """
-    arguments = _fairseq_arguments(
-        init_scale, scale_factor, scale_window, threshold, min_loss_scale, strict=False
-    )
-    with _fairseq_names(threshold):
-        return TolerantLossScale(
-            **arguments, tolerance=tolerance, interval_follows_scale=True
-        )
-
-
-def _fairseq_arguments(
+def fairseq_arguments(
     init_scale: float,
     scale_factor: float,
     scale_window: int,
@@ -124,9 +80,9 @@ def _fairseq_arguments(
     A backoff that would come to ``min_loss_scale`` (``strict``) or below it is undone,
     so the floor is the least scale on the way down from the first one.
     """
-    backoff_factor = reciprocal("scale_factor", scale_factor)
-    init_scale = first("init_scale", init_scale)
-    lowest = floor("min_loss_scale", min_loss_scale)
+    scale_factor = check_growth_factor(scale_factor, "scale_factor")
+    init_scale = check_init_scale(init_scale)
+    lowest = floor(min_loss_scale, "min_loss_scale")
     strict = strict and lowest == min_loss_scale
 
     def undone(scale: float) -> bool:
@@ -139,21 +95,16 @@ def _fairseq_arguments(
         min_scale *= scale_factor
     if not undone(min_scale / scale_factor):
         min_scale /= scale_factor
-    if threshold is not None and not undone(floor("threshold", threshold)):
-        min_scale = threshold
+    if threshold is not None:
+        least = floor(threshold, "threshold")
+        if not undone(least):
+            check_order(threshold=least, init_scale=init_scale)
+            min_scale = least
     return {
         "init_scale": init_scale,
         "growth_factor": scale_factor,
-        "backoff_factor": backoff_factor,
-        "growth_interval": scale_window,
+        "backoff_factor": 1 / scale_factor,
+        "growth_interval": check_growth_interval(scale_window, "scale_window"),
         "min_scale": min_scale,
         "max_scale": LARGEST_SCALE,
     }
-
-
-def _fairseq_names(threshold: float | None) -> AbstractContextManager[None]:
-    return named(
-        growth_factor="scale_factor",
-        growth_interval="scale_window",
-        min_scale="min_loss_scale" if threshold is None else "threshold",
-    )

@@ -1,12 +1,18 @@
-"""MindSpore."""
+"""MindSpore: its loss-scale managers."""
 
-from .._loss_scale import FixedLossScale, LossScale
-from ._build import growing, named, reciprocal
+from .._rules.arguments import (
+    check_growth_factor,
+    check_growth_interval,
+    check_init_scale,
+)
+from .._rules.fixed import FixedLossScale
+from .._validation import check_bool
+from ._build import Growing, growing
 
 
 def mindspore_fixed(
     loss_scale: float = 128.0, drop_overflow_update: bool = True
-) -> LossScale:
+) -> FixedLossScale:
     """Return the rule of MindSpore's ``FixedLossScaleManager``.
 
     The scale stays; steps with non-finite gradients are dropped unless told not to.
@@ -34,15 +40,19 @@ def mindspore_fixed(
         `mindspore.amp.FixedLossScaleManager
         <https://www.mindspore.cn/docs/en/master/api_python/amp/mindspore.amp.FixedLossScaleManager.html>`_
     """
-    with named(skip_nonfinite="drop_overflow_update"):
-        return FixedLossScale(loss_scale, skip_nonfinite=drop_overflow_update)
+    check_bool(
+        "drop_overflow_update",
+        drop_overflow_update,
+        "It says whether non-finite steps are skipped.",
+    )
+    return FixedLossScale(loss_scale, skip_nonfinite=drop_overflow_update)
 
 
 def mindspore_dynamic(
     init_loss_scale: float = 2.0**24,
     scale_factor: float = 2.0,
     scale_window: int = 2000,
-) -> LossScale:
+) -> Growing:
     """Return the rule of MindSpore's ``DynamicLossScaleManager``.
 
     The scale is multiplied by ``scale_factor`` at every ``scale_window``-th finite step
@@ -76,15 +86,11 @@ def mindspore_dynamic(
         `mindspore.amp.DynamicLossScaleManager
         <https://www.mindspore.cn/docs/en/master/api_python/amp/mindspore.amp.DynamicLossScaleManager.html>`_
     """
-    with named(
-        init_scale="init_loss_scale",
-        growth_factor="scale_factor",
-        growth_interval="scale_window",
-    ):
-        return growing(
-            init_scale=init_loss_scale,
-            growth_factor=scale_factor,
-            backoff_factor=reciprocal("scale_factor", scale_factor),
-            growth_interval=scale_window,
-            min_scale=1.0,
-        )
+    factor = check_growth_factor(scale_factor, "scale_factor")
+    return growing(
+        init_scale=check_init_scale(init_loss_scale, "init_loss_scale"),
+        growth_factor=factor,
+        backoff_factor=1 / factor,
+        growth_interval=check_growth_interval(scale_window, "scale_window"),
+        min_scale=1.0,
+    )

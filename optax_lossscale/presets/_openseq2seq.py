@@ -1,10 +1,14 @@
-"""OpenSeq2Seq."""
+"""OpenSeq2Seq: ``BackoffScaler`` and ``LogMaxScaler``."""
 
-from .._dynamic import DynamicLossScale
-from .._log_normal import LogNormalLossScale
-from .._loss_scale import LossScale
+from .._rules.arguments import (
+    check_growth_factor,
+    check_growth_interval,
+    check_order,
+)
+from .._rules.dynamic import DynamicLossScale
+from .._rules.log_normal import LogNormalLossScale
 from .._validation import check_number
-from ._build import ceiling, floor, named, reciprocal
+from ._build import ceiling, floor
 
 
 def openseq2seq_backoff(
@@ -12,7 +16,7 @@ def openseq2seq_backoff(
     scale_max: float = 2.0**24,
     step_factor: float = 2.0,
     step_window: int = 2000,
-) -> LossScale:
+) -> DynamicLossScale:
     """Return the rule of OpenSeq2Seq's ``BackoffScaler``.
 
     The scale starts at ``scale_max``. It is multiplied by ``step_factor`` at every
@@ -41,22 +45,17 @@ def openseq2seq_backoff(
         `open_seq2seq/optimizers/automatic_loss_scaler.py
         <https://github.com/NVIDIA/OpenSeq2Seq/blob/master/open_seq2seq/optimizers/automatic_loss_scaler.py>`_
     """
-    with named(
-        min_scale="scale_min",
-        max_scale="scale_max",
-        init_scale="scale_max",
-        growth_factor="step_factor",
-        growth_interval="step_window",
-    ):
-        highest = ceiling("scale_max", scale_max)
-        return DynamicLossScale(
-            init_scale=highest,
-            min_scale=floor("scale_min", scale_min),
-            max_scale=highest,
-            growth_factor=step_factor,
-            backoff_factor=reciprocal("step_factor", step_factor),
-            growth_interval=step_window,
-        )
+    lowest, highest = floor(scale_min, "scale_min"), ceiling(scale_max, "scale_max")
+    check_order(scale_min=lowest, scale_max=highest)
+    factor = check_growth_factor(step_factor, "step_factor")
+    return DynamicLossScale(
+        init_scale=highest,
+        min_scale=lowest,
+        max_scale=highest,
+        growth_factor=factor,
+        backoff_factor=1 / factor,
+        growth_interval=check_growth_interval(step_window, "step_window"),
+    )
 
 
 def openseq2seq_logmax(
@@ -66,7 +65,7 @@ def openseq2seq_logmax(
     beta1: float = 0.99,
     beta2: float = 0.999,
     overflow_std_dev: float = 3.09,
-) -> LossScale:
+) -> LogNormalLossScale:
     """Return the rule of OpenSeq2Seq's ``LogMaxScaler``.
 
     See `LogNormalLossScale`. The scale starts at 1 and need not be a power of two. A
@@ -107,15 +106,15 @@ def openseq2seq_logmax(
         "a number from -126 to 16",
         "It is log2 of what a non-finite step is meant to count as; 16 is usual.",
     )
-    lowest, highest = floor("scale_min", scale_min), ceiling("scale_max", scale_max)
-    with named(init_scale="scale_max", min_scale="scale_min", max_scale="scale_max"):
-        return LogNormalLossScale(
-            init_scale=min(max(1.0, lowest), highest),
-            min_scale=lowest,
-            max_scale=highest,
-            beta1=beta1,
-            beta2=beta2,
-            overflow_std_dev=overflow_std_dev,
-            nonfinite_log=2.0**log_max,
-            power_of_two=False,
-        )
+    lowest, highest = floor(scale_min, "scale_min"), ceiling(scale_max, "scale_max")
+    check_order(scale_min=lowest, scale_max=highest)
+    return LogNormalLossScale(
+        init_scale=min(max(1.0, lowest), highest),
+        min_scale=lowest,
+        max_scale=highest,
+        beta1=beta1,
+        beta2=beta2,
+        overflow_std_dev=overflow_std_dev,
+        nonfinite_log=2.0**log_max,
+        power_of_two=False,
+    )

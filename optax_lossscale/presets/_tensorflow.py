@@ -1,14 +1,22 @@
-"""TensorFlow and its contrib."""
+"""TensorFlow and ``tf.contrib``: their loss scales and managers."""
 
-from .._loss_scale import FixedLossScale, LossScale
-from ._build import growing, named, reciprocal
+from .._rules.arguments import (
+    check_backoff_factor,
+    check_fixed_scale,
+    check_growth_factor,
+    check_growth_interval,
+    check_hysteresis,
+    check_init_scale,
+)
+from .._rules.fixed import FixedLossScale
+from ._build import Growing, growing
 
 
 def tf_dynamic_loss_scale(
     initial_loss_scale: float = 2.0**15,
     increment_period: int = 2000,
     multiplier: float = 2.0,
-) -> LossScale:
+) -> Growing:
     """Return the rule of TensorFlow's ``DynamicLossScale``.
 
     The scale is multiplied by ``multiplier`` at every ``increment_period``-th finite
@@ -39,21 +47,17 @@ def tf_dynamic_loss_scale(
         `tf.compat.v1.mixed_precision.DynamicLossScale
         <https://www.tensorflow.org/api_docs/python/tf/compat/v1/mixed_precision/DynamicLossScale>`_
     """
-    with named(
-        init_scale="initial_loss_scale",
-        growth_factor="multiplier",
-        growth_interval="increment_period",
-    ):
-        return growing(
-            init_scale=initial_loss_scale,
-            growth_interval=increment_period,
-            growth_factor=multiplier,
-            backoff_factor=reciprocal("multiplier", multiplier),
-            min_scale=1.0,
-        )
+    factor = check_growth_factor(multiplier, "multiplier")
+    return growing(
+        init_scale=check_init_scale(initial_loss_scale, "initial_loss_scale"),
+        growth_interval=check_growth_interval(increment_period, "increment_period"),
+        growth_factor=factor,
+        backoff_factor=1 / factor,
+        min_scale=1.0,
+    )
 
 
-def tf_fixed_loss_scale(loss_scale_value: float) -> LossScale:
+def tf_fixed_loss_scale(loss_scale_value: float) -> FixedLossScale:
     """Return the rule of TensorFlow's ``FixedLossScale``.
 
     The scale stays, and every step is applied, finite or not.
@@ -78,11 +82,11 @@ def tf_fixed_loss_scale(loss_scale_value: float) -> LossScale:
         `tf.compat.v1.mixed_precision.FixedLossScale
         <https://www.tensorflow.org/api_docs/python/tf/compat/v1/mixed_precision/FixedLossScale>`_
     """
-    with named(loss_scale="loss_scale_value"):
-        return FixedLossScale(loss_scale_value, skip_nonfinite=False)
+    scale = check_fixed_scale(loss_scale_value, "loss_scale_value")
+    return FixedLossScale(scale, skip_nonfinite=False)
 
 
-def tf_contrib_fixed(loss_scale: float) -> LossScale:
+def tf_contrib_fixed(loss_scale: float) -> FixedLossScale:
     """Return the rule of ``tf.contrib.mixed_precision.FixedLossScaleManager``.
 
     The scale stays, and steps with non-finite gradients are skipped.
@@ -116,7 +120,7 @@ def tf_contrib_exponential_update(
     decr_every_n_nan_or_inf: int = 2,
     incr_ratio: float = 2.0,
     decr_ratio: float = 0.8,
-) -> LossScale:
+) -> Growing:
     """Return the rule of ``ExponentialUpdateLossScaleManager`` of ``tf.contrib``.
 
     The scale is multiplied by ``incr_ratio`` at every ``incr_every_n_steps``-th finite
@@ -152,19 +156,12 @@ def tf_contrib_exponential_update(
         `tensorflow/contrib/mixed_precision of 1.15
         <https://github.com/tensorflow/tensorflow/blob/r1.15/tensorflow/contrib/mixed_precision/python/loss_scale_manager.py>`_
     """
-    with named(
-        init_scale="init_loss_scale",
-        growth_interval="incr_every_n_steps",
-        hysteresis="decr_every_n_nan_or_inf",
-        growth_factor="incr_ratio",
-        backoff_factor="decr_ratio",
-    ):
-        return growing(
-            init_scale=init_loss_scale,
-            growth_interval=incr_every_n_steps,
-            hysteresis=decr_every_n_nan_or_inf,
-            hysteresis_refill="change",
-            growth_factor=incr_ratio,
-            backoff_factor=decr_ratio,
-            min_scale=1.0,
-        )
+    return growing(
+        init_scale=check_init_scale(init_loss_scale, "init_loss_scale"),
+        growth_interval=check_growth_interval(incr_every_n_steps, "incr_every_n_steps"),
+        hysteresis=check_hysteresis(decr_every_n_nan_or_inf, "decr_every_n_nan_or_inf"),
+        hysteresis_refill="change",
+        growth_factor=check_growth_factor(incr_ratio, "incr_ratio"),
+        backoff_factor=check_backoff_factor(decr_ratio, "decr_ratio"),
+        min_scale=1.0,
+    )

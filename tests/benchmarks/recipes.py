@@ -59,7 +59,9 @@ def without_check(tx: optax.GradientTransformation, loss_fn: LossFn):
         return jnp.vdot(element, element) < jnp.inf
 
     def step(params, state, batch):
-        with mock.patch("optax_lossscale._transform.all_finite", one_element):
+        with mock.patch(
+            "optax_lossscale._transform.with_loss_scaling.all_finite", one_element
+        ):
             return scaled_step(params, state, batch)
 
     return init, step

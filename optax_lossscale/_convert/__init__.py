@@ -1,1 +1,0 @@
-"""States of other systems, as they save them, to rules and states of ours and back."""

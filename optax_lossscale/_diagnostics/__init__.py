@@ -1,0 +1,1 @@
+"""What gradients and the loss scale look like: report, table, suggestion, guard."""

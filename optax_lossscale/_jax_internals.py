@@ -1,0 +1,44 @@
+"""What jax does not document, in one place: each jax version is told apart here."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import source_info_util
+from jax.extend.core import JaxprEqn
+
+
+def bind(eqn: JaxprEqn, args: Iterable[Any]) -> Sequence[Any]:
+    """Evaluate one equation of a jaxpr, under its name and its context."""
+    bind_params = eqn.primitive.get_bind_params(eqn.params)
+    # jax 0.7 keeps the functions among the parameters apart.
+    functions, bind_params = (
+        bind_params if isinstance(bind_params, tuple) else ((), bind_params)
+    )
+    source = eqn.source_info
+    name_stack = source_info_util.current_name_stack() + source.name_stack
+    with (
+        source_info_util.user_context(source.traceback, name_stack=name_stack),
+        eqn.ctx.manager,
+    ):
+        out = eqn.primitive.bind(*functions, *args, **bind_params)
+    return out if eqn.primitive.multiple_results else [out]
+
+
+def varying_axes(x: jax.Array) -> frozenset[Any]:
+    """Return the mapped axes along which an array differs, as far as jax tells.
+
+    None outside of ``shard_map``, and under its ``check_vma=False``.
+    """
+    aval: Any = jax.typeof(x)
+    kind = getattr(aval, "manual_axis_type", None)
+    # jax 0.7 has the axes on the type itself.
+    axes = getattr(aval, "vma", None) if kind is None else kind.varying
+    if axes is None:
+        # An empty set would let devices decide differently without a word.
+        raise RuntimeError(
+            f"jax {jax.__version__} no longer says along which mapped axes an array "
+            "differs, which this version of optax_lossscale relies on. Upgrade "
+            "optax_lossscale, or install an earlier jax."
+        )
+    return axes

@@ -1,0 +1,16 @@
+"""Give public names their public home."""
+
+import inspect
+import sys
+from collections.abc import Iterable
+
+
+def set_home(module_name: str, names: Iterable[str]) -> None:
+    """Let errors, pickles, ``help`` and doctests show the module that users import."""
+    module = sys.modules[module_name]
+    for name in names:
+        member = getattr(module, name)
+        methods = vars(member).values() if inspect.isclass(member) else ()
+        for x in (member, *(getattr(x, "__func__", x) for x in methods)):
+            if inspect.isclass(x) or inspect.isfunction(x):
+                x.__module__ = module_name

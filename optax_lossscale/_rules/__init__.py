@@ -1,0 +1,1 @@
+"""The rules, what they share, and the base that others derive from."""

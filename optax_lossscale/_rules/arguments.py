@@ -1,0 +1,111 @@
+"""Checks of the arguments that several rules, and the presets, have in common.
+
+Each returns Python's own number, so that equal rules are equal and JSON holds them, or
+the value as it is while ``optax.inject_hyperparams`` traces it. ``name`` is what the
+user calls the argument.
+"""
+
+import itertools
+from typing import Any
+
+import jax
+
+from .._precision import LARGEST_SCALE, SMALLEST_SCALE
+from .._validation import check_count, check_number
+
+REFILLS = ("finite", "growth", "change")
+
+
+def settle(rule: Any, **fields: Any) -> None:
+    """Set fields of a frozen rule to the values that were checked."""
+    for name, value in fields.items():
+        object.__setattr__(rule, name, value)
+
+
+def check_init_scale(value: Any, name: str = "init_scale") -> float:
+    advice = "It is the first loss scale; 2.0**15 suits float16."
+    return check_normal_scale(value, name, advice)
+
+
+def check_min_scale(value: Any, name: str = "min_scale") -> float:
+    return check_normal_scale(value, name, "It is the least loss scale; 1 is usual.")
+
+
+def check_max_scale(value: Any, name: str = "max_scale") -> float:
+    advice = "It is the largest loss scale; 2.0**24 is usual."
+    return check_normal_scale(value, name, advice)
+
+
+def check_normal_scale(value: Any, name: str, advice: str) -> float:
+    return check_number(
+        name,
+        value,
+        lambda x: SMALLEST_SCALE <= x <= LARGEST_SCALE,
+        "a number from 2**-126 to 2**126",
+        advice,
+    )
+
+
+def check_fixed_scale(value: Any, name: str = "loss_scale") -> float:
+    return check_number(
+        name,
+        value,
+        lambda x: 1 <= x <= LARGEST_SCALE,
+        "a number from 1 to 2**126",
+        "It multiplies the loss; for no scaling, use 1.",
+    )
+
+
+def check_growth_factor(value: Any, name: str = "growth_factor") -> float:
+    return check_number(
+        name,
+        value,
+        lambda x: 1 < x <= LARGEST_SCALE,
+        "a number above 1, up to 2**126",
+        "It multiplies the loss scale after a run of finite steps; 2 is usual.",
+    )
+
+
+def check_backoff_factor(value: Any, name: str = "backoff_factor") -> float:
+    return check_number(
+        name,
+        value,
+        lambda x: 0 < x < 1,
+        "in (0, 1)",
+        "It multiplies the loss scale after non-finite gradients; 0.5 is usual.",
+    )
+
+
+def check_growth_interval(value: Any, name: str = "growth_interval") -> int:
+    return check_count(
+        name, value, "It is how many finite steps in a row make the loss scale grow."
+    )
+
+
+def check_hysteresis(value: Any, name: str = "hysteresis") -> int:
+    return check_count(
+        name,
+        value,
+        "It is how many non-finite steps it takes to lower the loss scale; 1 lowers it "
+        "at once.",
+    )
+
+
+def check_hysteresis_refill(value: Any) -> None:
+    if value not in REFILLS:
+        raise ValueError(
+            f"`hysteresis_refill` must be one of {REFILLS}, got {value!r}. It says "
+            "what resets the hysteresis counter."
+        )
+
+
+def check_order(**numbers: float) -> None:
+    """Check that arguments do not decrease, as far as they are not traced."""
+    for (lower, low), (upper, high) in itertools.pairwise(numbers.items()):
+        if isinstance(low, jax.core.Tracer) or isinstance(high, jax.core.Tracer):
+            continue
+        if low > high:
+            raise ValueError(
+                f"`{lower}` must not exceed `{upper}`, got {lower}={low!r} and "
+                f"{upper}={high!r}. Lower `{lower}` or raise `{upper}`."
+            )

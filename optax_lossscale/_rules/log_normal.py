@@ -1,0 +1,221 @@
+"""The rule that models the largest gradient as log-normal."""
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple, final
+
+import jax
+import jax.numpy as jnp
+
+from .._precision import SMALLEST_SCALE
+from .._state import LossScaleState, recorded
+from .._tree import all_finite, select
+from .._validation import check_bool, check_number
+from .arguments import (
+    check_init_scale,
+    check_max_scale,
+    check_min_scale,
+    check_order,
+    settle,
+)
+from .base import LossScale, compiled
+from .growth import float32, power_of_two
+
+
+class LogNormalMemory(NamedTuple):
+    """What `LogNormalLossScale` remembers, in ``LossScaleState.memory``.
+
+    Every field is a float32 array of shape ``()``; the averages begin at 0 and the
+    weights say what part of them is past their beginning.
+
+    Attributes:
+        fast_mean: average of log2 of the largest gradient, by ``beta1``.
+        slow_mean: the same by ``beta2``.
+        slow_square: average of its square by ``beta2``.
+        fast_weight: ``beta1`` to the power of the steps seen.
+        slow_weight: ``beta2`` to the power of the steps seen.
+    """
+
+    fast_mean: jax.Array
+    slow_mean: jax.Array
+    slow_square: jax.Array
+    fast_weight: jax.Array
+    slow_weight: jax.Array
+
+
+@final
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogNormalLossScale(LossScale):
+    """Choose the scale so that an overflow is as rare as asked for.
+
+    The largest gradient of a step is modeled as log-normal. Its mean and its deviation
+    are averages over the past steps. ::
+
+        x = log2(largest gradient) if grads_finite else nonfinite_log
+        mean = average of x by beta1                          # corrected for its start
+        deviation = standard deviation of x by beta2          # likewise
+        loss_scale = 2**(log_max - mean - overflow_std_dev * deviation)
+
+    and from ``min_scale`` to ``max_scale``. A step whose gradients are all zero says
+    nothing about them: its logarithm is minus infinity, which OpenSeq2Seq averages, and
+    its scale is NaN from then on. Here such a step leaves averages and scale alone.
+
+    Args:
+        init_scale: the first scale, from ``min_scale`` to ``max_scale``; the first step
+            decides what follows it.
+        log_max: log2 of where gradients overflow.
+        beta1: the decay of the mean, between 0 and 1.
+        beta2: the decay of the deviation, between 0 and 1.
+        overflow_std_dev: how many deviations stay free below overflow; at 3.09 one step
+            in a thousand overflows.
+        nonfinite_log: what a step counts as whose gradients were not finite.
+        power_of_two: whether to round the scale down to a power of two, so that
+            unscaling is exact.
+        min_scale: the least scale, from 2**-126.
+        max_scale: the largest scale, up to 2**126.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Examples:
+        >>> import optax_lossscale as ls
+        >>> rule = ls.LogNormalLossScale()
+        >>> state = rule.init()
+        >>> for max_magnitude in (0.25, 1.0, 0.0, 0.5):
+        ...     state = rule.update(state, True, max_magnitude)
+        ...     print(float(state.loss_scale))
+        262144.0
+        8192.0
+        8192.0
+        16384.0
+
+    References:
+        Kuchaiev et al., `Mixed-Precision Training for NLP and Speech Recognition with
+        OpenSeq2Seq <https://arxiv.org/abs/1805.10387>`_, 2018, and the
+        `documentation of OpenSeq2Seq
+        <https://nvidia.github.io/OpenSeq2Seq/html/mixed-precision.html>`_ (LogMax)
+    """
+
+    init_scale: float = 2.0**15
+    log_max: float = 16.0
+    beta1: float = 0.99
+    beta2: float = 0.999
+    overflow_std_dev: float = 3.09
+    nonfinite_log: float = 16.0
+    power_of_two: bool = True
+    min_scale: float = 1.0
+    max_scale: float = 2.0**24
+
+    uses_max_magnitude: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        settle(
+            self,
+            init_scale=check_init_scale(self.init_scale),
+            log_max=check_number(
+                "log_max",
+                self.log_max,
+                lambda x: -126 <= x <= 128,
+                "a number from -126 to 128",
+                "It is log2 of where gradients overflow, 16 in float16.",
+            ),
+            beta1=_check_decay("beta1", self.beta1),
+            beta2=_check_decay("beta2", self.beta2),
+            overflow_std_dev=check_number(
+                "overflow_std_dev",
+                self.overflow_std_dev,
+                lambda x: 0 <= x <= 100,
+                "a number from 0 to 100",
+                "It is how many standard deviations stay free below overflow; one step "
+                "in a thousand lies beyond 3.09.",
+            ),
+            nonfinite_log=check_number(
+                "nonfinite_log",
+                self.nonfinite_log,
+                lambda x: -126 <= x <= 2.0**16,
+                "a number from -126 to 65536",
+                "It is what a non-finite step counts as, as log2 of a gradient.",
+            ),
+            min_scale=check_min_scale(self.min_scale),
+            max_scale=check_max_scale(self.max_scale),
+        )
+        check_order(
+            min_scale=self.min_scale,
+            init_scale=self.init_scale,
+            max_scale=self.max_scale,
+        )
+        check_bool(
+            "power_of_two",
+            self.power_of_two,
+            "It decides how the step is built, so it cannot be an array.",
+        )
+
+    def init(self) -> LossScaleState:
+        return LossScaleState.create(self.init_scale, memory=_first_memory())
+
+    @compiled
+    def update(
+        self,
+        state: LossScaleState,
+        grads_finite: jax.typing.ArrayLike,
+        max_magnitude: jax.typing.ArrayLike = 0.0,
+    ) -> LossScaleState:
+        """Return the state after a step.
+
+        Args:
+            state: the state whose ``loss_scale`` multiplied this step's loss.
+            grads_finite: one boolean, whether all gradients were finite.
+            max_magnitude: the largest absolute value of the true gradients, as
+                `max_magnitude` returns it; 0 says nothing.
+        """
+        new_state = recorded(state, grads_finite)
+        minimum, maximum = float32(self, "min_scale", "max_scale")
+        first, nonfinite_log = float32(self, "init_scale", "nonfinite_log")
+        fast, slow = float32(self, "beta1", "beta2")
+        # Rounded once from Python's numbers, as OpenSeq2Seq rounds them.
+        fast_rest, slow_rest = (
+            jnp.asarray(1 - x, jnp.float32) for x in (self.beta1, self.beta2)
+        )
+        magnitude = jnp.asarray(max_magnitude, jnp.float32)
+        magnitude = jnp.clip(magnitude, SMALLEST_SCALE, jnp.finfo(jnp.float32).max)
+        x = jnp.where(new_state.grads_finite, jnp.log2(magnitude), nonfinite_log)
+        known = ~new_state.grads_finite | (jnp.asarray(max_magnitude) > 0)
+
+        old = _sound(state.memory)
+        memory = LogNormalMemory(
+            fast_mean=fast * old.fast_mean + fast_rest * x,
+            slow_mean=slow * old.slow_mean + slow_rest * x,
+            slow_square=slow * old.slow_square + slow_rest * (x * x),
+            fast_weight=fast * old.fast_weight,
+            slow_weight=slow * old.slow_weight,
+        )
+        memory = select(known, memory, old)
+
+        mean = memory.fast_mean / (1 - memory.fast_weight)
+        slow_mean = memory.slow_mean / (1 - memory.slow_weight)
+        square = memory.slow_square / (1 - memory.slow_weight)
+        deviation = jnp.sqrt(jnp.maximum(square - slow_mean * slow_mean, 0))
+        power = self.log_max - (mean + self.overflow_std_dev * deviation)
+        scale = power_of_two(power) if self.power_of_two else jnp.exp2(power)
+        scale = jnp.clip(scale, minimum, maximum)
+        started = memory.fast_weight < 1
+        return new_state._replace(
+            loss_scale=jnp.where(started, scale, first), memory=memory
+        )
+
+
+def _check_decay(name: str, value: Any) -> float:
+    return check_number(
+        name, value, lambda x: 0 < x < 1, "in (0, 1)", "It is the decay of an average."
+    )
+
+
+def _sound(memory: LogNormalMemory) -> LogNormalMemory:
+    """Return the averages as loaded, or as at first if they make no sense."""
+    weights = jnp.stack([memory.fast_weight, memory.slow_weight])
+    sound = all_finite(memory) & jnp.all((weights >= 0) & (weights <= 1))
+    return select(sound, memory, _first_memory())
+
+
+def _first_memory() -> LogNormalMemory:
+    zeros, ones = (jnp.full(3, x, jnp.float32) for x in (0, 1))
+    return LogNormalMemory(*zeros, *ones[:2])

@@ -1,0 +1,196 @@
+"""The rule that tolerates a share of overflows (fairseq, metaseq)."""
+
+import dataclasses
+from typing import NamedTuple, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .._state import LossScaleState, recorded
+from .._validation import check_bool, check_number
+from .arguments import (
+    check_backoff_factor,
+    check_growth_factor,
+    check_growth_interval,
+    check_init_scale,
+    check_max_scale,
+    check_min_scale,
+    check_order,
+    settle,
+)
+from .base import LossScale, compiled
+from .growth import Change, moved
+
+_LARGEST = np.iinfo(np.int32).max
+
+
+class TolerantMemory(NamedTuple):
+    """What `TolerantLossScale` remembers, in ``LossScaleState.memory``.
+
+    Every field is an int32 array of shape ``()`` and saturates.
+
+    Attributes:
+        growth_interval: finite steps in a row that raise the scale, as it is now.
+        steps_since_change: steps since the scale grew or backed off.
+        overflows_since_backoff: non-finite steps since it backed off.
+    """
+
+    growth_interval: jax.Array
+    steps_since_change: jax.Array
+    overflows_since_backoff: jax.Array
+
+
+@final
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TolerantLossScale(LossScale):
+    """Back off only when the share of non-finite steps reaches a tolerance.
+
+    ::
+
+        steps_since_change += 1
+        if grads_finite:
+            growth_tracker += 1
+            if growth_tracker % growth_interval == 0:
+                loss_scale = min(loss_scale * growth_factor, max_scale)
+                steps_since_change = 0
+                growth_interval *= growth_factor             # if interval_follows_scale
+        else:                                   # and the step is skipped
+            growth_tracker = 0
+            overflows_since_backoff += 1
+            if overflows_since_backoff / steps_since_change >= tolerance:
+                loss_scale = max(loss_scale * backoff_factor, min_scale)
+                steps_since_change = overflows_since_backoff = 0
+                growth_interval = max(growth_interval // growth_factor, 1)   # likewise
+
+    A restored scale outside the new limits is clipped on the first step that leaves it
+    unchanged; a growth never lowers the scale and a backoff never raises it. A scale
+    that is NaN starts again from ``init_scale``.
+
+    Args:
+        init_scale: the first scale, from ``min_scale`` to ``max_scale``.
+        growth_factor: what a growth multiplies the scale by, more than 1; a whole
+            number if the interval follows the scale.
+        backoff_factor: what a backoff multiplies it by, between 0 and 1.
+        growth_interval: how many finite steps in a row raise the scale, 1 or more.
+        min_scale: the least that the scale backs off to, from 2**-126.
+        max_scale: the most that it grows to, up to 2**126.
+        tolerance: the share of non-finite steps, since the scale last changed, at
+            which it backs off, from 0 to 1; 0 backs off at each.
+        interval_follows_scale: whether the interval is multiplied and divided by
+            ``growth_factor`` as the scale changes, so that a low scale recovers fast
+            and a high one is left alone.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Examples:
+        One non-finite step in four is tolerated here, two in five are not:
+
+        >>> import optax_lossscale as ls
+        >>> rule = ls.TolerantLossScale(tolerance=0.3)
+        >>> state = rule.init()
+        >>> for grads_finite in (True, True, True, False, False):
+        ...     state = rule.update(state, grads_finite)
+        ...     print(float(state.loss_scale))
+        32768.0
+        32768.0
+        32768.0
+        32768.0
+        16384.0
+
+    References:
+        Ott et al., `Scaling Neural Machine Translation
+        <https://arxiv.org/abs/1806.00187>`_, 2018, section 3.1 (the tolerance);
+        `metaseq issue 4 <https://github.com/facebookresearch/metaseq/issues/4>`_
+        (the interval)
+    """
+
+    init_scale: float = 2.0**15
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float = 1.0
+    max_scale: float = 2.0**24
+    tolerance: float = 0.0
+    interval_follows_scale: bool = False
+
+    def __post_init__(self) -> None:
+        settle(
+            self,
+            init_scale=check_init_scale(self.init_scale),
+            growth_factor=check_growth_factor(self.growth_factor),
+            backoff_factor=check_backoff_factor(self.backoff_factor),
+            growth_interval=check_growth_interval(self.growth_interval),
+            min_scale=check_min_scale(self.min_scale),
+            max_scale=check_max_scale(self.max_scale),
+            tolerance=check_number(
+                "tolerance",
+                self.tolerance,
+                lambda x: 0 <= x <= 1,
+                "a number from 0 to 1",
+                "It is a share of steps; 0 backs off at every overflow.",
+            ),
+        )
+        check_order(
+            min_scale=self.min_scale,
+            init_scale=self.init_scale,
+            max_scale=self.max_scale,
+        )
+        check_bool(
+            "interval_follows_scale",
+            self.interval_follows_scale,
+            "It decides how the step is built, so it cannot be an array.",
+        )
+        growth = self.growth_factor
+        if self.interval_follows_scale and not (
+            isinstance(growth, jax.core.Tracer) or growth.is_integer()
+        ):
+            raise ValueError(
+                "`growth_factor` must be a whole number where `interval_follows_scale`,"
+                f" got {growth!r}. It multiplies a number of steps; use 2."
+            )
+
+    def init(self) -> LossScaleState:
+        zero = jnp.zeros((), jnp.int32)
+        interval = jnp.asarray(self.growth_interval, jnp.int32)
+        memory = TolerantMemory(interval, zero, jnp.copy(zero))
+        return LossScaleState.create(self.init_scale, memory=memory)
+
+    @compiled
+    def update(
+        self, state: LossScaleState, grads_finite: jax.typing.ArrayLike
+    ) -> LossScaleState:
+        new_state = recorded(state, grads_finite)
+        finite = new_state.grads_finite
+        # A checkpoint may hold any counters. One that has come to the largest int32
+        # stays there; that number is prime, so no interval above 1 divides it.
+        memory = TolerantMemory(*(jnp.maximum(x, 0) for x in state.memory))
+        interval = jnp.maximum(memory.growth_interval, 1)
+        steps = optax.safe_increment(memory.steps_since_change)
+        overflows = optax.safe_increment(memory.overflows_since_backoff)
+        tracker = optax.safe_increment(jnp.maximum(state.growth_tracker, 0))
+        change = Change(
+            grows=finite & (tracker % interval == 0),
+            backs_off=~finite & (overflows / steps >= self.tolerance),
+        )
+
+        new_interval = interval
+        if self.interval_follows_scale:
+            factor = jnp.asarray(self.growth_factor, jnp.int32)
+            fits = interval <= _LARGEST // factor
+            longer = jnp.where(fits, interval * factor, interval)
+            shorter = jnp.maximum(interval // factor, 1)
+            new_interval = jnp.where(change.grows, longer, interval)
+            new_interval = jnp.where(change.backs_off, shorter, new_interval)
+        overflows = jnp.where(finite, memory.overflows_since_backoff, overflows)
+        return new_state._replace(
+            loss_scale=moved(self, state, change),
+            growth_tracker=jnp.where(finite, tracker, 0),
+            memory=TolerantMemory(
+                growth_interval=new_interval,
+                steps_since_change=jnp.where(change.grows | change.backs_off, 0, steps),
+                overflows_since_backoff=jnp.where(change.backs_off, 0, overflows),
+            ),
+        )

@@ -1,0 +1,140 @@
+"""The growing and backing-off rule as other systems have it, quirks and all."""
+
+import dataclasses
+from typing import Literal, final
+
+import jax
+import jax.numpy as jnp
+
+from .._precision import LARGEST_SCALE, SMALLEST_SCALE
+from .._state import LossScaleState
+from .._validation import check_bool
+from .arguments import (
+    check_backoff_factor,
+    check_growth_factor,
+    check_growth_interval,
+    check_hysteresis,
+    check_hysteresis_refill,
+    check_init_scale,
+    check_max_scale,
+    check_min_scale,
+    check_order,
+    settle,
+)
+from .base import LossScale, compiled
+from .growth import advance, float32, normal
+
+SCALE_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@final
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VerbatimLossScale(LossScale):
+    """`DynamicLossScale` with what it leaves out of other systems' rules.
+
+    The presets return one where a `DynamicLossScale` would take another course than
+    the system that they are named after. For a new run there is no reason to.
+
+    - ``init_scale`` may lie outside the limits. A growth then comes down to
+      ``max_scale`` and a backoff *rises* to ``min_scale``; other steps leave it, or
+      with ``clips_every_step`` bring it inside (mpx).
+    - With ``first_growth_late``, the first growth after the start or a non-finite step
+      comes one step late (DeepSpeed since 2025).
+    - ``scale_dtype`` is the type that the scale is rounded to after each change, and
+      beyond whose range it does not grow (jmp, whose scale has any type).
+
+    Args:
+        init_scale: the first scale, from 2**-126 to 2**126.
+        growth_factor: what the scale is multiplied by after ``growth_interval`` finite
+            steps in a row, more than 1.
+        backoff_factor: what it is multiplied by after a non-finite step, between 0
+            and 1.
+        growth_interval: how many finite steps in a row raise the scale, 1 or more.
+        min_scale: the least that a backoff leads to, from 2**-126.
+        max_scale: the most that a growth leads to, up to 2**126.
+        hysteresis: how many non-finite steps it takes to back off, 1 or more.
+        hysteresis_refill: as for `DynamicLossScale`.
+        first_growth_late: whether the first growth takes a finite step more.
+        clips_every_step: whether every step brings the scale inside the limits.
+        scale_dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``. The state holds
+            the scale in float32 all the same.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Examples:
+        >>> from optax_lossscale import presets
+        >>> rule = presets.VerbatimLossScale(growth_interval=2, first_growth_late=True)
+        >>> state = rule.init()
+        >>> for _ in range(5):
+        ...     state = rule.update(state, True)
+        ...     print(float(state.loss_scale))
+        32768.0
+        32768.0
+        65536.0
+        65536.0
+        131072.0
+    """
+
+    init_scale: float = 2.0**15
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float = SMALLEST_SCALE
+    max_scale: float = LARGEST_SCALE
+    hysteresis: int = 1
+    hysteresis_refill: Literal["finite", "growth", "change"] = "finite"
+    first_growth_late: bool = False
+    clips_every_step: bool = False
+    scale_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+
+    def __post_init__(self) -> None:
+        check_hysteresis_refill(self.hysteresis_refill)
+        settle(
+            self,
+            init_scale=check_init_scale(self.init_scale),
+            growth_factor=check_growth_factor(self.growth_factor),
+            backoff_factor=check_backoff_factor(self.backoff_factor),
+            growth_interval=check_growth_interval(self.growth_interval),
+            min_scale=check_min_scale(self.min_scale),
+            max_scale=check_max_scale(self.max_scale),
+            hysteresis=check_hysteresis(self.hysteresis),
+        )
+        check_order(min_scale=self.min_scale, max_scale=self.max_scale)
+        advice = "It is a quirk of another system, best left out."
+        check_bool("first_growth_late", self.first_growth_late, advice)
+        check_bool("clips_every_step", self.clips_every_step, advice)
+        if self.scale_dtype not in SCALE_DTYPES:
+            raise ValueError(
+                f"`scale_dtype` must be one of {SCALE_DTYPES}, got "
+                f"{self.scale_dtype!r}. It is the name of the type that the scale is "
+                "rounded to."
+            )
+
+    @property
+    def _restart(self) -> int:
+        return -1 if self.first_growth_late else 0
+
+    def init(self) -> LossScaleState:
+        state = LossScaleState.create(self.init_scale, self.hysteresis)
+        return state._replace(growth_tracker=jnp.asarray(self._restart, jnp.int32))
+
+    @compiled
+    def update(
+        self, state: LossScaleState, grads_finite: jax.typing.ArrayLike
+    ) -> LossScaleState:
+        new_state, change = advance(self, state, grads_finite, self._restart)
+        minimum, maximum = float32(self, "min_scale", "max_scale")
+        growth, backoff = float32(self, "growth_factor", "backoff_factor")
+        scale = normal(state.loss_scale, self.init_scale)
+        grown = self._rounded(jnp.minimum(scale * growth, maximum))
+        grown = jnp.where(jnp.isfinite(grown), grown, scale)
+        backed_off = self._rounded(jnp.maximum(scale * backoff, minimum))
+        scale = jnp.where(change.backs_off, backed_off, scale)
+        scale = jnp.where(change.grows, grown, scale)
+        if self.clips_every_step:
+            scale = jnp.clip(scale, minimum, maximum)
+        return new_state._replace(loss_scale=normal(scale, self.init_scale))
+
+    def _rounded(self, scale: jax.Array) -> jax.Array:
+        return scale.astype(self.scale_dtype).astype(jnp.float32)

@@ -1,0 +1,52 @@
+"""Call the rule, and refuse the states of other rules."""
+
+from typing import Any
+
+import jax
+
+from .._rules.base import LossScale
+from .._state import LossScaleState
+from .._tree import same_structure
+from .._validation import describe
+from .inner import as_before
+
+
+def check_rule(loss_scale: Any) -> None:
+    if not isinstance(loss_scale, LossScale):
+        raise TypeError(
+            "`loss_scale` must be a rule, that is a LossScale, got "
+            f"{describe(loss_scale)}. Pass an instance, such as "
+            "`FixedLossScale(128.0)` or `DynamicLossScale(init_scale=128.0)`."
+        )
+
+
+def update_scale(
+    rule: Any, state: LossScaleState, *args: jax.typing.ArrayLike
+) -> LossScaleState:
+    """Return the rule's next state, with the structure and the types of the last."""
+    try:
+        new_state = rule.update(state, *args)
+    except Exception as error:
+        _check_own(rule, state, error)
+        raise
+    if not same_structure(new_state, state):
+        _check_own(rule, state, None)
+        raise ValueError(
+            "`loss_scale` must have an `update` that returns states of one structure, "
+            f"got {jax.tree.structure(new_state)} for {jax.tree.structure(state)} from "
+            f"{rule!r}. Return `state.record(grads_finite)._replace(...)`."
+        )
+    # A user's rule may well return a Python number for a counter.
+    return jax.tree.map(as_before, new_state, state)
+
+
+def _check_own(rule: LossScale, state: LossScaleState, cause: Exception | None) -> None:
+    """Refuse the state of a rule that remembers other things."""
+    own = jax.eval_shape(rule.init)
+    if not same_structure(state, own):
+        raise ValueError(
+            f"`state` must hold the state of {rule!r}, which has the fields "
+            f"{jax.tree.structure(own)}, got {jax.tree.structure(state)}. To go on "
+            "with another rule, start its scale afresh: "
+            "`opt_state._replace(scale_state=rule.init())`."
+        ) from cause

@@ -1,0 +1,224 @@
+"""The Optax transformation that skips steps and keeps the loss scale."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from .._find import find_loss_scale_states
+from .._jax_internals import varying_axes
+from .._rules.base import LossScale
+from .._rules.dynamic import DynamicLossScale
+from .._state import LossScaleState, recorded
+from .._tree import AxisName, all_finite, everywhere, max_magnitude, select
+from .._validation import check_flag, describe
+from .inner import update, with_extra_args
+from .masks import masked_update
+from .rule import check_rule, update_scale
+
+
+class WithLossScalingState(NamedTuple):
+    """State of `with_loss_scaling`.
+
+    Attributes:
+        scale_state: the loss scale and its counters.
+        inner_state: the state of the wrapped transformation.
+
+    Examples:
+        Wrap the optimizer of a job that has been running without:
+
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_lossscale as ls
+        >>> params = {"w": jnp.zeros(3)}
+        >>> old_state = optax.adam(1e-3).init(params)
+        >>> tx = ls.with_loss_scaling(optax.adam(1e-3))
+        >>> opt_state = tx.init(params)._replace(inner_state=old_state)
+    """
+
+    scale_state: LossScaleState
+    inner_state: optax.OptState
+
+
+def with_loss_scaling(
+    inner: optax.GradientTransformation,
+    loss_scale: LossScale = DynamicLossScale(),
+    *,
+    axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Skip steps whose gradients are not finite, and let them move the loss scale.
+
+    A skipped step leaves the state of ``inner`` bit for bit as it was and returns
+    updates of exactly zero. The gradients passed to ``update`` are true gradients, as
+    `value_and_grad` and `unscale_grads` return them: nothing is divided here.
+
+    Put it outermost: around clipping, weight decay, schedules and
+    ``optax.MultiSteps``, not inside them.
+
+    Args:
+        inner: the optimizer, any Optax transformation.
+        loss_scale: the rule; ``FixedLossScale(1.0)`` only skips.
+        axis_name: inside ``shard_map``, ``pmap`` or ``vmap``, the name of the mapped
+            axis, or a tuple of names, over which gradients differ: a step is applied
+            only if they are finite everywhere. Not needed under ``jit`` alone.
+
+    Returns:
+        The transformation. Extra arguments of its ``update`` reach ``inner``
+        unchanged. Two of them, both optional, also decide whether the step is applied,
+        unless the rule never skips:
+
+        - ``grads_finite``, one boolean: a flag from elsewhere, joined with the check
+          of the gradients made here. Where it is False the step is skipped and the
+          rule told so, as for gradients that are not finite. Several optimizers that
+          should skip together are given the same flag. It reaches ``inner`` only if
+          the ``update`` of ``inner`` has a parameter of this name.
+        - ``value``, the unscaled loss: where it is not finite no scale can cure it, so
+          the step is skipped and the scale left alone, with the trackers of its next
+          growth and backoff.
+
+    Raises:
+        TypeError: if ``inner`` or ``loss_scale`` is of another kind.
+        ValueError: from ``init``, if ``inner`` scales losses itself; from ``update``,
+            if ``inner`` changes the structure or the shapes of its state, gradients
+            or parameters are of another model than the state, ``axis_name`` is not
+            bound, or devices of a ``shard_map`` would decide differently.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_lossscale as ls
+        >>> params = jnp.array([1.0, 2.0])
+        >>> tx = ls.with_loss_scaling(optax.adam(1e-3))
+        >>> opt_state = tx.init(params)
+        >>> bad_grads = jnp.array([0.1, jnp.inf])
+        >>> updates, opt_state = tx.update(bad_grads, opt_state, params)
+        >>> print(updates, ls.get_loss_scale(opt_state))
+        [0. 0.] 16384.0
+
+        A loss that is not finite is no fault of the scale:
+
+        >>> updates, opt_state = tx.update(bad_grads, opt_state, params, value=jnp.inf)
+        >>> print(updates, ls.get_loss_scale(opt_state))
+        [0. 0.] 16384.0
+
+    References:
+        Micikevicius et al., `Mixed Precision Training
+        <https://arxiv.org/abs/1710.03740>`_, 2017, section 3.2
+    """
+    _check_inner(inner)
+    check_rule(loss_scale)
+    inner = with_extra_args(inner)
+
+    def init_fn(params: optax.Params) -> WithLossScalingState:
+        inner_state = inner.init(params)
+        if find_loss_scale_states(inner_state):
+            raise ValueError(
+                "`inner` must not scale losses itself, but its state has a "
+                "LossScaleState in it. The outer check would hide overflows from the "
+                "inner rule: wrap once, outermost."
+            )
+        return WithLossScalingState(
+            loss_scale.init(), jax.tree.map(_strong, inner_state)
+        )
+
+    def update_fn(
+        updates: optax.Updates,
+        state: WithLossScalingState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, WithLossScalingState]:
+        _check_state(state)
+        scale_state = state.scale_state
+
+        def inner_update(
+            updates: optax.Updates,
+        ) -> tuple[optax.Updates, optax.OptState]:
+            return update(inner, updates, state.inner_state, params, extra_args)
+
+        def advance(grads_finite: jax.Array) -> LossScaleState:
+            if not loss_scale.uses_max_magnitude:
+                return update_scale(loss_scale, scale_state, grads_finite)
+            # Its derivative, NaN in a skipped step, is of no use to anyone.
+            magnitude = max_magnitude(jax.lax.stop_gradient(updates), axis_name)
+            return update_scale(loss_scale, scale_state, grads_finite, magnitude)
+
+        if not loss_scale.skip_nonfinite:
+            new_updates, inner_state = inner_update(updates)
+            new_scale_state = advance(jnp.ones((), jnp.bool_))
+            return new_updates, WithLossScalingState(new_scale_state, inner_state)
+
+        grads_finite = all_finite(updates)
+        flag = extra_args.get("grads_finite")
+        if flag is not None:
+            check_flag("grads_finite", flag)
+            grads_finite &= flag
+        apply = grads_finite = everywhere(grads_finite, axis_name)
+        value = extra_args.get("value")
+        if value is not None:
+            value_finite = all_finite(value, axis_name)
+            apply = grads_finite & value_finite
+        _check_agreement(apply, scale_state, axis_name)
+        new_updates, inner_state = masked_update(
+            inner_update, apply, updates, state.inner_state
+        )
+        new_scale_state = advance(grads_finite)
+        if value is not None:
+            # No scale cures a loss that is not finite before it is scaled.
+            skipped = recorded(scale_state, False)
+            new_scale_state = select(value_finite, new_scale_state, skipped)
+        return new_updates, WithLossScalingState(new_scale_state, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _strong(x: Any) -> Any:
+    """Make a weakly typed leaf strong: the first update would, and trace twice."""
+    if isinstance(x, bool | int | float | complex) or getattr(x, "weak_type", False):
+        return jnp.asarray(x, jnp.result_type(x))
+    return x
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, WithLossScalingState):
+        raise TypeError(
+            "`state` must be a WithLossScalingState, as `init` returns, got a "
+            f"{type(state).__name__}. If it was restored from a checkpoint, give "
+            "the checkpointer `init(params)` as the target; if it belongs to the "
+            "unwrapped optimizer, use `init(params)._replace(inner_state=...)`."
+        )
+
+
+def _check_agreement(
+    apply: jax.Array, scale_state: LossScaleState, axis_name: AxisName | None
+) -> None:
+    """Refuse decisions that differ between the devices of a ``shard_map``."""
+    axes = varying_axes(apply) - varying_axes(scale_state.loss_scale)
+    if axes:
+        raise ValueError(
+            "`axis_name` must name every mapped axis along which gradients differ, "
+            f"here {sorted(axes, key=str)}, got {axis_name!r}. Else some devices "
+            "would skip a step that others apply, and their states would drift apart. "
+            "Add the axis, or average the gradients before `update`; where each "
+            "device trains a model of its own, let its `scale_state` differ too, with "
+            "`jax.lax.pcast(scale_state, axis, to='varying')`."
+        )
+
+
+def _check_inner(inner: Any) -> None:
+    rule = "`inner` must be an Optax gradient transformation, got "
+    if isinstance(inner, LossScale):
+        raise TypeError(
+            f"{rule}the rule {inner!r}. The optimizer comes first: "
+            "`with_loss_scaling(optimizer, rule)`."
+        )
+    has_both = callable(getattr(inner, "init", None)) and callable(
+        getattr(inner, "update", None)
+    )
+    if isinstance(inner, type) or not has_both:
+        advice = (
+            "Call it first, as in `optax.adam(1e-3)`."
+            if callable(inner)
+            else "Pass an optimizer, as in `with_loss_scaling(optax.adam(1e-3))`."
+        )
+        raise TypeError(f"{rule}{describe(inner)}. {advice}")

@@ -1,0 +1,189 @@
+"""jmp: ``StaticLossScale`` and ``DynamicLossScale``."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from .._rules.arguments import (
+    check_growth_factor,
+    check_growth_interval,
+    check_init_scale,
+)
+from .._rules.base import LossScale
+from .._rules.fixed import FixedLossScale
+from .._rules.verbatim import SCALE_DTYPES
+from .._state import LossScaleState
+from ._build import Growing, floor, growing
+from ._saved import (
+    check_follows,
+    check_keys,
+    numbers,
+    read_count,
+    read_scale,
+    restored,
+)
+
+
+def jmp_static(loss_scale: float) -> FixedLossScale:
+    """Return the rule of ``jmp.StaticLossScale``.
+
+    The scale stays. jmp leaves the skipping to the caller and recommends it, so
+    non-finite steps are skipped; ``FixedLossScale(scale, skip_nonfinite=False)`` skips
+    none. ``jmp.NoOpLossScale`` is ``FixedLossScale(1.0)``.
+
+    Departures: gradients are divided in float32 or wider, where jmp divides float16 in
+    float16 and flushes small ones to zero.
+
+    Args:
+        loss_scale: the scale, 1 or more.
+
+    Returns:
+        A `FixedLossScale`.
+
+    Raises:
+        ValueError: if the scale is below 1 or no number.
+
+    Examples:
+        >>> from optax_lossscale import presets
+        >>> presets.jmp_static(2.0**15)
+        FixedLossScale(loss_scale=32768.0, skip_nonfinite=True)
+
+    References:
+        `jmp <https://github.com/google-deepmind/jmp#loss-scaling>`_
+    """
+    return FixedLossScale(loss_scale)
+
+
+def jmp_dynamic(
+    loss_scale: Any,
+    period: int = 2000,
+    factor: float = 2,
+    min_loss_scale: float = 1.0,
+) -> Growing:
+    """Return the rule of ``jmp.DynamicLossScale``.
+
+    The scale is multiplied by ``factor`` at every ``period``-th finite step in a row,
+    and divided by it, down to ``min_loss_scale``, at every other step. If
+    ``loss_scale`` is a float16 or bfloat16 number the scale is rounded like one, and
+    does not grow out of its range.
+
+    Departures: the floor is kept under ``jit`` too, where jmp forgets it for 1. The
+    ceiling is 2**126, where jmp's is the largest float32, of which the reciprocal is
+    flushed to zero. Gradients are divided in float32 or wider.
+
+    Args:
+        loss_scale: the first scale, from 2**-126 to 2**126. One below the floor stays
+            until an overflow raises it, as in jmp.
+        period: finite steps in a row before a growth.
+        factor: what a growth multiplies by and a backoff divides by, above 1.
+        min_loss_scale: the least scale, 0 or more; in effect 2**-126 or more.
+
+    Returns:
+        A `DynamicLossScale`; a `VerbatimLossScale` for a narrow type, or a first
+        scale below the floor.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from optax_lossscale import presets
+        >>> presets.jmp_dynamic(jnp.asarray(2.0**15), period=100).growth_interval
+        100
+        >>> presets.jmp_dynamic(jnp.float16(2.0**15)).scale_dtype
+        'float16'
+
+    References:
+        `jmp <https://github.com/google-deepmind/jmp#loss-scaling>`_
+    """
+    dtype = str(getattr(loss_scale, "dtype", "float32"))
+    narrow = dtype if dtype in SCALE_DTYPES else "float32"
+    factor = check_growth_factor(factor, "factor")
+    return growing(
+        init_scale=check_init_scale(loss_scale, "loss_scale"),
+        growth_factor=factor,
+        backoff_factor=1 / factor,
+        growth_interval=check_growth_interval(period, "period"),
+        min_scale=floor(min_loss_scale, "min_loss_scale"),
+        scale_dtype=narrow,
+    )
+
+
+def from_jmp_state_dict(
+    state_dict: Mapping[str, Any],
+) -> tuple[LossScaleState, Growing]:
+    """Go on where a ``jmp.DynamicLossScale`` stopped.
+
+    Args:
+        state_dict: ``dataclasses.asdict(loss_scale)``: ``loss_scale``, ``counter``,
+            ``period``, ``factor`` and ``min_loss_scale``.
+
+    Returns:
+        The state, and the rule of `jmp_dynamic`, whose ``init_scale`` is the saved
+        scale.
+
+    Raises:
+        TypeError: if ``state_dict`` is no dictionary.
+        ValueError: if its keys are others, or a value is out of range.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from optax_lossscale import presets
+        >>> state_dict = {
+        ...     "loss_scale": jnp.float32(1024.0),
+        ...     "counter": jnp.int32(7),
+        ...     "period": 2000,
+        ...     "factor": 2,
+        ...     "min_loss_scale": jnp.float32(1.0),
+        ... }
+        >>> state, rule = presets.from_jmp_state_dict(state_dict)
+        >>> presets.to_jmp_state_dict(state, rule) == state_dict
+        True
+
+    References:
+        `jmp <https://github.com/google-deepmind/jmp#loss-scaling>`_
+    """
+    keys = ("loss_scale", "counter", "period", "factor", "min_loss_scale")
+    check_keys(state_dict, keys, "`dataclasses.asdict(loss_scale)`")
+    scale = read_scale(state_dict, "loss_scale")
+    rule = jmp_dynamic(**{k: state_dict[k] for k in keys if k != "counter"})
+    counter = read_count(state_dict, "counter")
+    return restored(rule, loss_scale=scale, growth_tracker=counter), rule
+
+
+def to_jmp_state_dict(state: Any, rule: LossScale) -> dict[str, Any]:
+    """Return the arguments of the ``jmp.DynamicLossScale`` that goes on from a state.
+
+    jmp has no ceiling: that of the rule stays behind, like the counts of skipped steps.
+
+    Args:
+        state: an optimizer state, or whatever `get_loss_scale_state` takes.
+        rule: the rule that made it.
+
+    Returns:
+        The keys of `from_jmp_state_dict`, the arguments of ``jmp.DynamicLossScale``:
+        arrays of shape ``()`` for the scale, its floor and the counter.
+
+    Raises:
+        ValueError: if jmp could not follow the rule, or ``state`` has no loss scale or
+            more than one.
+
+    Examples:
+        >>> import optax_lossscale as ls
+        >>> from optax_lossscale import presets
+        >>> rule = ls.DynamicLossScale(growth_interval=100)
+        >>> presets.to_jmp_state_dict(rule.init(), rule)["period"]
+        100
+    """
+    scale, growth_tracker, _ = numbers(state)
+    factor = float(getattr(rule, "growth_factor", 1.0))
+    rule = check_follows(rule, "jmp", hysteresis=1, backoff_factor=1 / factor)
+    dtype = getattr(rule, "scale_dtype", "float32")
+    return {
+        "loss_scale": jnp.asarray(scale, dtype),
+        "counter": jnp.asarray(growth_tracker, jnp.int32),
+        "period": rule.growth_interval,
+        "factor": int(factor) if factor.is_integer() else factor,
+        "min_loss_scale": jnp.asarray(rule.min_scale, dtype),
+    }

@@ -1,0 +1,94 @@
+"""What conversions of saved states share: read numbers, refuse what would be lost."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .._find import get_loss_scale_state
+from .._rules.arguments import check_normal_scale
+from .._rules.base import LossScale
+from .._state import LossScaleState
+from .._validation import check_number, describe
+from ._build import Growing
+
+
+def check_keys(saved: Any, keys: Sequence[str], source: str) -> None:
+    """Check that a saved form has the keys of its system and no others."""
+    if not isinstance(saved, Mapping):
+        raise TypeError(
+            f"`state_dict` must be a dictionary, got {describe(saved)}. Pass {source}."
+        )
+    if set(saved) != set(keys):
+        raise ValueError(
+            f"`state_dict` must have the keys {sorted(keys)}, got "
+            f"{sorted(map(str, saved))}. Pass {source}."
+        )
+
+
+def read_scale(saved: Mapping[str, Any], key: str) -> float:
+    """Return a saved scale; refuse one that no run recovers from."""
+    return check_normal_scale(
+        _read(saved, key),
+        f"state_dict[{key!r}]",
+        "That run's scale has left the range in which gradients survive the division "
+        "by it. Start a fresh one with `rule.init()`.",
+    )
+
+
+def read_count(saved: Mapping[str, Any], key: str) -> int:
+    limits = np.iinfo(np.int32)
+    count = check_number(
+        f"state_dict[{key!r}]",
+        _read(saved, key),
+        lambda x: limits.min <= x <= limits.max and float(x).is_integer(),
+        "a whole number that int32 holds",
+        "It counts steps.",
+    )
+    return int(count)
+
+
+def _read(saved: Mapping[str, Any], key: str) -> Any:
+    value = saved[key]
+    # One element, of any shape and library.
+    one = hasattr(value, "item") and math.prod(value.shape) == 1
+    return value.item() if one else value
+
+
+def restored(rule: LossScale, **fields: float) -> LossScaleState:
+    """Return a rule's state with some of its fields as they were saved."""
+    state = rule.init()
+    arrays = {
+        name: jnp.asarray(value, getattr(state, name).dtype)
+        for name, value in fields.items()
+    }
+    return state._replace(**arrays)
+
+
+def check_follows(rule: LossScale, system: str, **fields: Any) -> Growing:
+    """Check that another system has the means to go on with a rule."""
+    if not isinstance(rule, Growing):
+        raise ValueError(
+            f"`rule` must be a DynamicLossScale for {system} to follow it, got "
+            f"{rule!r}. Start {system} afresh, at `get_loss_scale(state)`."
+        )
+    quirks = {"first_growth_late": False, "clips_every_step": False, **fields}
+    for name, value in quirks.items():
+        if getattr(rule, name, value) != value:
+            raise ValueError(
+                f"`rule` must have {name}={value!r} for {system} to follow it, got "
+                f"{rule!r}. Start {system} afresh, at `get_loss_scale(state)`."
+            )
+    return rule
+
+
+def numbers(state: Any) -> tuple[float, int, int]:
+    """Return the scale and the trackers of growth and hysteresis."""
+    scale_state = get_loss_scale_state(state)
+    return (
+        float(scale_state.loss_scale),
+        int(scale_state.growth_tracker),
+        int(scale_state.hysteresis_tracker),
+    )

@@ -1,0 +1,263 @@
+"""check_loss_scale and watch_loss_scale."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optax_lossscale as ls
+
+
+def after(skips, rule=ls.DynamicLossScale(init_scale=2.0**8)):  # noqa: B008
+    tx = ls.with_loss_scaling(optax.adam(1e-3), rule)
+    params = jnp.ones(2)
+    opt_state = tx.init(params)
+    for _ in range(skips):
+        _, opt_state = jax.jit(tx.update)(jnp.nan * params, opt_state, params)
+    return opt_state
+
+
+def test_it_raises_at_one_step_more_than_allowed():
+    opt_state = after(3)
+    ls.check_loss_scale(opt_state, max_consecutive_skips=3)
+    with pytest.raises(ls.LossScaleError) as error:
+        ls.check_loss_scale(opt_state, max_consecutive_skips=2)
+    message = str(error.value)
+    assert message.startswith("The last 3 steps were all skipped, more than ")
+    assert "`max_consecutive_skips`=2, and 3 in all; the loss scale is 32." in message
+    assert "lower the learning rate" in message
+
+
+def test_the_default_lets_the_scale_come_down_from_anywhere():
+    ls.check_loss_scale(after(100))
+    with pytest.raises(ls.LossScaleError, match="The last 101 steps"):
+        ls.check_loss_scale(after(101))
+
+
+def test_steps_that_were_skipped_apart_do_not_add_up():
+    rule = ls.FixedLossScale()
+    state = rule.init()
+    for flag in (False, False, True, False, False):
+        state = rule.update(state, flag)
+        ls.check_loss_scale(state, max_consecutive_skips=2)
+
+
+def test_a_rule_that_never_skips_never_raises():
+    ls.check_loss_scale(after(3, ls.FixedLossScale(skip_nonfinite=False)))
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, None, "3"])
+def test_a_limit_that_is_no_count_is_refused(value):
+    with pytest.raises(ValueError, match="`max_consecutive_skips` must be a whole"):
+        ls.check_loss_scale(after(0), max_consecutive_skips=value)
+
+
+def test_a_state_without_a_scale_is_refused():
+    with pytest.raises(ValueError, match="`state` must contain a LossScaleState"):
+        ls.check_loss_scale(optax.adam(1e-3).init(jnp.ones(2)))
+
+
+REPORT = ls.gradient_report({"w": jnp.array([1.0, jnp.nan]), "b": jnp.ones(2)})
+
+
+def test_the_error_shows_the_last_report():
+    with pytest.raises(ls.LossScaleError) as error:
+        ls.check_loss_scale(after(3), max_consecutive_skips=2, report=REPORT)
+    first, *rest = str(error.value).split("\n")
+    assert first.startswith("The last 3 steps") and rest[0] == "The last gradients:"
+    assert "\n".join(rest[1:]) == ls.format_report(REPORT)
+    ls.check_loss_scale(after(3), max_consecutive_skips=3, report=REPORT)
+    with pytest.raises(ValueError, match="`report` must be a GradientReport"):
+        ls.check_loss_scale(after(0), report={"w": 1})
+
+
+def test_of_an_ensemble_the_worst_member_counts():
+    rule = ls.DynamicLossScale()
+    state = jax.vmap(lambda _: rule.init())(jnp.arange(3))
+    for _ in range(4):
+        state = jax.vmap(rule.update)(state, jnp.array([True, False, True]))
+    ls.check_loss_scale(state, max_consecutive_skips=4)
+    with pytest.raises(ls.LossScaleError) as error:
+        ls.check_loss_scale(state, max_consecutive_skips=3)
+    message = str(error.value)
+    assert message.startswith("The last 4 steps of member 1 were all skipped")
+    assert "4 in all; the loss scale is 2048." in message
+
+
+def test_inside_of_a_compiled_function_it_refers_to_the_other():
+    with pytest.raises(ValueError, match="or `watch_loss_scale` inside"):
+        jax.jit(ls.check_loss_scale)(ls.DynamicLossScale().init())
+
+
+# Steps in a row that are skipped: 2, then 5.
+FLAGS = jnp.array([0, 0, 1, 1, 0, 0, 0, 0, 0, 1], bool)
+
+
+RULE = ls.DynamicLossScale(init_scale=2.0**8)
+
+
+def run(function, *arguments):
+    """Compile and run, until the last callback has come."""
+    result = jax.block_until_ready(jax.jit(function)(*arguments))
+    jax.effects_barrier()
+    return result
+
+
+def skips(errors):
+    """How many skipped steps each error speaks of; they come in any order."""
+    return sorted(int(str(error).split()[2]) for error in errors)
+
+
+def scan(flags, **arguments):
+    def step(state, flag):
+        state = RULE.update(state, flag)
+        grads = {"w": jnp.where(flag, 1.0, jnp.nan) * jnp.ones(3), "b": jnp.ones(2)}
+        ls.watch_loss_scale(
+            state,
+            **{k: grads if k == "grads" else v for k, v in arguments.items()},
+        )
+        return state, state.loss_scale
+
+    return run(lambda: jax.lax.scan(step, RULE.init(), flags))
+
+
+@pytest.mark.parametrize(
+    ("limit", "every", "expected"),
+    [
+        (5, 1, []),
+        (4, 1, [5]),
+        (2, 1, [3, 4, 5]),
+        (2, 2, [3, 5]),
+        (1, 3, [2, 2, 5]),
+        (1, 100, [2, 2]),
+        (2**31 - 1, 2**31 - 1, []),
+    ],
+)
+def test_a_compiled_loop_calls_the_host_beyond_the_limit_alone(limit, every, expected):
+    errors = []
+    state, _ = scan(
+        FLAGS, max_consecutive_skips=limit, every=every, on_error=errors.append
+    )
+    assert all(isinstance(error, ls.LossScaleError) for error in errors)
+    assert skips(errors) == expected
+    assert int(state.skipped_steps) == 7
+
+
+def test_between_nested_scans_it_looks_once_in_many_steps():
+    errors = []
+
+    def some_steps(state, flags):
+        state, _ = jax.lax.scan(lambda s, f: (RULE.update(s, f), None), state, flags)
+        ls.watch_loss_scale(state, max_consecutive_skips=4, on_error=errors.append)
+        return state, None
+
+    flags = jnp.zeros((4, 3), bool)
+    run(lambda: jax.lax.scan(some_steps, RULE.init(), flags))
+    assert skips(errors) == [6, 9, 12]
+
+
+def test_an_ensemble_is_watched_as_a_whole():
+    errors = []
+
+    def step(states, flags):
+        states = jax.vmap(RULE.update)(states, flags)
+        ls.watch_loss_scale(states, max_consecutive_skips=2, on_error=errors.append)
+        return states, None
+
+    states = jax.vmap(lambda _: RULE.init())(jnp.arange(3))
+    flags = jnp.array([[True, False, True]] * 3)
+    run(lambda: jax.lax.scan(step, states, flags))
+    [error] = errors
+    assert str(error).startswith("The last 3 steps of member 1 were all skipped")
+
+
+def test_while_training_goes_on_the_host_is_not_called(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        "optax_lossscale._diagnostics.guard.check_loss_scale",
+        lambda *args, **_: calls.append(args),
+    )
+    scan(FLAGS, max_consecutive_skips=5)
+    assert calls == []
+    scan(FLAGS, max_consecutive_skips=4)
+    assert len(calls) == 1
+
+
+def test_a_compiled_loop_ends_with_the_text_of_the_error():
+    with pytest.raises(RuntimeError) as error:
+        scan(FLAGS, max_consecutive_skips=3, grads=True)
+    message = str(error.value)
+    assert "LossScaleError: The last 4 steps were all skipped, more than" in message
+    assert "['w']     3  3 100%" in message
+    # And the next one runs as if nothing had been.
+    scan(FLAGS, max_consecutive_skips=5)
+
+
+def test_the_report_in_a_compiled_loop_is_of_that_step_and_scale():
+    errors = []
+    scan(FLAGS, max_consecutive_skips=4, grads=True, on_error=errors.append)
+    report = ls.gradient_report({"w": jnp.full(3, jnp.nan), "b": jnp.ones(2)})
+    assert str(errors[0]).endswith(ls.format_report(report))
+
+
+def test_the_report_is_computed_only_when_there_is_an_error():
+    def step(state, grads):
+        ls.watch_loss_scale(state, grads=grads)
+
+    jaxpr = jax.make_jaxpr(step)(RULE.init(), {"w": jnp.ones(3)})
+    [cond] = [e for e in jaxpr.eqns if e.primitive.name == "cond"]
+    assert "measure" in str(cond)
+    assert not any("measure" in str(e) for e in jaxpr.eqns if e is not cond)
+
+
+def test_without_compiling_it_raises_as_well():
+    errors = []
+    ls.watch_loss_scale(after(3), max_consecutive_skips=2, on_error=errors.append)
+    jax.effects_barrier()
+    assert len(errors) == 1
+
+
+def test_an_ensemble_and_devices_each_speak_for_themselves():
+    errors = []
+    state = RULE.init()._replace(consecutive_skips=jnp.int32(7))
+    states = jax.tree.map(lambda x: jnp.stack([x] * 8), state)
+    states = states._replace(consecutive_skips=jnp.arange(8))
+
+    def watch(state):
+        ls.watch_loss_scale(state, max_consecutive_skips=4, on_error=errors.append)
+        return state
+
+    run(jax.vmap(watch), states)
+    assert skips(errors) == [5, 6, 7]
+
+    errors.clear()
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = jax.sharding.PartitionSpec("x")
+
+    def per_device(states):
+        watch(jax.tree.map(lambda x: x[0], states))
+        return states
+
+    sharded = jax.shard_map(per_device, mesh=mesh, in_specs=specs, out_specs=specs)
+    run(sharded, states)
+    assert skips(errors) == [5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"max_consecutive_skips": 0},
+            "`max_consecutive_skips` must be a whole number",
+        ),
+        ({"every": 0}, "`every` must be a whole number from 1"),
+        ({"every": 1.5}, "`every` must be a whole number from 1"),
+        ({"on_error": "print"}, "`on_error` must be a function of one LossScaleError"),
+        ({"grads": 1.0}, "`grads` must be a tree of gradients"),
+    ],
+)
+def test_what_a_compiled_loop_cannot_use_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        ls.watch_loss_scale(RULE.init(), **arguments)
+    with pytest.raises(ValueError, match="`state` must contain a LossScaleState"):
+        ls.watch_loss_scale(optax.adam(1e-3).init(jnp.ones(2)))

@@ -1,0 +1,156 @@
+"""Every transformation that optax has, enumerated from its modules, ready to run."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import optax
+from optax import contrib
+
+PARAMS = {
+    # Of full rank: Muon's orthogonalisation would blow up the rounding of any other.
+    "w": jax.random.normal(jax.random.key(0), (4, 3)),
+    "b": jnp.array([0.1, -0.2, 0.3]),
+    "s": jnp.array(0.5),
+}
+
+
+def value_fn(params):
+    leaves = jax.tree.leaves(params)
+    return sum(jnp.sum((x.astype(jnp.float32) - 0.25) ** 2) for x in leaves)
+
+
+# What the factories require, by the name of the parameter.
+ARGUMENTS = {
+    "adv_optimizer": optax.sgd(0.1),
+    "base_optimizer": optax.adam(0.1),
+    "clipping": 0.1,
+    "decay": 0.9,
+    "eta": 0.01,
+    "f": lambda updates, params: jax.tree.map(lambda u: -u, updates),
+    "fast_optimizer": optax.adam(0.1),
+    "freeze_mask": {"w": False, "b": True, "s": False},
+    "gamma": 0.55,
+    "inner": optax.adam(0.1),
+    "key": 0,
+    "l2_norm_clip": 1.0,
+    "learning_rate": 0.1,
+    "mask": {"w": True, "b": False, "s": True},
+    "max_backtracking_steps": 5,
+    "max_consecutive_errors": 2,
+    "max_delta": 0.1,
+    "max_learning_rate": 0.1,
+    "max_linesearch_steps": 5,
+    "max_norm": 1.0,
+    "measure": optax.tree.norm,
+    "measure_name": "norm",
+    "noise_multiplier": 0.1,
+    "optimizer": optax.adam(0.1),
+    "param_labels": {"w": "adam", "b": "sgd", "s": "adam"},
+    "seed": 0,
+    "should_transform_fn": lambda step, **extra_args: step % 2 == 0,
+    "slow_step_size": 0.5,
+    "step_size": -0.1,
+    "step_size_fn": optax.linear_schedule(-0.1, 0.0, 10),
+    "sync_period": 2,
+    "threshold": 0.1,
+    "transforms": {"adam": optax.adam(0.1), "sgd": optax.sgd(0.1, momentum=0.9)},
+    "tx": optax.adam(0.1),
+}
+
+RATES = {"learning_rate", "max_learning_rate"}
+
+LEFT_OUT = {
+    "optax.contrib.scale_by_muon": "wants dimension numbers, which muon makes",
+    "optax.inject_hyperparams": "takes a factory; see test_composition",
+    "optax.inject_stateful_hyperparams": "takes a factory; see test_composition",
+    "optax.measure_with_ema": "returns measurements in the place of updates",
+}
+
+# More than the defaults of a factory show.
+VARIANTS = {
+    "adafactor factored": optax.adafactor(0.1, min_dim_size_to_factor=2),
+    "adam float32 moments": optax.adam(0.1, mu_dtype=jnp.float32),
+    "adam scheduled": optax.adam(optax.cosine_decay_schedule(0.1, 10)),
+    "adamw decaying": optax.adamw(0.1, weight_decay=0.1),
+    "clip + adamw": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)),
+    "lbfgs without line search": optax.lbfgs(0.1, linesearch=None),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "nesterov": optax.sgd(0.1, momentum=0.9, nesterov=True),
+}
+
+
+def _factories():
+    for module in (optax, contrib):
+        for name, factory in inspect.getmembers(module, inspect.isfunction):
+            signature = inspect.signature(factory)
+            returns = str(signature.return_annotation)
+            transforms = "GradientTransformation" in returns
+            if not name.startswith("_") and (
+                transforms or RATES & signature.parameters.keys()
+            ):
+                yield f"{module.__name__}.{name}", factory
+
+
+FACTORIES = dict(_factories())
+OPTIMIZERS = [
+    name
+    for name, factory in FACTORIES.items()
+    if RATES & inspect.signature(factory).parameters.keys() and "scale_by_" not in name
+]
+
+
+def required(name):
+    """The parameters of a factory that have no default, or one that will not do."""
+    return [
+        p.name
+        for p in inspect.signature(FACTORIES[name]).parameters.values()
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        and (p.default is p.empty or p.name in {*RATES, "key"})
+    ]
+
+
+def make(name):
+    if name in VARIANTS:
+        return VARIANTS[name]
+    chained = [optax.clip(0.1), optax.trace(0.9)]
+    if name == "optax.chain":
+        return optax.chain(*chained)
+    if name == "optax.named_chain":
+        return optax.named_chain(*zip("ab", chained, strict=True))
+    return FACTORIES[name](**{p: ARGUMENTS[p] for p in required(name)})
+
+
+def params_for(name, dtype=jnp.float32):
+    # SM3 has no accumulator for a scalar, and DoG's scaling makes an array of it.
+    no_scalars = "sm3" in name or name.endswith("scale_by_distance_over_gradients")
+    kept = {k: v for k, v in PARAMS.items() if v.ndim or not no_scalars}
+    params = jax.tree.map(lambda x: x.astype(dtype), kept)
+    if name == "optax.lookahead":
+        return optax.LookaheadParams.init_synced(params)
+    return params
+
+
+def grads_for(name, params):
+    """True gradients in float32, in the form that the transformation takes."""
+    params = params.fast if name == "optax.lookahead" else params
+    grads = jax.grad(value_fn)(jax.tree.map(lambda x: x.astype(jnp.float32), params))
+    if name in (
+        "optax.contrib.dpsgd",
+        "optax.contrib.differentially_private_aggregate",
+    ):
+        # They take the gradients of each example.
+        return jax.tree.map(lambda g: jnp.stack([g, 2 * g]), grads)
+    return grads
+
+
+def update(name, tx, grads, state, params):
+    """Update with the extra arguments that the transformation may want."""
+    fast = params.fast if name == "optax.lookahead" else params
+    extra_args = {"value": value_fn(fast), "grad": grads, "value_fn": value_fn}
+    if "sophia" in name:
+        extra_args["obj_fn"] = extra_args.pop("value_fn")
+    if name == "optax.contrib.sam":  # refuses what it does not name
+        extra_args = {}
+    tx = optax.with_extra_args_support(tx)
+    return tx.update(grads, state, params, **extra_args)

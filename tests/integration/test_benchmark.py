@@ -1,0 +1,74 @@
+"""The benchmark runs, and its report says what it measured."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from helpers import README, ROOT
+
+PROGRAM = ROOT / "tests" / "benchmarks" / "step.py"
+
+
+@pytest.mark.slow
+def test_the_benchmark_measures_every_recipe(tmp_path):
+    pytest.importorskip("jmp")
+    pytest.importorskip("flax")
+    sizes = ["--optimizers", "adamw", "--leaves", "4", "8", "--parameters", "16384"]
+    files = ["--json", tmp_path / "step.json", "--plot", tmp_path / "step.png"]
+    run = subprocess.run(
+        [sys.executable, PROGRAM, *sizes, *files, "--repeats", "3", "--transformer"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    report = json.loads((tmp_path / "step.json").read_text())
+    assert [row["leaves"] for row in report["optimizer_steps"]] == [4, 8]
+    for row in report["optimizer_steps"]:
+        results = {r["recipe"]: r for r in row["results"]}
+        assert list(results) == [
+            "plain",
+            "optax_lossscale",
+            "its masks alone",
+            "headroom rule",
+            "apply_if_finite",
+            "jmp",
+            "flax",
+        ]
+        assert results["plain"]["ratio"] == 1
+        for result in results.values():
+            low, high = result["ratio_quartiles"]
+            assert 0 < low <= result["ratio"] <= high
+            assert result["milliseconds"] > 0 < result["compile_seconds"]
+            assert result["recipe"] in run.stdout
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_table_of_rules_is_what_the_comparison_prints():
+    program = PROGRAM.with_name("compare_rules.py")
+    run = subprocess.run(
+        [sys.executable, program, "--recorded"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    number = r"([\d.]+)"
+    printed = {
+        (training, rule.strip()): [float(x) for x in numbers]
+        for training, rule, *numbers in re.findall(
+            rf"^(\w+) +(\w[\w -]+?)  +{number} +{number}% +{number}%$", run.stdout, re.M
+        )
+    }
+    in_readme = {
+        (training, rule): [float(x) for x in numbers]
+        for training, rule, *numbers in re.findall(
+            rf"^\| `(\w+)` \| ([\w -]+) \| {number} \| {number} % \| {number} % \|$",
+            README,
+            re.M,
+        )
+    }
+    assert in_readme.keys() == printed.keys() and len(printed) == 20
+    for key, figures in printed.items():
+        # The averages of the log-normal rules round differently on other machines.
+        assert in_readme[key] == pytest.approx(figures, rel=0.02, abs=0.011), key

@@ -1,0 +1,185 @@
+"""The README's steps for each framework, run on good batches and on bad ones."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers import assert_same_bits
+
+import optax_lossscale as ls
+
+
+def linen(readme):
+    state = readme["linen_state"]
+    while True:
+        x, y = yield {
+            "params": state.params,
+            "statistics": state.batch_stats,
+            "inner_state": state.opt_state.inner_state,
+            "state": state,
+        }
+        state, _ = readme["linen_step"](state, x, y)
+
+
+def nnx_(readme):
+    model, optimizer = readme["model"], readme["optimizer"]
+    while True:
+        x, y = yield {
+            "params": nnx.to_pure_dict(nnx.state(model, nnx.Param)),
+            "statistics": nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)),
+            "inner_state": jax.tree.leaves(optimizer.opt_state.inner_state),
+            "state": optimizer,
+        }
+        readme["nnx_step"](model, optimizer, x, y)
+
+
+def equinox(readme):
+    model, state = readme["mlp"], readme["mlp_state"]
+    while True:
+        x, y = yield {
+            "params": eqx.filter(model, eqx.is_inexact_array),
+            "inner_state": state.inner_state,
+            "state": state,
+        }
+        model, state, _ = readme["equinox_step"](model, state, x, y)
+
+
+def haiku(readme):
+    params, net_state = readme["haiku_params"], readme["haiku_state"]
+    state = readme["haiku_opt_state"]
+    while True:
+        x, y = yield {
+            "params": params,
+            "statistics": net_state,
+            "inner_state": state.inner_state,
+            "state": state,
+        }
+        params, net_state, state, _ = readme["haiku_step"](
+            params, net_state, state, x, y
+        )
+
+
+def accuracy(readme, name, snapshot, x, y):
+    """Of a network in evaluation; enough for a problem that a line solves."""
+    if name == "linen":
+        variables = {
+            "params": snapshot["params"],
+            "batch_stats": snapshot["statistics"],
+        }
+        logits, _ = readme["LinenNet"]().apply(variables, x, mutable=["batch_stats"])
+    elif name == "nnx":
+        logits = nnx.clone(readme["model"])(x)
+    elif name == "equinox":
+        model = eqx.combine(snapshot["params"], readme["mlp"])
+        logits = jax.vmap(model)(x)
+    else:
+        net = readme["haiku_net"]
+        logits, _ = net.apply(snapshot["params"], snapshot["statistics"], None, x)
+    return float(jnp.mean((logits > 0) == (y > 0.5)))
+
+
+@pytest.mark.parametrize("name", ["linen", "nnx", "equinox", "haiku"])
+def test_a_framework(name, readme):
+    trainer = {"linen": linen, "nnx": nnx_, "equinox": equinox, "haiku": haiku}[name](
+        readme
+    )
+    x, (_, y) = readme["x"], readme["batch"]
+    # What changes in place must not change what it is compared with.
+    copied = lambda s: jax.tree.map(np.array, {**s, "state": 0})  # noqa: E731
+    snapshot = next(trainer)
+    for _ in range(100):
+        before = copied(snapshot)
+        snapshot = trainer.send((x, y))
+    after = copied(snapshot)
+    for kind in after.keys() - {"state"}:
+        for a, b in zip(
+            jax.tree.leaves(after[kind]), jax.tree.leaves(before[kind]), strict=True
+        ):
+            assert not np.array_equal(a, b)
+    assert accuracy(readme, name, snapshot, x, y) > 0.9
+
+    scale = float(ls.get_loss_scale(snapshot["state"]))
+    overflowing, nan = x.at[0, 0].set(1e6), x.at[0, 0].set(jnp.nan)
+    for bad_x in (overflowing, nan):
+        snapshot = trainer.send((bad_x, y))
+        assert_same_bits(copied(snapshot), after)
+    scale_state = ls.get_loss_scale_state(snapshot["state"])
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(scale_state))
+    assert int(scale_state.skipped_steps) == 2
+    assert float(scale_state.loss_scale) == scale / 4
+
+    snapshot = trainer.send((x, y))
+    assert int(ls.get_loss_scale_state(snapshot["state"]).consecutive_skips) == 0
+
+
+def test_a_gan_has_two_optimizers_and_skips_one_of_them():
+    def generator(params, z):
+        return z.astype(jnp.float16) * params["g"].astype(jnp.float16)
+
+    def score(params, x):
+        return (x * params["d"].astype(jnp.float16)).astype(jnp.float32).mean()
+
+    def generator_loss(g_params, d_params, z):
+        return -score(d_params, generator(g_params, z))
+
+    def discriminator_loss(d_params, g_params, x, z):
+        fake = generator(g_params, z)
+        return score(d_params, fake) - score(d_params, x.astype(jnp.float16))
+
+    tx = ls.with_loss_scaling(optax.adam(0.1))
+    players = {"g": {"g": jnp.ones(3)}, "d": {"d": jnp.ones(3)}}
+    states = {name: tx.init(params) for name, params in players.items()}
+
+    @jax.jit
+    def step(players, states, x, z):
+        g, d = players["g"], players["d"]
+        _, g_grads = ls.value_and_grad(generator_loss, states["g"])(g, d, z)
+        _, d_grads = ls.value_and_grad(discriminator_loss, states["d"])(d, g, x, z)
+        new_players, new_states = {}, {}
+        for name, grads in (("g", g_grads), ("d", d_grads)):
+            updates, new_states[name] = tx.update(grads, states[name], players[name])
+            new_players[name] = optax.apply_updates(players[name], updates)
+        return new_players, new_states
+
+    x, z = jnp.full((4, 3), 0.5), jnp.full((4, 3), 0.25)
+    players, states = step(players, states, x, z)
+    # Real data reach the discriminator alone.
+    new_players, new_states = step(players, states, x.at[0, 0].set(1e6), z)
+    assert_same_bits(new_players["d"], players["d"])
+    assert_same_bits(new_states["d"].inner_state, states["d"].inner_state)
+    assert float(ls.get_loss_scale(new_states["d"])) == 2.0**14
+    assert not np.array_equal(new_players["g"]["g"], players["g"]["g"])
+    assert float(ls.get_loss_scale(new_states["g"])) == 2.0**15
+    with pytest.raises(ValueError, match="only one LossScaleState, got 2"):
+        ls.value_and_grad(generator_loss, new_states)
+
+
+def test_several_losses_have_a_scale_each_and_skip_together(readme):
+    step, rule = readme["two_loss_step"], readme["rule"]
+    params, opt_state = readme["params"], readme["skip_only"].init(readme["params"])
+    scale_states = {name: rule.init() for name in readme["losses"]}
+    x, y = readme["batch"]
+
+    new_params, new_state, new_scales = step(params, opt_state, scale_states, (x, y))
+    assert not np.array_equal(new_params["w"], params["w"])
+    assert all(int(s.growth_tracker) == 1 for s in new_scales.values())
+    # Both gradients are in the step: that of a sum, without scales, is the same.
+    total = lambda p: sum(f(p, (x, y)) for f in readme["losses"].values())  # noqa: E731
+    updates, _ = optax.adamw(3e-2).update(
+        jax.grad(total)(params), optax.adamw(3e-2).init(params), params
+    )
+    expected = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(new_params["w"], expected["w"], rtol=1e-3)
+
+    bad = x.at[0, 0].set(jnp.inf), y
+    skipped_params, skipped_state, skipped_scales = step(
+        new_params, new_state, new_scales, bad
+    )
+    assert_same_bits(skipped_params, new_params)
+    assert_same_bits(skipped_state.inner_state, new_state.inner_state)
+    assert float(skipped_scales["data"].loss_scale) == 2.0**14
+    assert float(skipped_scales["decay"].loss_scale) == 2.0**15
+    assert int(skipped_scales["decay"].growth_tracker) == 2

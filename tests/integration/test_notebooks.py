@@ -1,0 +1,156 @@
+"""The notebooks run from top to bottom and show what they say."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+
+import jax
+import nbformat
+import pytest
+from helpers import ROOT
+
+FILES = sorted((ROOT / "notebooks").iterdir())
+
+# What the text of each notebook says of its cells, run behind its last cell.
+CLAIMS = {
+    "finding_the_overflow": """
+        loss, scale, skipped = train(make_step(loss_fn), batches)[1]
+        assert jnp.all(jnp.isfinite(loss)) and jnp.all(jnp.abs(loss - loss[0]) < 0.3)
+        assert skipped.all() and scale[14] == 2 and jnp.all(scale[15:] == 1)
+        assert list(np.flatnonzero(black)) == list(np.flatnonzero(bad)) != []
+        loss, scale, skipped = train(make_step(cured_loss_fn), batches)[1]
+        assert loss[-30:].mean() < 0.2 and 1 <= skipped.sum() <= 3
+        assert jnp.all(scale >= 2**13)
+        assert history[2][STEPS // 2], "the broken picture's step was skipped"
+        assert ls.all_finite(statistics) and not ls.all_finite(
+            train(make_step(cured_loss_fn), broken)[0][1]
+        )
+        counts = sorted(int(str(error).split()[2]) for error in errors)
+        assert counts == [101, 126]
+    """,
+    "how_the_scale_moves": """
+        before = ls.gradient_report(grads).totals
+        after = ls.gradient_report(grads, loss_scale=suggested.loss_scale).totals
+        assert before.underflow + before.subnormal == before.size
+        assert after.underflow == after.overflow == 0
+        assert 0.1 < suggested.rescued < 0.2 and suggested.lost == 0
+        assert skipped[bad_step] and 5 < skipped.sum() < 20
+        assert scales[bad_step + 1] == scales[bad_step] / 2 == scales[119]
+        assert scales[bad_step + 21] == scales[bad_step]
+        losses = judge(trained, batches[0]), judge(params, batches[0])
+        assert 0.95 < losses[0] / losses[1] < 1.05
+        lost = {name: int(lost.sum()) for name, (_, lost) in runs.items()}
+        assert lost.pop("dynamic, every 20") > 5 and set(lost.values()) == {0}
+        last = {name: float(scale[-1]) for name, (scale, _) in runs.items()}
+        assert last["fixed"] < last["dynamic"] == 2**15
+        assert 2**22 < min(last["log-normal"], last["headroom"])
+    """,
+    "many_devices": """
+        assert len(mesh.devices) == 8 and one_scales[BAD_STEP + 1] * 2 == 2**17
+        assert many_scales == mapped_scales == one_scales
+        assert many_params["w"].sharding.spec == P("data")
+        assert max(jax.tree.leaves(difference)) < 1e-3
+        assert abs(many_loss - one_loss) + abs(mapped_loss - one_loss) < 1e-3
+        assert nans.tolist() == [0, 0, 0, 0, 0, 528, 0, 0]
+        assert len(changed) == 0 and ls.get_loss_scale(new_state) == 2**14
+        assert str(seen).startswith("`axis_name` must name every mapped axis")
+    """,
+    "quickstart": """
+        assert plain_held_out > 1.5 * float32_held_out
+        assert abs(scaled_held_out - float32_held_out) < 2e-4
+        assert plain_losses[-10:].mean() > 1.3 * plain_losses.min()
+        assert abs(scaled_losses[-1] / float32_losses[-1] - 1) < 0.05
+        totals = ls.gradient_report(grads).totals
+        assert totals.underflow > 0.9 * totals.size
+        scaled = ls.gradient_report(grads, loss_scale=2.0**15).totals
+        assert scaled.underflow < 0.001 * totals.size
+        assert scale_state.skipped_steps == 1 and scale_state.loss_scale == 2**14
+        assert ls.all_finite((params, opt_state)) and not np.isfinite(losses[60])
+        assert abs(poisoned_held_out - scaled_held_out) < 2e-4
+    """,
+}
+
+
+def read(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    return notebook
+
+
+def run(path, folder):
+    """Execute a notebook in a kernel of its own, as its reader does."""
+    notebook = read(path)
+    lines = [line.strip() for line in CLAIMS[path.stem].strip().splitlines()]
+    notebook.cells.append(nbformat.v4.new_code_cell("\n".join(lines)))
+    copy = folder / path.name
+    nbformat.write(notebook, copy)
+    # In a process, because a client leaves sockets and event loops behind.
+    jupyter_execute = "from nbclient.cli import main; main()"
+    subprocess.run(
+        [sys.executable, "-c", jupyter_execute, "--inplace", str(copy)],
+        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return read(copy)
+
+
+def cases():
+    """The first and the one for experts; the others are slow."""
+    for path in FILES:
+        usual = path.stem in ("quickstart", "many_devices")
+        marks = () if usual else pytest.mark.slow
+        yield pytest.param(path, id=path.stem, marks=marks)
+
+
+@pytest.mark.parametrize("path", list(cases()))
+def test_it_runs_from_top_to_bottom_and_shows_what_it_says(path, tmp_path):
+    if path.stem == "many_devices" and not hasattr(jax.lax, "pcast"):
+        pytest.skip("jax is older than the notebook's `jax.lax.pcast`")
+    try:
+        notebook = run(path, tmp_path)
+    except subprocess.CalledProcessError as error:
+        pytest.fail(error.stderr[-3000:])
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert len(outputs) >= 5
+    warnings = [x.text for x in outputs if x.get("name") == "stderr"]
+    assert not warnings
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_it_is_written_for_a_reader(path):
+    cells = read(path).cells
+    assert cells[0].cell_type == "markdown" and cells[0].source.startswith("# ")
+    assert cells[1].source == '%pip install -q "optax_lossscale[plots]"'
+    code = [i for i, cell in enumerate(cells) if cell.cell_type == "code"]
+    for i in code:
+        assert cells[i - 1].cell_type == "markdown", f"a sentence before cell {i}"
+        assert cells[i].outputs == [] and cells[i].execution_count is None
+    assert cells[-1].cell_type == "markdown", "a conclusion"
+    source = "\n".join(cell.source for cell in cells)
+    assert source.count("%pip") == 1 and "http" not in source.split("\n\n", 2)[2]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_its_badge_opens_it_in_colab_on_a_gpu(path):
+    repository = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    repository = repository["project"]["urls"]["Source"].removeprefix("https://")
+    badge = re.search(
+        r"\[!\[Open in Colab\]\(\S+\)\]\((\S+)\)", read(path).cells[0].source
+    )
+    assert badge[1] == (
+        f"https://colab.research.google.com/{repository.replace('.com', '')}"
+        f"/blob/main/notebooks/{path.name}"
+    )
+    metadata = json.loads(path.read_text())["metadata"]
+    assert metadata["accelerator"] == "GPU" and metadata["colab"]["gpuType"] == "T4"
+
+
+def test_the_readme_names_them_all():
+    readme = (ROOT / "README.md").read_text()
+    named = set(re.findall(r"notebooks/(\w+)\.ipynb", readme))
+    assert named == {path.stem for path in FILES} == set(CLAIMS)

@@ -1,0 +1,98 @@
+"""The README's code runs as printed, and its tables say what the code says."""
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import README, ROOT, readme_blocks
+
+import optax_lossscale as ls
+
+
+def test_the_first_block_is_a_complete_program():
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", readme_blocks("python")[0]],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    printed = re.fullmatch(r"loss (0\.\d+), loss scale 32768\n", run.stdout)
+    assert float(printed[1]) < 0.3
+
+
+def test_all_blocks_run_in_order(readme):
+    assert "scale_state.loss_scale=32768" in readme["printed"]
+    assert "the last step was applied" in readme["printed"]
+    assert not jnp.isinf(readme["statistics"]["mean"]).any()
+    assert ls.all_finite((readme["params"], readme["mlp_state"]))
+
+
+def test_the_report_is_what_its_block_prints(readme):
+    (table,) = readme_blocks("text")
+    assert table in readme["printed"]
+
+
+def test_scalars_of_every_step_reach_tensorboard_and_the_scan_speaks(readme):
+    assert readme["kept"] == [] and int(readme["metrics"]["skipped_steps"][-1]) == 0
+    assert len(readme["metrics"]["loss"]) == 200
+    (events,) = Path(readme["writer"].logdir).iterdir()
+    # Each of the 200 steps has a record with each of the 4 names.
+    assert events.read_bytes().count(b"skipped_steps") == 200
+    for step in (99, 199):
+        assert f"step {step}: gradient_norm " in readme["printed"]
+
+
+def test_there_are_two_commands_for_a_fresh_machine():
+    assert readme_blocks("bash") == [
+        "pip install -e '.[demo]' && python -m optax_lossscale\n",
+        "pip install -e '.[test]' && pytest\n",
+    ]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        ls.FixedLossScale,
+        ls.DynamicLossScale,
+        ls.HeadroomLossScale,
+        ls.LogNormalLossScale,
+    ],
+)
+def test_the_tables_of_rules_name_every_argument_with_its_default(rule):
+    table = README.split(f"| `{rule.__name__}` | default | |")[1].split("\n\n")[0]
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", table, re.M))
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(rule).parameters.items()
+    }
+    assert {name: eval(text) for name, text in rows.items()} == defaults
+
+
+def test_the_versions_named_are_those_of_the_metadata_and_of_ci():
+    metadata = (ROOT / "pyproject.toml").read_text()
+    ci = (ROOT / ".ci" / "run").read_text()
+    for package, version in (("jax", "0.7.0"), ("optax", "0.2.5")):
+        assert f"{package} {version} or newer" in README
+        assert f'"{package}>={version}"' in metadata
+        assert f"{package}=={version}" in ci
+
+
+def test_what_is_said_of_float16_and_bfloat16():
+    half = np.float16
+    assert half(2.9e-8) == 0 < half(3.1e-8)
+    assert jnp.finfo(jnp.bfloat16).tiny < 1.2e-38
+    weights = np.linspace(1, 2, 1000, endpoint=False).astype(half).astype(float)
+    assert np.all((weights * (1 + 1 / 4100)).astype(half) == weights)
+    assert np.any((weights * (1 + 1 / 3900)).astype(half) != weights)
+    with np.errstate(over="ignore"):
+        assert half(65504) < np.inf == half(65520) == half(2.0**16)
+
+
+def test_the_changelog_has_this_version_first():
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(r"^## \[(.+?)\]", changelog, re.M)[1] == ls.__version__

@@ -1,0 +1,283 @@
+"""DynamicLossScale against an oracle in plain Python."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import optax_lossscale as ls
+
+SMALLEST, LARGEST = 2.0**-126, 2.0**126
+
+
+@dataclasses.dataclass
+class Oracle:
+    """The rule as its documentation states it, one Python statement each."""
+
+    rule: ls.DynamicLossScale
+    scale: np.float32
+    growth: int = 0
+    hysteresis: int = 0
+
+    def step(self, grads_finite):
+        rule, f32 = self.rule, np.float32
+        changed = False
+        with np.errstate(all="ignore"):
+            if grads_finite:
+                self.growth += 1
+                if self.growth >= rule.growth_interval:
+                    grown = self.scale * f32(rule.growth_factor)
+                    self.scale = min(grown, f32(rule.max_scale))
+                    self.growth, changed = 0, True
+            else:
+                self.growth = 0
+                self.hysteresis = max(self.hysteresis - 1, 0)
+                if self.hysteresis == 0:
+                    backed_off = self.scale * f32(rule.backoff_factor)
+                    self.scale = max(backed_off, f32(rule.min_scale))
+                    changed = True
+        refill = {
+            "finite": grads_finite,
+            "growth": grads_finite and changed,
+            "change": changed,
+        }
+        if refill[rule.hysteresis_refill]:
+            self.hysteresis = rule.hysteresis
+
+
+@st.composite
+def rules(draw, powers_of_two=False):
+    if powers_of_two:
+        low, init, high = sorted(2.0 ** draw(st.integers(-126, 126)) for _ in range(3))
+        growth, backoff = 2.0 ** draw(st.integers(1, 4)), 0.5 ** draw(st.integers(1, 4))
+    else:
+        scales = st.floats(2.0**-30, 2.0**30, width=32)
+        low, init, high = sorted(draw(scales) for _ in range(3))
+        growth = draw(st.floats(1.125, 16, width=32))
+        backoff = draw(st.floats(0.0625, 0.875, width=32))
+    return ls.DynamicLossScale(
+        init_scale=init,
+        min_scale=low,
+        max_scale=high,
+        growth_factor=growth,
+        backoff_factor=backoff,
+        growth_interval=draw(st.integers(1, 5)),
+        hysteresis=draw(st.integers(1, 4)),
+        hysteresis_refill=draw(st.sampled_from(["finite", "growth", "change"])),
+    )
+
+
+flags = st.lists(st.booleans(), max_size=24)
+
+
+@given(st.one_of(rules(), rules(powers_of_two=True)), flags)
+def test_the_rule_equals_the_oracle_on_any_run(rule, run):
+    state = rule.init()
+    oracle = Oracle(rule, np.float32(rule.init_scale), 0, rule.hysteresis)
+    for grads_finite in run:
+        state = rule.update(state, grads_finite)
+        oracle.step(grads_finite)
+        assert state.loss_scale == oracle.scale
+        assert int(state.growth_tracker) == oracle.growth
+        assert int(state.hysteresis_tracker) == oracle.hysteresis
+    assert int(state.skipped_steps) == run.count(False)
+
+
+counters = st.integers(np.iinfo(np.int32).min, np.iinfo(np.int32).max)
+
+
+@given(
+    rules(powers_of_two=True),
+    st.floats(width=32, allow_nan=True, allow_infinity=True, allow_subnormal=True),
+    counters,
+    counters,
+    st.booleans(),
+)
+def test_any_loaded_state_gives_a_normal_scale(
+    rule, loaded, growth, hysteresis, grads_finite
+):
+    state = rule.init()._replace(
+        loss_scale=jnp.float32(loaded),
+        growth_tracker=jnp.int32(growth),
+        hysteresis_tracker=jnp.int32(hysteresis),
+    )
+    new_state = rule.update(state, grads_finite)
+    scale = float(new_state.loss_scale)
+    assert SMALLEST <= scale <= LARGEST
+    if SMALLEST <= loaded <= LARGEST:
+        # A tracker below zero counts as zero.
+        grew = grads_finite and max(growth, 0) + 1 >= rule.growth_interval
+        used_up = hysteresis <= 1 or rule.hysteresis == 1
+        if grew:
+            assert scale >= loaded
+        elif not grads_finite and used_up:
+            assert scale <= loaded
+        else:
+            assert rule.min_scale <= scale <= rule.max_scale
+    assert 0 <= int(new_state.growth_tracker) < rule.growth_interval
+    assert 0 <= int(new_state.hysteresis_tracker) <= rule.hysteresis
+
+
+def test_a_scale_from_other_limits_comes_into_range_with_the_next_finite_step():
+    rule = ls.DynamicLossScale(min_scale=2.0, max_scale=2.0**16)
+    for loaded, expected in ((2.0**20, 2.0**16), (0.5, 2.0)):
+        state = rule.init()._replace(loss_scale=jnp.float32(loaded))
+        assert float(rule.update(state, True).loss_scale) == expected
+
+
+def test_out_of_range_a_growth_never_lowers_and_a_backoff_never_raises():
+    rule = ls.DynamicLossScale(min_scale=2.0, max_scale=2.0**16, growth_interval=1)
+    for loaded, grads_finite, expected in (
+        (2.0**20, True, 2.0**20),
+        (2.0**20, False, 2.0**16),
+        (0.5, False, 0.5),
+        (0.5, True, 2.0),
+    ):
+        state = rule.init()._replace(loss_scale=jnp.float32(loaded))
+        assert float(rule.update(state, grads_finite).loss_scale) == expected
+
+
+def test_a_scale_that_is_nan_starts_again():
+    rule = ls.DynamicLossScale(init_scale=64.0)
+    state = rule.init()._replace(loss_scale=jnp.float32(jnp.nan))
+    assert float(rule.update(state, True).loss_scale) == 64.0
+    assert float(rule.update(state, False).loss_scale) == 32.0
+
+
+def scales(rule, run):
+    state, seen = rule.init(), []
+    for flag in run:
+        state = rule.update(state, flag == "1")
+        seen.append(float(state.loss_scale))
+    return seen
+
+
+HYSTERESIS_RUNS = [
+    # Any finite step refills: two non-finite steps apart cost nothing.
+    ("finite", "0101001", [8, 8, 8, 8, 8, 4, 4]),
+    # Only a growth refills: the second one costs, and so does every further one.
+    ("growth", "0101001", [8, 8, 4, 4, 2, 1, 1]),
+    # Non-finite steps add up over finite ones; a backoff clears the sum.
+    ("change", "0101001", [8, 8, 4, 4, 4, 2, 2]),
+]
+
+
+@pytest.mark.parametrize(("refill", "run", "expected"), HYSTERESIS_RUNS)
+def test_the_kinds_of_hysteresis_differ_as_documented(refill, run, expected):
+    rule = ls.DynamicLossScale(
+        init_scale=8.0, hysteresis=2, hysteresis_refill=refill, growth_interval=100
+    )
+    assert scales(rule, run) == expected
+
+
+def test_a_growth_refills_the_allowance():
+    rule = ls.DynamicLossScale(
+        init_scale=8.0, hysteresis=2, hysteresis_refill="growth", growth_interval=2
+    )
+    assert scales(rule, "0110") == [8, 8, 16, 16]
+
+
+def test_growth_comes_on_the_nth_finite_step_in_a_row_and_again_n_later():
+    rule = ls.DynamicLossScale(init_scale=1.0, growth_interval=3)
+    assert scales(rule, "111111") == [1, 1, 2, 2, 2, 4]
+    assert scales(rule, "110111") == [1, 1, 1, 1, 1, 2]
+
+
+def test_a_shorter_interval_than_the_tracker_grows_at_once():
+    """PyTorch compares with ``==`` and would not grow before the next overflow."""
+    state = ls.DynamicLossScale().init()._replace(growth_tracker=jnp.int32(1500))
+    state = ls.DynamicLossScale(growth_interval=100).update(state, True)
+    assert (float(state.loss_scale), int(state.growth_tracker)) == (2.0**16, 0)
+
+
+def test_limits_hold_and_backing_off_below_one_needs_asking():
+    assert scales(ls.DynamicLossScale(init_scale=2.0), "000") == [1, 1, 1]
+    below = ls.DynamicLossScale(init_scale=2.0, min_scale=2.0**-126)
+    assert scales(below, "000") == [1, 0.5, 0.25]
+    top = ls.DynamicLossScale(init_scale=2.0**24, growth_interval=1)
+    assert scales(top, "11") == [2.0**24, 2.0**24]
+
+
+BAD_SCALE = [0, -1.0, math.nan, math.inf, True, "8", None, 1e-39, 2.0**127]
+
+
+BAD_COUNT = [0, -1, 1.5, math.nan, math.inf, True, "8", None, 2**31]
+
+
+BAD = [
+    *(("init_scale", x) for x in BAD_SCALE),
+    *(("min_scale", x) for x in BAD_SCALE),
+    *(("max_scale", x) for x in BAD_SCALE),
+    *(("growth_factor", x) for x in [*BAD_SCALE[:7], 1, 1.0, 0.5]),
+    *(("backoff_factor", x) for x in [*BAD_SCALE[:7], 1, 1.0, 2.0]),
+    *(("growth_interval", x) for x in BAD_COUNT),
+    *(("hysteresis", x) for x in BAD_COUNT),
+    *(("hysteresis_refill", x) for x in ["always", None, 1, True]),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), BAD)
+def test_a_bad_argument_is_refused_with_its_name_its_value_and_a_way_out(name, value):
+    with pytest.raises(ValueError) as error:
+        ls.DynamicLossScale(**{name: value})
+    message = str(error.value)
+    assert message.startswith(f"`{name}` must be ")
+    assert f"got {value!r}. It " in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ({"min_scale": 2.0**16}, ("min_scale", "init_scale")),
+        ({"init_scale": 2.0**25}, ("init_scale", "max_scale")),
+        ({"max_scale": 2.0**10}, ("init_scale", "max_scale")),
+    ],
+)
+def test_limits_out_of_order_are_refused(arguments, names):
+    lower, upper = names
+    with pytest.raises(ValueError, match=f"`{lower}` must not exceed `{upper}`") as e:
+        ls.DynamicLossScale(**arguments)
+    assert f"Lower `{lower}` or raise `{upper}`." in str(e.value)
+
+
+def test_arguments_are_keywords_only_so_that_none_is_mistaken():
+    with pytest.raises(TypeError):
+        ls.DynamicLossScale(2.0**15)
+
+
+def test_numbers_become_pythons_own():
+    rule = ls.DynamicLossScale(
+        init_scale=np.float32(8), growth_interval=1e3, hysteresis=jnp.int32(2)
+    )
+    assert (type(rule.init_scale), type(rule.growth_interval)) == (float, int)
+    assert (rule.growth_interval, rule.hysteresis) == (1000, 2)
+
+
+@pytest.mark.parametrize("refill", ["finite", "growth", "change"])
+def test_a_traced_configuration_acts_as_the_same_one_in_python(refill):
+    """As ``optax.inject_hyperparams`` has it, with every number a float32 array."""
+    names = [f.name for f in dataclasses.fields(ls.DynamicLossScale)]
+    rule = ls.DynamicLossScale(
+        growth_interval=2, hysteresis=2, hysteresis_refill=refill
+    )
+    numbers = {n: getattr(rule, n) for n in names if n != "hysteresis_refill"}
+
+    @jax.jit
+    def traced_run(numbers, run):
+        rule = ls.DynamicLossScale(**numbers, hysteresis_refill=refill)
+        return jax.lax.scan(
+            lambda s, x: (rule.update(s, x), s.loss_scale), rule.init(), run
+        )
+
+    run = jnp.array([c == "1" for c in "1101001110"])
+    final, seen = traced_run(jax.tree.map(jnp.float32, numbers), run)
+    state = rule.init()
+    for flag, scale in zip(run, seen, strict=True):
+        assert float(state.loss_scale) == float(scale)
+        state = rule.update(state, flag)
+    assert jax.tree.map(float, final) == jax.tree.map(float, state)

@@ -1,0 +1,77 @@
+"""LogNormalLossScale against an oracle in float64."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_lossscale as ls
+from optax_lossscale import presets
+
+SMALLEST, LARGEST = 2.0**-126, 2.0**126
+
+
+def log_max(magnitudes, finite, nonfinite_log, log_max=16.0):
+    """The log-normal rule in float64, averages as sums."""
+    x = np.where(finite, np.log2(magnitudes), nonfinite_log)
+    for steps in range(1, len(x) + 1):
+        age = np.arange(steps)[::-1]
+        fast, slow = 0.99**age, 0.999**age
+        mean = np.average(x[:steps], weights=fast)
+        slow_mean = np.average(x[:steps], weights=slow)
+        variance = np.average((x[:steps] - slow_mean) ** 2, weights=slow)
+        yield 2 ** (log_max - mean - 3.09 * math.sqrt(variance))
+
+
+@pytest.mark.parametrize("overflow", [None, 90])
+def test_the_log_normal_rule_equals_its_oracle(overflow):
+    rng = np.random.default_rng(0)
+    magnitudes = np.exp2(rng.normal(-5, 2, 120)).astype(np.float32)
+    finite = np.arange(120) != overflow
+    rule = presets.openseq2seq_logmax(scale_min=0.0, scale_max=math.inf)
+    _, scales = jax.lax.scan(
+        lambda s, x: (new := rule.update(s, *x), new.loss_scale),
+        rule.init(),
+        (jnp.asarray(finite), jnp.asarray(magnitudes)),
+    )
+    expected = np.clip(list(log_max(magnitudes, finite, 2.0**16)), SMALLEST, LARGEST)
+    # The variance is a difference in float32.
+    np.testing.assert_allclose(scales[10:], expected[10:], rtol=1e-2)
+
+
+def test_the_log_normal_scale_is_rounded_down_to_a_power_of_two():
+    rule = ls.LogNormalLossScale()
+    exact = presets.openseq2seq_logmax()
+    states = [rule.init(), exact.init()]
+    for magnitude in (0.3, 0.7, 0.1, 0.4):
+        states = [
+            r.update(s, True, magnitude)
+            for r, s in zip((rule, exact), states, strict=True)
+        ]
+        rounded, scale = (float(state.loss_scale) for state in states)
+        assert rounded == 2.0 ** math.floor(math.log2(scale))
+
+
+def test_all_zero_gradients_leave_the_log_normal_rule_alone():
+    """In OpenSeq2Seq the scale is NaN from the first one on."""
+    rule = ls.LogNormalLossScale()
+    state = rule.update(rule.init(), True, 0.0)
+    assert float(state.loss_scale) == rule.init_scale
+    state = rule.update(state, True, 0.5)
+    again = rule.update(state, True, 0.0)
+    assert float(again.loss_scale) == float(state.loss_scale) != rule.init_scale
+    assert again.memory == state.memory
+
+
+def test_one_overflow_does_not_paralyse_the_log_normal_rule():
+    """OpenSeq2Seq counts it as 2**65536 and stays at its floor."""
+    after = {}
+    for rule in (ls.LogNormalLossScale(), presets.openseq2seq_logmax()):
+        state = rule.init()
+        for step in range(400):
+            state = rule.update(state, step != 100, 2.0**-10)
+        after[rule.power_of_two] = float(state.loss_scale)
+    assert after == {True: pytest.approx(2.0**20, rel=7), False: 1.0}
+    assert after[True] > 2.0**16

@@ -1,0 +1,111 @@
+"""What the package exports, and that all of it is documented."""
+
+import doctest
+import inspect
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+import optax_lossscale as ls
+
+PUBLIC = [name for name in vars(ls) if not name.startswith("_")]
+
+
+def test_all_equals_the_sorted_public_names():
+    assert ls.__all__ == sorted(PUBLIC)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_has_a_docstring_with_an_example(name):
+    docstring = inspect.getdoc(getattr(ls, name))
+    assert doctest.DocTestParser().get_examples(docstring), "an example that runs"
+
+
+FUNCTIONS = [
+    function
+    for module in (ls, ls.presets, ls.plots)
+    for name, function in inspect.getmembers(module, inspect.isfunction)
+    if not name.startswith("_")
+]
+
+
+@pytest.mark.parametrize("module", [ls.presets, ls.plots])
+def test_all_of_a_module_equals_the_sorted_public_names(module):
+    names = [n for n in vars(module) if not n.startswith("_")]
+    assert module.__all__ == sorted(names)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_every_argument_is_documented(function):
+    docstring = inspect.getdoc(function)
+    for argument in inspect.signature(function).parameters:
+        assert f"\n    {argument}: " in docstring, argument
+    for section in ("Args:", "Returns:", "Raises:", "Examples:"):
+        assert f"\n{section}\n" in docstring, section
+    if function.__module__ != "optax_lossscale.presets":
+        return
+    if function.__name__.startswith("to_"):
+        assert f"`from_{function.__name__[3:]}`" in docstring
+    else:
+        assert "\nReferences:\n" in docstring
+    if not function.__name__.endswith("_state_dict"):
+        assert "\n\nDepartures: " in docstring
+
+
+def test_the_signatures_are_the_contract():
+    def signature(name):
+        return str(inspect.signature(getattr(ls, name), eval_str=False))
+
+    def names(name):
+        return list(inspect.signature(getattr(ls, name)).parameters)
+
+    assert names("with_loss_scaling") == ["inner", "loss_scale", "axis_name"]
+    gradient = ["fun", "state", "argnums", "has_aux", "holomorphic", "allow_int"]
+    assert names("value_and_grad") == names("grad") == gradient
+    assert names("scale_loss") == ["loss", "state"]
+    assert names("unscale_grads") == ["grads", "state"]
+    assert names("all_finite") == ["tree", "axis_name"]
+    assert names("select") == ["pred", "on_true", "on_false"]
+    assert names("get_loss_scale") == names("get_loss_scale_state") == ["state"]
+    assert names("max_magnitude") == ["tree", "axis_name"]
+    assert "*, axis_name" in signature("with_loss_scaling")
+    assert "*, max_consecutive_skips" in signature("check_loss_scale")
+    assert "*, max_consecutive_skips" in signature("watch_loss_scale")
+    report = ["grads", "loss_scale", "dtype", "axis_name"]
+    assert names("gradient_report") == report
+    assert "*, loss_scale" in signature("gradient_report")
+    assert names("suggest_loss_scale") == ["grads", "dtype", "headroom"]
+    assert "*, dtype" in signature("suggest_loss_scale")
+    assert "state: Any, *, argnums" in signature("value_and_grad")
+    assert "state: Any, *, argnums" in signature("grad")
+    assert "*, loss_scale" in str(inspect.signature(ls.plots.plot_gradient_range))
+    assert names("format_report") == ["report", "limit"]
+    defaults = inspect.signature(ls.gradient_report).parameters
+    assert defaults["loss_scale"].default == 1.0
+    assert defaults["dtype"].default == jnp.float16
+    assert inspect.signature(ls.format_report).parameters["limit"].default == 20
+    assert ls.GradientReport._fields == (
+        *("nan", "inf", "zero", "underflow", "subnormal", "overflow"),
+        *("max_abs", "size"),
+    )
+
+
+def test_importing_needs_neither_the_extras_nor_the_test_packages():
+    heavy = ["rich", "matplotlib", "flax", "equinox", "hypothesis", "pytest"]
+    code = (
+        "import sys, optax_lossscale\n"
+        f"assert not set({heavy}) & set(sys.modules), sys.modules.keys() & set({heavy})"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_importing_starts_no_backend():
+    """So that a user may still set XLA flags or initialise jax.distributed."""
+    code = (
+        "import optax_lossscale\n"
+        "from jax._src import xla_bridge\n"
+        "assert not xla_bridge.backends_are_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,351 @@
+"""The layout of the masks: what it computes, what it may not cost, when it yields."""
+
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from every_optimizer import OPTIMIZERS, grads_for, make, params_for, update
+from helpers import assert_same_bits, assert_same_types, without_keys
+from jax.experimental import io_callback
+
+import optax_lossscale as ls
+from optax_lossscale._transform import masks
+
+
+def refuse(*args):
+    raise RuntimeError("not here")
+
+
+@pytest.fixture
+def plain_layout(monkeypatch):
+    """A function that runs another one with the plain layout of the masks."""
+
+    def run(function, *args):
+        with monkeypatch.context() as m, pytest.warns(UserWarning, match="slower"):
+            m.setattr(masks, "bind", refuse)
+            m.setattr(masks, "_maskable", refuse)  # also where there is no equation
+            return function(*args)
+
+    return run
+
+
+@pytest.mark.filterwarnings("ignore:`optimistic_adam` is deprecated")
+@pytest.mark.filterwarnings('ignore:"seed" is deprecated')  # dpsgd takes no key
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_both_layouts_agree_on_every_optimizer(name, plain_layout):
+    tx = ls.with_loss_scaling(make(name))
+    start = params_for(name)
+    grads = grads_for(name, start)
+    bad = {**grads, "b": grads["b"].at[..., 1].set(jnp.nan)}
+
+    def run():
+        @jax.jit
+        def step(params, state, grads):
+            updates, state = update(name, tx, grads, state, params)
+            return optax.apply_updates(params, updates), state, updates
+
+        trajectory, params, state = [], start, tx.init(start)
+        for g in (grads, bad, grads):
+            params, state, updates = step(params, state, g)
+            trajectory.append((params, state, updates))
+        return trajectory
+
+    actual, expected = run(), plain_layout(run)
+    chex.assert_trees_all_close(
+        *map(without_keys, (actual, expected)), rtol=2e-5, atol=1e-6
+    )
+    assert_same_types(actual[-1][1], expected[-1][1])
+    (params, state, _), (skipped_params, skipped_state, updates), _ = actual
+    assert_same_bits(skipped_params, params)
+    assert_same_bits(skipped_state.inner_state, state.inner_state)
+    assert not any(np.any(u) for u in jax.tree.leaves(updates))
+
+
+def transformation(update, *state):
+    """A stateful transformation from a function of gradients and states."""
+
+    def update_fn(updates, state, params=None):
+        return update(updates, *state)
+
+    return optax.GradientTransformation(lambda params: state, update_fn)
+
+
+@jax.custom_jvp
+def twice(x):
+    return 2 * x
+
+
+@twice.defjvp
+def _(primals, tangents):
+    return twice(*primals), 2 * tangents[0]
+
+
+@jax.custom_vjp
+def thrice(x):
+    return 3 * x
+
+
+thrice.defvjp(lambda x: (3 * x, None), lambda _, g: (3 * g,))
+
+ONE, TWO = jnp.ones(3), jnp.full(3, 2.0)
+INNER = {
+    "cond": transformation(
+        lambda g, m: jax.lax.cond(
+            m[0] > 1, lambda: (g, (m + g,)), lambda: (m, (m - g,))
+        ),
+        ONE,
+    ),
+    "while_loop": transformation(
+        lambda g, m: (lambda y: (g * y, (y,)))(
+            jax.lax.while_loop(lambda y: jnp.sum(y) < 50, lambda y: 2 * y + g, m)
+        ),
+        ONE,
+    ),
+    "scan": transformation(
+        lambda g, m: (lambda total, y: (y, (total,)))(
+            *jax.lax.scan(lambda c, x: (c + x, c * x), m, g)
+        ),
+        jnp.float32(1),
+    ),
+    "nested jit": transformation(jax.jit(lambda g, m: (m * g, (m + g,))), ONE),
+    "custom derivatives": transformation(
+        lambda g, m: (twice(m) + g, (thrice(m + g),)), ONE
+    ),
+    "key": transformation(
+        lambda g, key: (
+            g + jax.random.normal(key, g.shape),
+            (jax.random.split(key)[0],),
+        ),
+        jax.random.key(0),
+    ),
+    "gradient as state": transformation(lambda g, m: (m, (g,)), ONE),
+    "passed through": transformation(lambda g, m, n: (g + m, (n, m)), ONE, TWO),
+    "constant": transformation(lambda g, m: (m * g, (jnp.zeros(3),)), ONE),
+    "numpy constant": transformation(lambda g, m: (m * g, (np.ones(3, "f4"),)), ONE),
+    "one value, two leaves": transformation(
+        lambda g, m, n: (lambda y: (y * n, (y, y)))(m + g), ONE, TWO
+    ),
+    "state as update": transformation(lambda g, m: (lambda y: (y, (y,)))(m + g), ONE),
+    "another dtype": transformation(
+        lambda g, m: (g, (m.astype(jnp.float32) + g,)), ONE.astype(jnp.float16)
+    ),
+    "weak type": transformation(
+        lambda g, m: (g, (jnp.where(g[0] > 0, 1.5, 2.5),)), jnp.float32(1)
+    ),
+    "stateless": optax.identity(),
+}
+
+
+@pytest.mark.parametrize("name", INNER)
+@pytest.mark.parametrize("transform", ["jit", "vmap", "scan", "grad"])
+def test_both_layouts_agree_on_every_construct(name, transform, plain_layout):
+    tx = ls.with_loss_scaling(INNER[name])
+    grads = jnp.array([[0.5, 1.0, 2.0], [0.5, jnp.inf, 2.0], [1.0, 1.0, 1.0]])
+
+    def step(carry, g):
+        params, state = carry
+        updates, state = tx.update(g, state, params)
+        return (params + updates, state), updates
+
+    def steps(factor):
+        carry = ONE, tx.init(ONE)
+        for g in grads:
+            carry, _ = step(carry, factor * g)
+        return carry
+
+    # A while_loop has no reverse mode, a custom_vjp no forward mode.
+    derivative = jax.jacrev if name == "custom derivatives" else jax.jacfwd
+    function = {
+        # A function of its own for each layout: jax would trace a common one once.
+        "jit": lambda x: jax.jit(lambda x: steps(x))(x),
+        "vmap": lambda x: jax.vmap(steps)(jnp.stack([x, 2 * x])),
+        "scan": lambda x: jax.lax.scan(
+            lambda carry, g: step(carry, g), (ONE, tx.init(ONE)), x * grads
+        ),
+        "grad": lambda x: jax.jit(derivative(lambda x: steps(x)[0]))(x),
+    }[transform]
+    actual = function(jnp.float32(1))
+    expected = plain_layout(function, jnp.float32(1))
+    chex.assert_trees_all_close(*map(without_keys, (actual, expected)), rtol=1e-6)
+    if transform != "grad":
+        assert_same_types(actual, expected)
+
+
+def test_effects_happen_once_in_a_step():
+    seen = []
+
+    def update(g, m):
+        jax.debug.callback(lambda m: seen.append(("debug", float(m[0]))), m)
+        total = io_callback(
+            lambda m: seen.append(("io", float(m[0]))) or m, m, m, ordered=True
+        )
+        return g, (total + g,)
+
+    tx = ls.with_loss_scaling(transformation(update, ONE))
+    step = jax.jit(lambda g, state: tx.update(g, state))
+    _, state = step(ONE, tx.init(ONE))
+    step(ONE, state)
+    jax.effects_barrier()
+    expected = [(kind, m) for m in (1.0, 2.0) for kind in ("debug", "io")]
+    assert sorted(seen) == sorted(expected)
+
+
+@pytest.mark.parametrize("with_effect", [False, True])
+def test_what_cannot_be_evaluated_again_is_masked_in_the_plain_layout(
+    with_effect, monkeypatch
+):
+    """And says so, because the step is slower then."""
+    seen = []
+
+    def update(g, m):
+        if with_effect:
+            jax.debug.callback(lambda: seen.append(1))
+        return m * g, (m + g,)
+
+    bind = masks.bind
+    # An equation after the effect is refused.
+    monkeypatch.setattr(
+        masks,
+        "bind",
+        lambda eqn, args: refuse() if eqn.primitive.name == "mul" else bind(eqn, args),
+    )
+    tx = ls.with_loss_scaling(transformation(update, ONE))
+    message = r"correct, but slower .*equation by equation \(RuntimeError: not here\)"
+    with pytest.warns(UserWarning, match=message):
+        updates, state = jax.jit(tx.update)(TWO, tx.init(ONE))
+    jax.effects_barrier()
+    assert_same_bits((updates, state.inner_state), (TWO, (jnp.full(3, 3.0),)))
+    assert seen == [1] * with_effect
+
+
+def test_an_error_of_the_inner_transformation_is_its_own_and_comes_at_once():
+    traces = []
+
+    def update(g, m):
+        traces.append(1)
+        raise ZeroDivisionError("from the optimizer")
+
+    tx = ls.with_loss_scaling(transformation(update, ONE))
+    with pytest.raises(ZeroDivisionError, match="from the optimizer"):
+        jax.jit(tx.update)(ONE, tx.init(ONE))
+    assert len(traces) == 1
+
+
+def test_an_inner_transformation_that_looks_at_numbers_works_where_there_are_some():
+    """Eager derivatives have numbers, which a jaxpr does not."""
+
+    def update(g, m):
+        return (g if m[0] > 0 else -g), (m + 1,)
+
+    tx = ls.with_loss_scaling(transformation(update, ONE))
+    state = tx.init(ONE)
+    _, derivative = jax.jvp(lambda g: tx.update(g, state)[0], (ONE,), (TWO,))
+    assert_same_bits(derivative, TWO)
+    with pytest.raises(jax.errors.TracerBoolConversionError):
+        jax.jit(tx.update)(ONE, state)
+
+
+GUARDED = ("optax.sgd", "momentum", "optax.adamw", "clip + adamw", "optax.lion")
+SHAPE = (64, 128)
+
+
+def compiled(tx, leaves, scanned=False, swapped=False):
+    params = {f"p{i}": jnp.full(SHAPE, 0.5) for i in range(leaves)}
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        return (state, params) if swapped else (params, state)
+
+    def epoch(params, state, batches):
+        def body(carry, x):
+            def loss(params):
+                return sum(jnp.sum((x @ p) ** 2) for p in params.values())
+
+            return step(*carry, jax.grad(loss)(carry[0])), None
+
+        return jax.lax.scan(body, (params, state), batches)[0]
+
+    batch = jnp.ones((3, 2, SHAPE[0])) if scanned else params
+    function = jax.jit(epoch if scanned else step, donate_argnums=(0, 1))
+    return function.lower(params, tx.init(params), batch).compile()
+
+
+def full_size_copies(program):
+    return len(re.findall(r"= f32\[64,128\]\S* copy\(", program.as_text()))
+
+
+# Earlier versions of XLA CPU have no library for reductions, which keeps them from
+# writing their operands out.
+reductions_are_fused = pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="needs a newer XLA"
+)
+
+
+# A scanned plain lion frees one gradient before it copies the next moment; whoever
+# checks has to have all gradients first.
+CASES = [
+    (n, s) for n in GUARDED for s in (False, True) if (n, s) != ("optax.lion", True)
+]
+
+
+@reductions_are_fused
+@pytest.mark.parametrize("name, scanned", CASES)
+def test_no_memory_beyond_the_plain_step(name, scanned):
+    leaves = 16
+    plain = compiled(make(name), leaves, scanned)
+    masked = compiled(ls.with_loss_scaling(make(name)), leaves, scanned)
+    extra = (
+        masked.memory_analysis().temp_size_in_bytes
+        - plain.memory_analysis().temp_size_in_bytes
+    )
+    assert extra <= 0.01 * leaves * 4 * np.prod(SHAPE)
+    assert full_size_copies(masked) <= full_size_copies(plain)
+
+
+@reductions_are_fused
+def test_the_plain_layout_would_fail_the_guards(plain_layout):
+    """So they do measure what they are for."""
+    masked = plain_layout(compiled, ls.with_loss_scaling(make("optax.adamw")), 16)
+    parameters = 16 * 4 * np.prod(SHAPE)
+    assert masked.memory_analysis().temp_size_in_bytes > 0.5 * parameters
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        n if n == "optax.adamw" else pytest.param(n, marks=pytest.mark.slow)
+        for n in GUARDED
+    ],
+)
+def test_the_program_grows_linearly_with_the_leaves(name):
+    tx = ls.with_loss_scaling(make(name))
+    small, large = (len(compiled(tx, n).as_text()) for n in (32, 128))
+    assert large < 4.4 * small
+
+
+@pytest.mark.parametrize("name", GUARDED)
+def test_a_step_never_leaves_the_device(name):
+    text = compiled(ls.with_loss_scaling(make(name)), 4).as_text()
+    assert not re.search(r"\b(infeed|outfeed|send|recv|callback)\b|S\(5\)", text)
+
+
+@pytest.mark.parametrize("wrap", [ls.with_loss_scaling, lambda tx: tx])
+def test_donating_in_another_order_costs_copies_with_and_without_scaling(wrap):
+    tx = wrap(make("optax.adamw"))
+    assert full_size_copies(compiled(tx, 4)) == 0
+    assert full_size_copies(compiled(tx, 4, swapped=True)) >= 3 * 4
+
+
+def test_no_check_and_no_mask_where_nothing_is_skipped():
+    tx = make("optax.adamw")
+    unchecked = ls.with_loss_scaling(tx, ls.FixedLossScale(8.0, skip_nonfinite=False))
+    plain, masked = (
+        compiled(t, 4).as_text().count("f32[64,128]") for t in (tx, unchecked)
+    )
+    assert masked == plain
