@@ -4,11 +4,21 @@ import contextlib
 import importlib.metadata
 import io
 import os
+from pathlib import Path
 
-import chex
-import hypothesis
-import pytest
-from helpers import ROOT, readme_blocks
+# Nearly all of the time goes into compiling. What one process has compiled, the others
+# and the next run load, those that tests start among them: hence the environment.
+for name, value in {
+    "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).parents[1] / ".pytest_cache/jax"),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}.items():
+    os.environ.setdefault(name, value)
+
+import chex  # noqa: E402
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+from helpers import readme_blocks  # noqa: E402
 
 # Programs, with dependencies of their own, and a plugin.
 collect_ignore = [
@@ -16,15 +26,6 @@ collect_ignore = [
     "integration/process_worker.py",
     "integration/wrap_optax.py",
 ]
-
-# Nearly all of the time goes into compiling. What one process has compiled, the others
-# and the next run load, those that tests start among them: hence the environment.
-for name, value in {
-    "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".pytest_cache" / "jax"),
-    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-}.items():
-    os.environ.setdefault(name, value)
 
 chex.set_n_cpu_devices(8)
 

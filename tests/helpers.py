@@ -1,5 +1,7 @@
 """What several test files share."""
 
+import dataclasses
+import functools
 import os
 import re
 from collections.abc import Callable
@@ -56,6 +58,39 @@ def train(step: Any, params: Any, opt_state: Any, batches: Any) -> tuple[Any, An
     for batch in batches:
         params, opt_state = step(params, opt_state, batch)
     return params, opt_state
+
+
+def run_rule(
+    rule: ls.LossScale, grads_finite: Any, magnitudes: Any = (), state: Any = None
+) -> ls.LossScaleState:
+    """Every state of a run, stacked, from ``rule.init()`` or the state given.
+
+    Rules that differ in numbers alone share one program, as runs up to a length do.
+    """
+    steps = len(grads_finite)
+    length = next(n for n in (32, 256, 512) if steps <= n)
+    flags, largest = np.ones(length, bool), np.zeros(length, np.float32)
+    flags[:steps], largest[: len(magnitudes)] = grads_finite, magnitudes
+    fields = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}
+    names = [name for name, x in fields.items() if type(x) in (int, float)]
+    numbers = {name: np.float64(fields.pop(name)) for name in names}
+    rest = tuple(sorted(fields.items()))
+    state = rule.init() if state is None else state
+    states = _run_rule(type(rule), rest, numbers, (flags, largest), state)
+    return jax.tree.map(lambda x: np.asarray(x)[:steps], states)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _run_rule(rule_type: Any, rest: Any, numbers: Any, run: Any, state: Any) -> Any:
+    rule = rule_type(**dict(rest), **numbers)
+
+    def step(state: Any, x: Any) -> Any:
+        flag, magnitude = x
+        args = (magnitude,) if rule.uses_max_magnitude else ()
+        state = rule.update(state, flag, *args)
+        return state, state
+
+    return jax.lax.scan(step, state, run)[1]
 
 
 def assert_same_bits(actual: Any, expected: Any) -> None:

@@ -2,11 +2,16 @@
 
 import doctest
 import inspect
+import pickle
+import pydoc
+import re
 import subprocess
 import sys
+import typing
 
 import jax.numpy as jnp
 import pytest
+from every_rule import PRESETS
 
 import optax_lossscale as ls
 
@@ -52,6 +57,49 @@ def test_every_argument_is_documented(function):
         assert "\nReferences:\n" in docstring
     if not function.__name__.endswith("_state_dict"):
         assert "\n\nDepartures: " in docstring
+
+
+def test_public_names_are_at_home_where_users_import_them_from():
+    for module in (ls, ls.presets, ls.plots):
+        for name in module.__all__:
+            member = getattr(module, name)
+            if not inspect.ismodule(member):
+                assert member.__module__ == module.__name__, name
+    assert repr(ls.DynamicLossScale) == "<class 'optax_lossscale.DynamicLossScale'>"
+    for rule in (ls.HeadroomLossScale(), ls.presets.VerbatimLossScale()):
+        pickled = pickle.dumps(rule)
+        assert b"_rules" not in pickled and pickle.loads(pickled) == rule
+
+
+def test_every_example_of_a_method_is_run_too():
+    """Doctest looks for methods where their class is at home."""
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    found = {test.name for test in finder.find(ls) if test.examples}
+    for name in ("LossScale.from_config", "LossScaleState.create", "value_and_grad"):
+        assert f"optax_lossscale.{name}" in found
+
+
+def test_help_opens_with_something_to_read():
+    text = pydoc.plain(pydoc.render_doc(ls))
+    assert text.index("with_loss_scaling(optax.adamw") < text.index("CLASSES")
+    names = {n for n in ls.__all__ if not inspect.isclass(getattr(ls, n))}
+    assert names - {"grad", "max_magnitude"} <= set(
+        re.findall(r"`(\w+)`", inspect.getdoc(ls))
+    )
+
+
+@pytest.mark.parametrize("name", ls.presets.__all__)
+def test_a_preset_is_annotated_with_what_it_returns(name):
+    """So that a type checker knows ``.growth_interval``."""
+    preset = getattr(ls.presets, name)
+    if name not in PRESETS:
+        return
+    for signature in typing.get_overloads(preset) or [preset]:
+        kinds = typing.get_args(kind := typing.get_type_hints(signature)["return"])
+        assert ls.LossScale not in (kinds or (kind,))
+        assert all(issubclass(kind, ls.LossScale) for kind in kinds or (kind,))
+    hint = typing.get_type_hints(preset)["return"]
+    assert isinstance(PRESETS[name], hint)
 
 
 def test_the_signatures_are_the_contract():

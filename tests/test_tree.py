@@ -70,24 +70,25 @@ def test_leaves_that_cannot_hold_a_nan_are_finite():
     assert not ls.all_finite({**tree, "numpy": np.float32(np.inf)})
 
 
+SHAPES = [[(3, 17)], [(0, 3), (), (40,)], [(2, 3, 5), (0,)], [(64,), (1, 1), (7,)]]
+
+
 @given(
-    shapes=st.lists(
-        st.tuples(st.integers(0, 5), st.integers(1, 40)), min_size=1, max_size=4
-    ),
+    shapes=st.sampled_from(SHAPES),
     dtype=st.sampled_from(["float16", "bfloat16", "float32"]),
+    nonfinite=st.booleans(),
     data=st.data(),
 )
-def test_it_agrees_with_numpy_on_extreme_values(shapes, dtype, data):
+def test_it_is_numpys_isfinite_also_of_extreme_values(shapes, dtype, nonfinite, data):
     info = jnp.finfo(dtype)
-    values = np.array(
-        [info.max, info.min, info.smallest_subnormal, -0.0, 1.0, *BAD], jnp.dtype(dtype)
-    )
-    finite_only = data.draw(st.booleans())
-    seed = data.draw(st.integers(0, 2**32 - 1))
-    rng = np.random.default_rng(seed)
-    tree = [rng.choice(values[:5], shape) for shape in shapes]
-    if not finite_only and tree[-1].size:
-        tree[-1].flat[rng.integers(tree[-1].size)] = rng.choice(values[5:])
+    extremes = [info.max, info.min, info.smallest_subnormal, -0.0, 1.0]
+    values = np.array([*extremes, *BAD], jnp.dtype(dtype))
+    draw = st.sampled_from(range(len(values) if nonfinite else len(extremes)))
+    tree = []
+    for shape in shapes:
+        # Most of it is what the first few draws say.
+        few = data.draw(st.lists(draw, min_size=1, max_size=5))
+        tree.append(np.resize(values[few], shape))
     expected = all(np.isfinite(x.astype(np.float64)).all() for x in tree)
     assert ls.all_finite(tree) == expected
 
@@ -107,22 +108,11 @@ def test_an_empty_tree_is_finite(tree):
     assert ls.all_finite(tree) and jax.jit(ls.all_finite)(tree)
 
 
-@given(
-    st.lists(
-        st.lists(st.floats(width=16), max_size=5),
-        max_size=4,
-    )
-)
-def test_all_finite_is_numpys_isfinite(lists):
-    tree = [np.array(x, np.float16) for x in lists]
-    assert bool(ls.all_finite(tree)) == all(np.isfinite(x).all() for x in tree)
-
-
-def test_a_thousand_leaves():
-    tree = [jnp.ones(2) for _ in range(1000)]
+def test_hundreds_of_leaves():
+    tree = [jnp.ones(2) for _ in range(300)]
     check = jax.jit(ls.all_finite)
     assert check(tree)
-    tree[617] = jnp.array([0.0, jnp.nan])
+    tree[217] = jnp.array([0.0, jnp.nan])
     assert not check(tree)
 
 
@@ -187,12 +177,13 @@ def test_select_refuses_trees_of_different_structure():
 
 
 @given(
-    st.lists(st.floats(width=32, allow_nan=False), max_size=8),
+    st.lists(st.floats(width=32, allow_nan=False), min_size=8, max_size=8),
     st.sampled_from(FLOATS),
 )
 def test_it_is_numpys_maximum_of_absolute_values(values, dtype):
-    x = jnp.asarray(np.array(values, np.float32)).astype(dtype)
-    largest = ls.max_magnitude({"a": x, "b": [jnp.ones((), dtype)]})
+    with np.errstate(over="ignore"):
+        x = np.array(values, np.float32).astype(jnp.dtype(dtype))
+    largest = ls.max_magnitude({"a": x, "b": [np.ones((), x.dtype)]})
     finite = np.abs(np.asarray(x, np.float32))
     assert (largest.shape, largest.dtype) == ((), jnp.float32)
     if not np.isnan(finite).any():  # float8_e4m3fn has NaN for infinity

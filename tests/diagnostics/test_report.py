@@ -193,8 +193,14 @@ def test_an_ensemble_has_a_report_for_each_member():
 GLOBAL = jnp.ones((16, 8)).at[3, 3].set(jnp.nan).at[11].set(1e-9).at[15, 7].set(9.0)
 
 
-@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
-@pytest.mark.parametrize("spec", [P("a"), P("a", "b"), P(None, ("a", "b")), P()])
+@pytest.mark.parametrize(
+    "axis_type, spec",
+    [
+        *(("Auto", P("a")), ("Explicit", P("a", "b")), ("Auto", P(None, ("a", "b")))),
+        pytest.param("Auto", P(), marks=pytest.mark.slow),
+        pytest.param("Explicit", P("a"), marks=pytest.mark.slow),
+    ],
+)
 def test_of_sharded_arrays_it_is_the_same(axis_type, spec):
     types = (getattr(jax.sharding.AxisType, axis_type),) * 2
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=types)

@@ -100,10 +100,9 @@ def run(path, folder):
 
 
 def cases():
-    """The first and the one for experts; the others are slow."""
+    """The first; the others are slow."""
     for path in FILES:
-        usual = path.stem in ("quickstart", "many_devices")
-        marks = () if usual else pytest.mark.slow
+        marks = () if path.stem == "quickstart" else pytest.mark.slow
         yield pytest.param(path, id=path.stem, marks=marks)
 
 

@@ -14,6 +14,9 @@ from helpers import worker_environment
 
 import optax_lossscale as ls
 
+# Each process starts jax anew.
+pytestmark = pytest.mark.slow
+
 WORKER = Path(__file__).with_name("process_worker.py")
 PROCESSES = 2
 

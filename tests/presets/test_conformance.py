@@ -3,8 +3,6 @@
 ``tests/data/peer_traces.json.xz`` says in its own ``format`` what it holds.
 """
 
-import dataclasses
-import functools
 import json
 import lzma
 import math
@@ -14,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import DATA
+from helpers import DATA, run_rule
 
 import optax_lossscale as ls
 from optax_lossscale import presets
@@ -108,29 +106,6 @@ PRESETS = {
 }
 
 
-def run(rule, flags):
-    """Every state of a run; rules that differ in numbers alone share one program."""
-    fields = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}
-    names = {n for n, x in fields.items() if type(x) in (int, float)}
-    numbers = {n: np.float64(fields.pop(n)) for n in names}
-    longest = max(len(case["finite"]) for case in TRACES)
-    padded = np.ones(longest, bool)
-    padded[: len(flags)] = flags
-    states = _run(type(rule), tuple(sorted(fields.items())), numbers, padded)
-    return jax.tree.map(lambda x: np.asarray(x)[: len(flags)], states)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _run(rule_type, fields, numbers, flags):
-    rule = rule_type(**dict(fields), **numbers)
-
-    def step(state, flag):
-        state = rule.update(state, flag)
-        return state, state
-
-    return jax.lax.scan(step, rule.init(), flags)[1]
-
-
 # Where recorded scales leave the range in which a scale and its reciprocal are normal
 # float32 numbers. At 0 (it has no floor) the peer divides 0 by 0, and every gradient is
 # NaN; above 2**126 (it has no ceiling, or the largest float32) the reciprocal is
@@ -197,7 +172,7 @@ def test_the_scale_takes_the_recorded_course(case):
     flags = np.array([flag == "1" for flag in case["finite"]])
     first = np.float32(case["scale_before_first_step"])
     assert float(rule.init().loss_scale) == first
-    states = run(rule, flags)
+    states = run_rule(rule, flags)
 
     steps = sound_steps(case)
     assert_scales(

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers import run_rule
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,15 +46,12 @@ def test_any_kind_of_number_becomes_a_python_float(value):
     assert hash(rule) == hash(ls.FixedLossScale())
 
 
-@given(st.floats(1, 2.0**100), st.lists(st.booleans(), max_size=8))
+@given(st.floats(1, 2.0**100), st.lists(st.booleans(), min_size=1, max_size=8))
 def test_the_fixed_scale_never_changes_and_skips_are_counted(scale, flags):
-    rule = ls.FixedLossScale(scale)
-    state = rule.init()
-    for grads_finite in flags:
-        state = rule.update(state, grads_finite)
-        assert bool(state.grads_finite) == grads_finite
-        assert state.loss_scale == np.float32(scale)
-    assert int(state.skipped_steps) == flags.count(False)
+    states = run_rule(ls.FixedLossScale(scale), flags)
+    assert states.grads_finite.tolist() == flags
+    assert set(states.loss_scale) == {np.float32(scale)}
+    assert states.skipped_steps[-1] == flags.count(False)
 
 
 def test_without_skipping_nothing_is_recorded():

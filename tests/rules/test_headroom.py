@@ -5,6 +5,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import run_rule
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,8 +25,7 @@ def test_the_headroom_is_kept_and_no_more(exponent, mantissa, headroom, dtype):
         headroom=headroom, dtype=dtype, min_scale=SMALLEST, max_scale=LARGEST
     )
     magnitude = float(np.float32(math.ldexp(mantissa, exponent)))
-    state = rule.update(rule.init(), True, magnitude)
-    scale = float(state.loss_scale)
+    scale = float(run_rule(rule, [True], [magnitude]).loss_scale[0])
     assert math.frexp(scale)[0] == 0.5
     top = float(jnp.finfo(dtype).max) / 2.0**headroom
     if magnitude < SMALLEST:
@@ -37,38 +37,28 @@ def test_the_headroom_is_kept_and_no_more(exponent, mantissa, headroom, dtype):
 
 def test_the_headroom_rule_follows_at_once_and_forgets_slowly():
     rule = ls.HeadroomLossScale(half_life=100, headroom=4, max_scale=2.0**40)
-    state = rule.update(rule.init(), True, 0.99 * 2.0**-20)
-    assert float(state.loss_scale) == 2.0**32
-    state = rule.update(state, True, 0.99 * 2.0**-10)
-    assert float(state.loss_scale) == 2.0**22
-    for _ in range(98):
-        state = rule.update(state, True, 2.0**-20)
-        assert float(state.loss_scale) == 2.0**22
-    for _ in range(2):
-        state = rule.update(state, True, 2.0**-20)
-    assert float(state.loss_scale) == 2.0**23
+    magnitudes = [0.99 * 2.0**-20, 0.99 * 2.0**-10, *[2.0**-20] * 100]
+    scales = run_rule(rule, [True] * 102, magnitudes).loss_scale
+    assert scales[0] == 2.0**32
+    assert set(scales[1:100]) == {2.0**22}
+    assert scales[101] == 2.0**23
 
 
 def test_an_overflow_of_what_the_headroom_rule_cannot_see_is_remembered():
     rule = ls.HeadroomLossScale(half_life=100)
-    state = rule.update(rule.init(), True, 2.0**-10)
-    before = float(state.loss_scale)
-    state = rule.update(state, False, 2.0**-10)
-    assert float(state.loss_scale) == before / 4
-    for _ in range(90):
-        state = rule.update(state, True, 2.0**-10)
-        assert float(state.loss_scale) == before / 4
-    for _ in range(120):
-        state = rule.update(state, True, 2.0**-10)
-    assert float(state.loss_scale) == before
+    flags = np.arange(212) != 1
+    scales = run_rule(rule, flags, [2.0**-10] * 212).loss_scale
+    assert set(scales[1:92]) == {scales[0] / 4}
+    assert scales[211] == scales[0]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn", "float8_e5m2"])
 def test_without_headroom_the_largest_gradient_does_not_overflow(dtype):
     rule = ls.HeadroomLossScale(headroom=0, dtype=dtype, max_scale=LARGEST)
-    for magnitude in np.linspace(1e-3, 2e-3, 50, dtype=np.float32):
-        scale = rule.update(rule.init(), True, magnitude).loss_scale
-        assert jnp.isfinite((scale * magnitude).astype(dtype))
+    # Upwards, so that each is the largest so far.
+    magnitudes = np.linspace(1e-3, 2e-3, 50, dtype=np.float32)
+    scales = run_rule(rule, [True] * 50, magnitudes).loss_scale
+    assert jnp.all(jnp.isfinite((scales * magnitudes).astype(dtype)))
 
 
 @given(
@@ -88,11 +78,10 @@ def test_an_overflow_lowers_the_headroom_scale_by_its_factor_and_no_more(
         max_scale=2.0**70,
     )
     state = rule.init()._replace(loss_scale=jnp.float32(2.0**exponent))
-    state = rule.update(state, False, jnp.inf)
-    assert float(state.loss_scale) == factor * 2.0**exponent
+    states = run_rule(rule, [False, True], [np.inf, 2.0**-126], state=state)
+    assert states.loss_scale[0] == factor * 2.0**exponent
     if exponent >= 6:  # below, what would overflow bfloat16 is no float32
-        after = rule.update(state, True, 2.0**-126)
-        assert float(after.loss_scale) == float(state.loss_scale)
+        assert states.loss_scale[1] == states.loss_scale[0]
 
 
 def test_an_overflow_never_raises_a_scale_from_below_the_limits():

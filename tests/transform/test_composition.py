@@ -42,6 +42,9 @@ def skipped_steps(state):
     return int(ls.get_loss_scale_state(state).skipped_steps)
 
 
+# What the README says of wrappers around ours: how optax behaves, so not the default.
+outside = pytest.mark.slow
+
 ADAM = optax.adam(0.1)
 CLIP = optax.clip_by_global_norm(1.0)
 INSIDE = {
@@ -78,7 +81,21 @@ if hasattr(optax, "snapshot"):  # from optax 0.2.6
     INSIDE["snapshot"] = optax.chain(optax.snapshot("norm", optax.tree.norm), ADAM)
 
 
-@pytest.mark.parametrize("name", INSIDE)
+# The others are slow.
+USUAL = (
+    "chain",
+    "inject_hyperparams",
+    "lookahead",
+    "masked",
+    "MultiSteps",
+    "partition",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in USUAL else pytest.mark.slow) for n in INSIDE],
+)
 def test_inside_a_bad_step_is_as_if_it_had_not_been(name):
     inner, start = INSIDE[name], PARAMS
     if name == "lookahead":
@@ -130,6 +147,7 @@ def test_multi_steps_inside_passes_extra_arguments_on():
         assert seen and all(value is not None for value in seen)
 
 
+@outside
 @pytest.mark.parametrize("bad", [BAD, INF])
 @pytest.mark.parametrize(
     "before, lets_through",
@@ -151,6 +169,7 @@ def test_what_stands_before_it_must_let_non_finite_gradients_through(
     assert bool(jnp.all(params["w"] == PARAMS["w"])) == (not hidden)
 
 
+@outside
 def test_momentum_before_it_keeps_a_nan_and_after_it_moves_a_skipped_step():
     scaled = ls.with_loss_scaling(optax.sgd(1.0))
     _, state = run(optax.chain(optax.trace(0.9), scaled), [BAD, GOOD, GOOD])
@@ -160,12 +179,14 @@ def test_momentum_before_it_keeps_a_nan_and_after_it_moves_a_skipped_step():
     assert not np.array_equal(params["w"], run(scaled, [GOOD])[0]["w"])
 
 
+@outside
 def test_noise_after_it_moves_a_skipped_step():
     noise = optax.add_noise(0.1, 0.5, key=0)
     params, _ = run(optax.chain(ls.with_loss_scaling(ADAM), noise), [BAD])
     assert not np.array_equal(params["w"], PARAMS["w"])
 
 
+@outside
 def test_lookahead_outside_may_synchronise_in_a_skipped_step():
     tx = optax.lookahead(ls.with_loss_scaling(optax.sgd(0.1)), 2, 0.5)
     start = optax.LookaheadParams.init_synced(PARAMS)
@@ -174,6 +195,7 @@ def test_lookahead_outside_may_synchronise_in_a_skipped_step():
     assert not np.array_equal(params.slow["w"], run(tx, [GOOD], start)[0].slow["w"])
 
 
+@outside
 def test_schedule_free_outside_moves_a_skipped_step():
     tx = contrib.schedule_free(ls.with_loss_scaling(optax.sgd(0.1)), 0.1, b1=0.9)
     params, state = run(tx, [GOOD, GOOD, BAD])
@@ -181,11 +203,13 @@ def test_schedule_free_outside_moves_a_skipped_step():
     assert not np.array_equal(params["w"], run(tx, [GOOD, GOOD])[0]["w"])
 
 
+@outside
 def test_mechanize_outside_takes_the_nan():
     tx = contrib.mechanize(ls.with_loss_scaling(optax.sgd(0.1)))
     assert np.isnan(run(tx, [GOOD, BAD])[0]["w"]).all()
 
 
+@outside
 def test_reduce_on_plateau_outside_counts_a_loss_that_is_not_finite_as_no_progress():
     def scale(tx):
         params, state = PARAMS, tx.init(PARAMS)
@@ -228,6 +252,7 @@ def test_a_scale_whose_rule_does_not_see_overflows_is_refused(name, chained):
     assert float(ls.get_loss_scale(state)) == 2.0**15
 
 
+@outside
 @pytest.mark.parametrize("name", HIDING)
 def test_why_it_is_refused(name):
     tx = HIDING[name](ls.with_loss_scaling(optax.sgd(1.0)))
@@ -258,6 +283,7 @@ def with_something_outside(name):
     return optax.conditionally_transform(scaled, lambda step, **extra_args: step > 0)
 
 
+@outside
 @pytest.mark.parametrize(
     "name", ["masked", "partition", "freeze", "conditionally_transform"]
 )
@@ -269,6 +295,7 @@ def test_outside_some_gradients_are_not_checked(name):
     assert bool(ls.get_loss_scale_state(state).grads_finite)
 
 
+@outside
 @pytest.mark.skipif(not hasattr(optax, "snapshot"), reason="needs a newer optax")
 def test_snapshot_before_it_measures_skipped_steps_too():
     snapshot = optax.snapshot("size", optax.tree.norm)
@@ -278,6 +305,7 @@ def test_snapshot_before_it_measures_skipped_steps_too():
     assert float(optax.tree.get(state, "size")) == 5.0
 
 
+@outside
 @pytest.mark.skipif(not hasattr(optax, "monitor"), reason="needs a newer optax")
 def test_monitor_before_it_works():
     monitor = optax.monitor({"size": optax.tree.norm})
@@ -288,6 +316,7 @@ def test_monitor_before_it_works():
     assert_same_bits(params, run(ls.with_loss_scaling(ADAM), [GOOD, GOOD])[0])
 
 
+@outside
 def test_sam_outside_takes_the_nan():
     tx = contrib.sam(ls.with_loss_scaling(ADAM), optax.sgd(0.1))
     assert np.isnan(run(tx, [BAD])[0]["b"])
@@ -356,15 +385,6 @@ def test_accessors_take_the_inner_state():
     assert_same_bits(
         accessor(state.inner_state, params), accessor(expected_state, expected_params)
     )
-
-
-def test_wrapping_the_optimizer_of_a_running_job_keeps_its_state():
-    params, old_state = run(optax.adam(0.1), [GOOD, GOOD])
-    tx = ls.with_loss_scaling(optax.adam(0.1))
-    state = tx.init(params)._replace(inner_state=old_state)
-    updates, _ = jax.jit(tx.update)(GOOD, state, params)
-    expected, _ = jax.jit(optax.adam(0.1).update)(GOOD, old_state, params)
-    assert_same_bits(updates, expected)
 
 
 def test_select_protects_what_the_optimizer_does_not_see():

@@ -142,7 +142,13 @@ INNER = {
 
 
 @pytest.mark.parametrize("name", INNER)
-@pytest.mark.parametrize("transform", ["jit", "vmap", "scan", "grad"])
+@pytest.mark.parametrize(
+    "transform",
+    [
+        "jit",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("vmap", "scan", "grad")),
+    ],
+)
 def test_both_layouts_agree_on_every_construct(name, transform, plain_layout):
     tx = ls.with_loss_scaling(INNER[name])
     grads = jnp.array([[0.5, 1.0, 2.0], [0.5, jnp.inf, 2.0], [1.0, 1.0, 1.0]])
@@ -252,6 +258,13 @@ def test_an_inner_transformation_that_looks_at_numbers_works_where_there_are_som
 
 GUARDED = ("optax.sgd", "momentum", "optax.adamw", "clip + adamw", "optax.lion")
 SHAPE = (64, 128)
+guarded = pytest.mark.parametrize(
+    "name",
+    [
+        n if n == "optax.adamw" else pytest.param(n, marks=pytest.mark.slow)
+        for n in GUARDED
+    ],
+)
 
 
 def compiled(tx, leaves, scanned=False, swapped=False):
@@ -290,7 +303,10 @@ reductions_are_fused = pytest.mark.skipif(
 # A scanned plain lion frees one gradient before it copies the next moment; whoever
 # checks has to have all gradients first.
 CASES = [
-    (n, s) for n in GUARDED for s in (False, True) if (n, s) != ("optax.lion", True)
+    pytest.param(n, s, marks=() if "adamw" in n and not s else pytest.mark.slow)
+    for n in GUARDED
+    for s in (False, True)
+    if (n, s) != ("optax.lion", True)
 ]
 
 
@@ -316,20 +332,14 @@ def test_the_plain_layout_would_fail_the_guards(plain_layout):
     assert masked.memory_analysis().temp_size_in_bytes > 0.5 * parameters
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        n if n == "optax.adamw" else pytest.param(n, marks=pytest.mark.slow)
-        for n in GUARDED
-    ],
-)
+@guarded
 def test_the_program_grows_linearly_with_the_leaves(name):
     tx = ls.with_loss_scaling(make(name))
     small, large = (len(compiled(tx, n).as_text()) for n in (32, 128))
     assert large < 4.4 * small
 
 
-@pytest.mark.parametrize("name", GUARDED)
+@guarded
 def test_a_step_never_leaves_the_device(name):
     text = compiled(ls.with_loss_scaling(make(name)), 4).as_text()
     assert not re.search(r"\b(infeed|outfeed|send|recv|callback)\b|S\(5\)", text)

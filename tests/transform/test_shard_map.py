@@ -43,7 +43,11 @@ def mean_over(axes):
 @pytest.mark.parametrize("batches", BATCHES)
 @pytest.mark.parametrize("collective", ["inside", "before", "after the check"])
 @pytest.mark.parametrize(
-    "axes", [(("d", 8),), (("d", 2), ("e", 4))], ids=["one axis", "two axes"]
+    "axes",
+    [
+        pytest.param((("d", 8),), id="one axis"),
+        pytest.param((("d", 2), ("e", 4)), id="two axes", marks=pytest.mark.slow),
+    ],
 )
 def test_data_parallel_shard_map_equals_one_device(axes, collective, batches):
     mesh = make_mesh(*axes)

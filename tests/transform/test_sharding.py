@@ -23,6 +23,8 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ls
 
+USUAL = ("optax.adafactor", "optax.adamw", "optax.lion", "optax.lbfgs", "optax.sgd")
+
 # What of the mesh shards the batch, the weights and the bias.
 LAYOUTS = {
     "data-parallel": ((8,), ("data",), P("data"), P(), P()),
@@ -42,7 +44,13 @@ def specs(tree):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=pytest.mark.slow if "two axes" in name else ())
+        for name in LAYOUTS
+    ],
+)
 @pytest.mark.parametrize("batches", BATCHES)
 def test_a_mesh_equals_one_device(axis_type, layout, batches):
     shape, names, batch_spec, w_spec, b_spec = LAYOUTS[layout]
@@ -84,7 +92,13 @@ def test_a_mesh_equals_one_device(axis_type, layout, batches):
 
 @pytest.mark.filterwarnings("ignore:`optimistic_adam` is deprecated")
 @pytest.mark.filterwarnings('ignore:"seed" is deprecated')
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in USUAL else pytest.mark.slow)
+        for name in OPTIMIZERS
+    ],
+)
 def test_explicit_shardings_of_the_state_never_change(name):
     """float16 parameters, so that the state is cast too. Nothing is compiled."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))

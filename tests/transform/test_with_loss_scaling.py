@@ -123,11 +123,11 @@ WEAK = optax.GradientTransformation(
 @pytest.mark.parametrize(
     "rule", [ls.DynamicLossScale(), ls.FixedLossScale(skip_nonfinite=False)], ids=str
 )
-@pytest.mark.parametrize("inner", [WEAK, optax.adamw(1e-3), optax.lion(1e-3)])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_types_never_change_and_one_trace_serves_the_whole_run(rule, inner, dtype):
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_weak_types_become_strong_in_init_and_one_trace_serves(rule, dtype):
+    """Of optax's own optimizers `test_optimizers` says the same."""
     traces = []
-    tx = ls.with_loss_scaling(inner, rule)
+    tx = ls.with_loss_scaling(WEAK, rule)
     params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
     state = tx.init(params)
 

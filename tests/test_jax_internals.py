@@ -1,0 +1,31 @@
+"""What depends on jax's internals says so when they are gone."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from optax_lossscale._jax_internals import varying_axes
+
+
+def test_the_axes_are_those_along_which_an_array_differs():
+    seen = []
+
+    def look(x, y):
+        seen.append((varying_axes(x), varying_axes(y)))
+        return x
+
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = jax.shard_map(look, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
+    jax.eval_shape(mapped, jnp.ones(8), jnp.ones(3))
+    assert seen[-1] == ({"d"}, frozenset())
+    assert varying_axes(jnp.ones(8)) == frozenset()
+
+
+def test_a_jax_that_does_not_tell_is_refused(monkeypatch):
+    """An empty set would let devices decide differently."""
+    monkeypatch.setattr(jax, "typeof", lambda x: types.SimpleNamespace(shape=()))
+    with pytest.raises(RuntimeError, match="no longer says along which .*earlier jax"):
+        varying_axes(jnp.ones(()))
