@@ -22,6 +22,7 @@ from helpers import readme_blocks  # noqa: E402
 
 # Programs, with dependencies of their own, and a plugin.
 collect_ignore = [
+    "faults.py",
     "benchmarks",
     "integration/process_worker.py",
     "integration/wrap_optax.py",

@@ -96,10 +96,11 @@ def _mask_where_defined(
             jax.eval_shape(evaluate)
         leaves = evaluate()
     except Exception as error:
+        reason = str(error).partition("\n")[0]
         warnings.warn(
             "This step is correct, but slower than it could be: the update of the "
             "wrapped optimizer could not be evaluated equation by equation "
-            f"({type(error).__name__}: {error}). Please report it with the name of the "
+            f"({type(error).__name__}: {reason}). Please report it, and name the "
             "optimizer and the version of jax.",
             stacklevel=2,
         )

@@ -236,6 +236,33 @@ def test_a_model_on_each_device_is_allowed_where_its_state_varies_too():
     assert step(grads).tolist() == [True] * 5 + [False] + [True] * 2
 
 
+def test_a_leaf_whose_type_a_mask_would_change_is_masked_at_the_end():
+    """The old moment differs between devices, the new one does not, and is scanned."""
+
+    def update(updates, state, params=None):
+        _, step = state
+        new = jnp.cos(step) * jnp.ones(3)
+        factor, _ = jax.lax.scan(lambda c, x: (c * x, None), new, jnp.ones((2, 3)))
+        return updates * factor, (new, step + 1)
+
+    inner = optax.GradientTransformation(
+        lambda params: (jnp.ones(3), jnp.float32(0)), update
+    )
+    tx = ls.with_loss_scaling(inner, RULE, axis_name="d")
+
+    def step(grads, state):
+        moment, count = state.inner_state
+        state = state._replace(inner_state=(vary(moment, "d"), count))
+        updates, state = tx.update(grads, state)
+        return updates, state.inner_state[0]
+
+    mapped = jax.shard_map(
+        step, mesh=make_mesh(("d", 8)), in_specs=(P("d"), P()), out_specs=P("d")
+    )
+    updates, moment = jax.jit(mapped)(jnp.ones(24), tx.init(jnp.ones(3)))
+    assert updates.tolist() == moment.tolist() == [1.0] * 24
+
+
 @pytest.mark.parametrize("mapped", [False, True])
 def test_an_axis_name_that_is_not_bound_is_refused(mapped):
     tx = ls.with_loss_scaling(ADAM, RULE, axis_name="batch")

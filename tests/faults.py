@@ -1,0 +1,179 @@
+"""Put faults into a copy of the package, one at a time, and see the tests catch them.
+
+``python tests/faults.py [WORD ...]`` tries the faults whose file or test has one of the
+words in it, by default all; ``test_faults.py`` sees that each still fits the code.
+"""
+
+import concurrent.futures
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "optax_lossscale"
+COPIED = ("optax_lossscale", "tests", "notebooks", "README.md", "pyproject.toml")
+PROCESSES = 2
+
+
+class Fault(NamedTuple):
+    """One line made wrong, and the test that should fail then.
+
+    Attributes:
+        file: where, below ``optax_lossscale``.
+        right: the text as it stands there, once.
+        wrong: what it is replaced by.
+        test: a test file below ``tests``, ``::`` and the name of a test; behind a
+            further ``::`` the word slow, if the default run does not have it.
+    """
+
+    file: str
+    right: str
+    wrong: str
+    test: str
+
+
+# fmt: off
+FAULTS = [Fault(*fault) for fault in (
+    # The rules
+    ("_rules/growth.py", "growth_tracker >= interval", "growth_tracker > interval", "rules/test_dynamic.py::test_the_rule_equals_the_oracle_on_any_run"),
+    ("_rules/growth.py", "jnp.maximum(scale, jnp.clip(scale * growth, minimum, maximum))", "jnp.clip(scale * growth, minimum, maximum)", "rules/test_dynamic.py::test_out_of_range_a_growth_never_lowers_and_a_backoff_never_raises"),
+    ("_rules/growth.py", "jnp.minimum(scale, jnp.clip(scale * backoff, minimum, maximum))", "jnp.clip(scale * backoff, minimum, maximum)", "rules/test_dynamic.py::test_out_of_range_a_growth_never_lowers_and_a_backoff_never_raises"),
+    ("_rules/growth.py", '"change": grows | backs_off', '"change": backs_off', "presets/test_conformance.py::test_the_scale_takes_the_recorded_course"),
+    ("_rules/growth.py", "jnp.where(jnp.isnan(scale)", "jnp.where(jnp.isinf(scale)", "rules/test_dynamic.py::test_a_scale_that_is_nan_starts_again"),
+    ("_rules/dynamic.py", "growth_interval: int = 2000", "growth_interval: int = 1000", "integration/test_readme.py::test_the_tables_of_rules_name_every_argument_with_its_default"),
+    ("_rules/fixed.py", "(scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE)", "scale <= LARGEST_SCALE", "rules/test_every_rule.py::test_any_loaded_state_gives_a_sound_one_of_the_same_structure"),
+    ("_rules/base.py", "if rule.__module__.partition", "if True or rule.__module__.partition", "rules/test_base.py::test_a_users_rule_restores_itself_and_the_base_only_those_of_the_package"),
+    ("_rules/base.py", '        check_flag("grads_finite", grads_finite)\n', "", "test_state.py::test_a_flag_that_is_not_one_boolean_is_refused"),
+    ("_rules/headroom.py", "(1 - 2.0**-12) * top", "top", "rules/test_headroom.py::test_an_overflow_lowers_the_headroom_scale_by_its_factor_and_no_more"),
+    ("_rules/headroom.py", "jnp.maximum(remembered * decay, seen)", "jnp.maximum(remembered, seen)", "rules/test_headroom.py::test_the_headroom_rule_follows_at_once_and_forgets_slowly"),
+    ("_rules/log_normal.py", "memory.fast_mean / (1 - memory.fast_weight)", "memory.fast_mean", "rules/test_log_normal.py::test_the_log_normal_rule_equals_its_oracle"),
+    ("_rules/log_normal.py", "memory = select(known, memory, old)", "pass", "rules/test_log_normal.py::test_all_zero_gradients_leave_the_log_normal_rule_alone"),
+    ("_rules/tolerant.py", "overflows / steps >= self.tolerance", "overflows / steps > self.tolerance", "rules/test_tolerant.py::test_the_tolerant_rule_equals_its_oracle"),
+    ("_rules/tolerant.py", "jnp.where(change.grows | change.backs_off, 0, steps)", "jnp.where(change.backs_off, 0, steps)", "rules/test_tolerant.py::test_the_tolerant_rule_equals_its_oracle"),
+    ("_rules/verbatim.py", "return -1 if self.first_growth_late else 0", "return 0", "presets/test_conformance.py::test_the_scale_takes_the_recorded_course"),
+    ("_rules/verbatim.py", "if self.clips_every_step:", "if False:", "presets/test_conformance.py::test_the_scale_takes_the_recorded_course"),
+    ("_rules/arguments.py", "lambda x: 0 < x < 1,", "lambda x: 0 < x <= 1,", "rules/test_arguments.py::test_a_bad_argument_is_refused_by_the_name_that_the_user_gave"),
+    # The ground
+    ("_state.py", "consecutive_skips=jnp.where(grads_finite, 0, consecutive_skips)", "consecutive_skips=consecutive_skips", "test_state.py::test_a_finite_step_ends_the_run_of_skips_and_keeps_the_total"),
+    ("_state.py", "    memory: Any = ()\n", "    memory: Any = None\n", "test_state.py::test_a_state_without_a_memory_has_an_empty_one_that_adds_no_leaf"),
+    ("_tree.py", "_nonfinite_score(x.real) + _nonfinite_score(x.imag)", "_nonfinite_score(x.real)", "test_tree.py::test_both_parts_of_a_complex_number_count"),
+    ("_tree.py", "across(jax.lax.pmin, flag", "across(jax.lax.pmax, flag", "test_tree.py::test_with_an_axis_name_every_member_gets_the_same_answer"),
+    ("_tree.py", "jax.lax.complex(leaf(x.real), leaf(x.imag))", "x * (1 / scale.astype(x.dtype))", "test_grad.py::test_infinite_parts_of_complex_gradients_stay_what_they_are"),
+    ("_tree.py", ".bits >= 32 else jnp.float32", ".bits >= 16 else jnp.float32", "test_grad.py::test_gradients_come_back_in_float32_or_wider"),
+    ("_grad.py", "unscale(scaled_grads, scale)", "scaled_grads", "test_grad.py::test_value_and_gradients_equal_jaxs_bit_for_bit"),
+    ("_grad.py", "<= 65504.0:", "< 65504.0:", "test_grad.py::test_a_float16_loss_warns_once_while_tracing"),
+    ("_find.py", "if len(found) > 1:", "if len(found) > 2:", "test_find.py::test_a_state_with_two_scales_is_refused_with_their_paths"),
+    ("_find.py", "isinstance(node, wrappers) and find_loss_scale_states(node)", "False", "transform/test_composition.py::test_a_scale_whose_rule_does_not_see_overflows_is_refused"),
+    ("_precision.py", "if math.isfinite(rounded(tie)):", "if False:", "diagnostics/test_report.py::test_elements_at_the_limits_are_counted_as_rounding_has_it"),
+    ("_validation.py", "if isinstance(value, bool | np.bool_):", "if False:", "rules/test_fixed.py::test_a_bad_scale_is_refused_with_a_way_out"),
+    ("_jax_internals.py", "    if axes is None:\n", "    if False:\n", "test_jax_internals.py::test_a_jax_that_does_not_tell_is_refused"),
+    ("_public.py", "for x in methods", "for x in ()", "test_public.py::test_every_example_of_a_method_is_run_too"),
+    # The transformation
+    ("_transform/masks.py", "if var in defined and uses[var] == 1 and", "if var in defined and", "transform/test_masks.py::test_both_layouts_agree_on_every_construct"),
+    ("_transform/masks.py", " and var.aval == jax.typeof(old)", "", "transform/test_shard_map.py::test_a_leaf_whose_type_a_mask_would_change_is_masked_at_the_end"),
+    ("_transform/masks.py", "if closed_jaxpr.effects:", "if False:", "transform/test_masks.py::test_what_cannot_be_evaluated_again_is_masked_in_the_plain_layout"),
+    ("_transform/masks.py", "jnp.where(grads_finite, g, jnp.zeros_like(g)) if is_inexact(g) else g", "g", "transform/test_step.py::test_derivatives_through_a_skipped_step_are_finite_and_right"),
+    ("_transform/masks.py", "leaves[i] = jnp.where(grads_finite, leaves[i], old)", "pass", "transform/test_optimizers.py::test_a_wrapped_optimizer"),
+    ("_transform/masks.py", "                value = jnp.where(grads_finite, value, old_of[var])\n", "                pass\n", "transform/test_optimizers.py::test_a_wrapped_optimizer"),
+    ("_transform/inner.py", ' and not getattr(new, "weak_type", False)', "", "transform/test_with_loss_scaling.py::test_weak_types_become_strong_in_init_and_one_trace_serves"),
+    ("_transform/inner.py", ' and name != "grads_finite"', "", "transform/test_extra_args.py::test_a_line_search_is_spared_the_flag"),
+    ("_transform/inner.py", "    if difference:\n        # Gradients of other shapes", "    if False:\n        # Gradients of other shapes", "transform/test_inner.py::test_a_state_that_grows_is_refused"),
+    ("_transform/rule.py", "jax.tree.map(as_before, new_state, state)", "new_state", "transform/test_rule.py::test_the_types_of_the_scale_state_hold_whatever_a_rule_returns"),
+    ("_transform/with_loss_scaling.py", "grads_finite &= flag", "pass", "transform/test_extra_args.py::test_a_flag_that_is_false_skips_the_step_and_moves_the_scale"),
+    ("_transform/with_loss_scaling.py", "apply = grads_finite & value_finite", "pass", "transform/test_extra_args.py::test_a_loss_that_is_not_finite_skips_the_step_and_leaves_the_scale"),
+    ("_transform/with_loss_scaling.py", "new_scale_state = select(value_finite, new_scale_state, skipped)", "pass", "transform/test_extra_args.py::test_a_loss_that_is_not_finite_skips_the_step_and_leaves_the_scale"),
+    ("_transform/with_loss_scaling.py", "everywhere(grads_finite, axis_name)", "grads_finite", "transform/test_shard_map.py::test_data_parallel_shard_map_equals_one_device"),
+    ("_transform/with_loss_scaling.py", "        _check_agreement(apply, scale_state, axis_name)\n", "", "transform/test_shard_map.py::test_devices_that_would_decide_differently_are_refused"),
+    ("_transform/with_loss_scaling.py", "jax.tree.map(_strong, inner_state)", "inner_state", "transform/test_with_loss_scaling.py::test_weak_types_become_strong_in_init_and_one_trace_serves"),
+    # Diagnosis
+    ("_diagnostics/counting.py", "scaled < normal_limit,", "scaled <= normal_limit,", "diagnostics/test_report.py::test_elements_at_the_limits_are_counted_as_rounding_has_it"),
+    ("_diagnostics/counting.py", "(number < 0) | (approximate > 3e9)", "number < 0", "diagnostics/test_report.py::test_counts_that_do_not_fit_stay_at_the_largest"),
+    ("_diagnostics/report.py", "across(jax.lax.psum, counts, axis_name)", "counts", "diagnostics/test_report.py::test_members_of_an_ensemble_may_be_added_up"),
+    ("_diagnostics/table.py", "key=_Row.badness, reverse=True", "key=_Row.badness", "diagnostics/test_table.py::test_worst_are_nonfinite_then_overflow_then_underflow_then_subnormal_then_zero"),
+    ("_diagnostics/suggestion.py", "before.underflow / elements - lost", "before.underflow / elements", "diagnostics/test_suggestion.py::test_the_suggested_scale_is_the_largest_that_leaves_the_headroom"),
+    ("_diagnostics/guard.py", "if skips > limit:", "if skips >= limit:", "diagnostics/test_guard.py::test_it_raises_at_one_step_more_than_allowed"),
+    ("_diagnostics/guard.py", "(beyond - 1) % every == 0", "beyond % every == 0", "diagnostics/test_guard.py::test_a_compiled_loop_calls_the_host_beyond_the_limit_alone"),
+    # Other systems
+    ("presets/_torch.py", "init_scale: float = 2.0**16", "init_scale: float = 2.0**15", "presets/test_defaults.py::test_the_defaults_are_the_systems_own"),
+    ("presets/_flax.py", "growth_interval=interval + 1", "growth_interval=interval", "presets/test_conformance.py::test_the_scale_takes_the_recorded_course"),
+    ("presets/_megatron.py", 'hysteresis_refill="growth",\n    )', 'hysteresis_refill="finite",\n    )', "presets/test_conformance.py::test_the_scale_takes_the_recorded_course"),
+    ("presets/_keras.py", '_COUNTER, _SCALE = "2", "3"', '_COUNTER, _SCALE = "3", "2"', "presets/test_saved_states.py::test_the_run_goes_on_as_recorded"),
+    ("presets/_saved.py", "math.prod(value.shape) == 1", "True", "presets/test_saved_states.py::test_a_saved_form_that_makes_no_sense_is_refused"),
+    ("presets/_fairseq.py", "strict = strict and lowest == min_loss_scale", "strict = False", "presets/test_fairseq.py::test_fairseqs_floor_is_the_last_scale_above_its_minimum"),
+    ("presets/_mpx.py", "_LARGEST_HALF = 65504.0", "_LARGEST_HALF = 65536.0", "presets/test_conformance.py::test_the_scale_takes_the_recorded_course"),
+    ("presets/_build.py", "return max(number, SMALLEST_SCALE)", "return number", "presets/test_fairseq.py::test_fairseqs_floor_is_the_last_scale_above_its_minimum"),
+    # Pictures and the demonstration
+    ("plots/_gradient_range.py", "octaves + shift, color=BLUE", "octaves, color=BLUE", "plots/test_gradient_range.py::test_the_histogram_counts_each_octave_before_and_after"),
+    ("plots/_loss_scale.py", 'where="post"', 'where="pre"', "plots/test_loss_scale.py::test_the_scale_is_drawn_by_steps_on_a_log2_axis"),
+    ("_demo/train.py", "batch.weights[0, 0] = np.inf", "pass", "test_main.py::test_a_short_run_prints_a_table_and_writes_what_it_is_asked_for::slow"),
+)]
+# fmt: on
+
+
+def run(copy: Path, test: str) -> int:
+    """The exit status of pytest on one test in a copy of the project."""
+    file, name, *slow = test.split("::")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p"]
+    command += ["no:cacheprovider", "-m", "slow" if slow else "not slow"]
+    cache = str(ROOT / ".pytest_cache" / "jax")
+    environment = {"PYTHONPATH": str(copy), "JAX_COMPILATION_CACHE_DIR": cache}
+    return subprocess.run(
+        [*command, "--override-ini=addopts=--import-mode=importlib"]
+        + [f"tests/{file}", "-k", name],
+        cwd=copy,
+        env={**os.environ, **environment},
+        capture_output=True,
+    ).returncode
+
+
+def try_out(fault: Fault, copies: "queue.Queue[Path]") -> str:
+    """Whether the test passes without the fault and fails with it."""
+    copy = copies.get()
+    path = copy / PACKAGE.name / fault.file
+    text = path.read_text()
+    assert text.count(fault.right) == 1, fault
+    path.write_text(text.replace(fault.right, fault.wrong))
+    status = run(copy, fault.test)
+    path.write_text(text)
+    if status == 1 and run(copy, fault.test) != 0:
+        status = -1
+    copies.put(copy)
+    outcomes = {0: "MISSED", 1: "caught", -1: "fails without the fault too"}
+    return outcomes.get(status, f"pytest ended with {status}")
+
+
+def main() -> None:
+    words = sys.argv[1:] or [""]
+    faults = [f for f in FAULTS if any(w in f.file or w in f.test for w in words)]
+    start, copies, missed = time.monotonic(), queue.Queue(), 0
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        concurrent.futures.ThreadPoolExecutor(PROCESSES) as pool,
+    ):
+        for i in range(PROCESSES):
+            copies.put(copy := Path(folder, str(i)))
+            copy.mkdir()
+            for name in COPIED:
+                source = ROOT / name
+                take = shutil.copytree if source.is_dir() else shutil.copy
+                take(source, copy / name)
+        outcomes = pool.map(lambda fault: try_out(fault, copies), faults)
+        for fault, outcome in zip(faults, outcomes, strict=True):
+            missed += outcome != "caught"
+            change = f"{fault.right.strip()!r} -> {fault.wrong.strip()!r}"
+            print(
+                f"{outcome:7} {fault.file}: {change}\n        {fault.test}", flush=True
+            )
+    print(f"{len(faults) - missed} of {len(faults)} caught,", end=" ")
+    print(f"{time.monotonic() - start:.0f} s")
+    sys.exit(bool(missed))
+
+
+if __name__ == "__main__":
+    main()
