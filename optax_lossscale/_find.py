@@ -11,7 +11,7 @@ _HIDING = {
     optax.ApplyIfFiniteState: "`optax.apply_if_finite` hides overflows from the rule, "
     "which then never lowers the scale. Leave it out: `with_loss_scaling` skips those "
     "steps itself.",
-    optax.MultiStepsState: "The sum in `optax.MultiSteps` keeps a NaN for ever: all "
+    optax.MultiStepsState: "The sum in `optax.MultiSteps` keeps a NaN forever: all "
     "later steps are skipped. Wrap the other way round, as in "
     "`with_loss_scaling(optax.MultiSteps(optimizer, k))`.",
 }

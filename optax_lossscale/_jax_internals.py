@@ -1,9 +1,10 @@
-"""What jax does not document, in one place: each jax version is told apart here."""
+"""Calls of jax internals. Differences between versions of jax are handled only here."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
 
@@ -23,6 +24,14 @@ def bind(eqn: JaxprEqn, args: Iterable[Any]) -> Sequence[Any]:
     ):
         out = eqn.primitive.bind(*functions, *args, **bind_params)
     return out if eqn.primitive.multiple_results else [out]
+
+
+def is_staging() -> bool:
+    """Return whether operations become part of a program, as under ``jax.jit``.
+
+    Eager ``jax.vmap`` and derivatives trace too, but run what they do not map.
+    """
+    return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def varying_axes(x: jax.Array) -> frozenset[Any]:

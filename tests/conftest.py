@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import io
 import os
 from pathlib import Path
@@ -39,7 +40,8 @@ hypothesis.settings.load_profile("fixed")
 def pytest_xdist_auto_num_workers(config):
     """Two processes, but one where they would fight for an accelerator's memory."""
     plugins = importlib.metadata.entry_points(group="jax_plugins")
-    on_cpu = os.environ.get("JAX_PLATFORMS") == "cpu" or not plugins
+    accelerated = plugins or importlib.util.find_spec("libtpu")
+    on_cpu = os.environ.get("JAX_PLATFORMS") == "cpu" or not accelerated
     return min(2, os.cpu_count() or 1) if on_cpu else 0
 
 

@@ -8,7 +8,7 @@ import optax
 from optax import contrib
 
 PARAMS = {
-    # Of full rank: Muon's orthogonalisation would blow up the rounding of any other.
+    # Of full rank: Muon's orthogonalization would blow up the rounding of any other.
     "w": jax.random.normal(jax.random.key(0), (4, 3)),
     "b": jnp.array([0.1, -0.2, 0.3]),
     "s": jnp.array(0.5),

@@ -26,6 +26,14 @@ DATA = ROOT / "tests" / "data"
 README = (ROOT / "README.md").read_text()
 
 
+# For programs that tests start. Two may meet at one entry of the cache of programs.
+CACHE_WARNINGS = [
+    f"ignore:Error {kind} persistent compilation cache"
+    for kind in ("reading", "writing")
+]
+WARNINGS_ARE_ERRORS = [f"-W{rule}" for rule in ("error", *CACHE_WARNINGS)]
+
+
 def worker_environment(**variables: str) -> dict[str, str]:
     """The environment of a program in `integration` that imports from this folder."""
     path = {"PYTHONPATH": str(ROOT / "tests"), "JAX_PLATFORMS": "cpu"}

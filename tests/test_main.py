@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from helpers import WARNINGS_ARE_ERRORS
 
 from optax_lossscale.__main__ import main
 
@@ -20,7 +21,7 @@ NAMES = [
 
 def run(*arguments):
     return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "optax_lossscale", *arguments],
+        [sys.executable, *WARNINGS_ARE_ERRORS, "-m", "optax_lossscale", *arguments],
         capture_output=True,
         text=True,
         check=True,

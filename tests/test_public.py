@@ -88,12 +88,10 @@ def test_help_opens_with_something_to_read():
     )
 
 
-@pytest.mark.parametrize("name", ls.presets.__all__)
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_annotated_with_what_it_returns(name):
     """So that a type checker knows ``.growth_interval``."""
     preset = getattr(ls.presets, name)
-    if name not in PRESETS:
-        return
     for signature in typing.get_overloads(preset) or [preset]:
         kinds = typing.get_args(kind := typing.get_type_hints(signature)["return"])
         assert ls.LossScale not in (kinds or (kind,))
@@ -150,7 +148,7 @@ def test_importing_needs_neither_the_extras_nor_the_test_packages():
 
 
 def test_importing_starts_no_backend():
-    """So that a user may still set XLA flags or initialise jax.distributed."""
+    """So that a user may still set XLA flags or initialize jax.distributed."""
     code = (
         "import optax_lossscale\n"
         "from jax._src import xla_bridge\n"

@@ -30,7 +30,14 @@ OTHERS = ["headroom", "log-normal", "metaseq", "deepspeed", "jmp in bfloat16"]
 
 
 @pytest.mark.parametrize("rule", [*RULES, *map(EVERY_RULE.get, OTHERS)], ids=str)
-@pytest.mark.parametrize("jit, x64", [(False, False), (True, True)])
+@pytest.mark.parametrize(
+    "jit, x64",
+    [
+        *((False, False), (True, True)),
+        pytest.param(False, True, marks=pytest.mark.slow),
+        pytest.param(True, False, marks=pytest.mark.slow),
+    ],
+)
 def test_every_leaf_is_a_strongly_typed_scalar(rule, jit, x64):
     with enable_x64(x64), jax.numpy_dtype_promotion("strict"):
         init, update = rule.init, rule.update

@@ -82,13 +82,14 @@ SHAPES = [[(3, 17)], [(0, 3), (), (40,)], [(2, 3, 5), (0,)], [(64,), (1, 1), (7,
 def test_it_is_numpys_isfinite_also_of_extreme_values(shapes, dtype, nonfinite, data):
     info = jnp.finfo(dtype)
     extremes = [info.max, info.min, info.smallest_subnormal, -0.0, 1.0]
-    values = np.array([*extremes, *BAD], jnp.dtype(dtype))
-    draw = st.sampled_from(range(len(values) if nonfinite else len(extremes)))
-    tree = []
-    for shape in shapes:
-        # Most of it is what the first few draws say.
-        few = data.draw(st.lists(draw, min_size=1, max_size=5))
-        tree.append(np.resize(values[few], shape))
+    numbers = st.floats(width=16, allow_nan=nonfinite, allow_infinity=nonfinite)
+    draw = st.sampled_from(extremes + BAD * nonfinite) | numbers
+    # Most of a leaf repeats what the first few draws say.
+    few = [data.draw(st.lists(draw, min_size=1, max_size=5)) for _ in shapes]
+    tree = [
+        np.resize(np.array(values, jnp.dtype(dtype)), shape)
+        for values, shape in zip(few, shapes, strict=True)
+    ]
     expected = all(np.isfinite(x.astype(np.float64)).all() for x in tree)
     assert ls.all_finite(tree) == expected
 

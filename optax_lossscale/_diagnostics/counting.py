@@ -64,7 +64,7 @@ def _sums_and_max(
 ) -> tuple[list[jax.Array], jax.Array]:
     """Count flags and take the maximum of one more array, all in one pass.
 
-    XLA CPU makes one vectorised loop of a reduction with many operands, and a slow one
+    XLA CPU makes one vectorized loop of a reduction with many operands, and a slow one
     of each of many reductions. Where counts may not fit, only one axis is reduced.
     """
     fits = x.size <= LARGEST_COUNT

@@ -132,7 +132,7 @@ def watch_loss_scale(
         max_consecutive_skips: how many steps in a row may be skipped, 1 or more.
         every: the number of skipped steps between two reports: the host is called at
             the first skipped step beyond the limit, and once every so many after it.
-            1 where this is itself called only now and then.
+            Use 1 if you call this only now and then.
         grads: the gradients of this step, to show their `gradient_report` in the error.
             It is computed only when there is one, but compiled with the loop.
         on_error: called on the host with the `LossScaleError`, in place of raising it:

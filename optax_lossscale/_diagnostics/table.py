@@ -79,6 +79,7 @@ def format_report(report: GradientReport, limit: int = 20) -> str:
     """
     limit = check_count("limit", limit, "It is how many arrays to show at most.")
     check_report(report)
+    report = jax.device_get(report)
     rows = sorted(_rows(report), key=_Row.badness, reverse=True)
     if not rows:
         return Table("The tree of gradients holds no arrays.")
@@ -123,7 +124,6 @@ def check_report(report: GradientReport) -> None:
 
 
 def _rows(report: GradientReport) -> list[_Row]:
-    report = jax.device_get(report)
     columns = {name: jax.tree.leaves(getattr(report, name)) for name in report._fields}
     paths = [
         jax.tree_util.keystr(path) or "(root)"

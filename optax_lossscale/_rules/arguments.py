@@ -1,8 +1,8 @@
 """Checks of the arguments that several rules, and the presets, have in common.
 
-Each returns Python's own number, so that equal rules are equal and JSON holds them, or
-the value as it is while ``optax.inject_hyperparams`` traces it. ``name`` is what the
-user calls the argument.
+The checks of numbers return Python's own, so that equal rules are equal and JSON holds
+them, or the value as it is while ``optax.inject_hyperparams`` traces it. ``name`` is
+what the user calls the argument.
 """
 
 import itertools
@@ -27,13 +27,14 @@ def check_init_scale(value: Any, name: str = "init_scale") -> float:
     return check_normal_scale(value, name, advice)
 
 
-def check_min_scale(value: Any, name: str = "min_scale") -> float:
-    return check_normal_scale(value, name, "It is the least loss scale; 1 is usual.")
+def check_min_scale(value: Any) -> float:
+    advice = "It is the least loss scale; 1 is usual."
+    return check_normal_scale(value, "min_scale", advice)
 
 
-def check_max_scale(value: Any, name: str = "max_scale") -> float:
+def check_max_scale(value: Any) -> float:
     advice = "It is the largest loss scale; 2.0**24 is usual."
-    return check_normal_scale(value, name, advice)
+    return check_normal_scale(value, "max_scale", advice)
 
 
 def check_normal_scale(value: Any, name: str, advice: str) -> float:

@@ -137,7 +137,7 @@ class LossScale(abc.ABC):
             _package_rules() if cls is LossScale else {cls.__name__: cls}
         )
         name = fields.pop("class_name", cls.__name__)
-        if name not in rules:
+        if not isinstance(name, str) or name not in rules:
             raise ValueError(
                 f"`config['class_name']` must be one of {sorted(rules)}, got {name!r}. "
                 "`LossScale.from_config` restores the rules of this package; for "

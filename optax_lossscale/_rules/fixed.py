@@ -68,7 +68,7 @@ class FixedLossScale(LossScale):
         if not self.skip_nonfinite:
             return state
         scale = state.loss_scale
-        # A checkpoint may hold anything; zero or infinity would stay for ever.
+        # A checkpoint may hold anything; zero or infinity would stay forever.
         sound = (scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE)
         scale = jnp.where(sound, scale, self.loss_scale)
         return recorded(state, grads_finite)._replace(loss_scale=scale)

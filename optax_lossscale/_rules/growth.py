@@ -13,7 +13,7 @@ from .base import LossScale
 
 
 def float32(rule: LossScale, *names: str) -> tuple[jax.Array, ...]:
-    """Return fields as arrays: `inject_hyperparams` traces them in any dtype."""
+    """Return fields as float32; ``inject_hyperparams`` traces them in any type."""
     return tuple(jnp.asarray(getattr(rule, name), jnp.float32) for name in names)
 
 

@@ -58,8 +58,8 @@ class HeadroomLossScale(LossScale):
     Args:
         init_scale: the first scale, from ``min_scale`` to ``max_scale``.
         headroom: how many octaves (factors of two) stay free between the largest
-            gradient of late and overflow, 0 or more, for gradients that grow from one
-            step to the next.
+            gradient of the recent steps and overflow, 0 or more, for gradients that
+            grow from one step to the next.
         dtype: the name of the floating-point type that gradients overflow in, or the
             type itself.
         half_life: after how many steps a maximum counts for half of what it was, 1 or
@@ -86,7 +86,7 @@ class HeadroomLossScale(LossScale):
         "Choosing A Scaling Factor", for the largest gradient as the measure;
         `Transformer Engine
         <https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/>`_,
-        ``DelayedScaling``, for the maximum of steps gone by
+        ``DelayedScaling``, for the maximum over past steps
     """
 
     init_scale: float = 2.0**15

@@ -6,11 +6,11 @@ unmasked in the update and masked in the state, so XLA computes it twice; the up
 still wants the old moment when its buffer is due to be overwritten, so a donated state
 is copied.
 
-Here, while tracing, the update is evaluated equation by equation, and a leaf of the
-new state is masked where it is defined, before anything else uses it. The results are
-the same: in a step that is applied the masked value is the new one, and in a step that
-is skipped whatever was computed from it is masked in turn. The flow of data is that of
-the unwrapped optimizer: each moment is computed once and written in place.
+Here, while a program is staged, the update is evaluated equation by equation, and a
+leaf of the new state is masked where it is defined, before anything else uses it. The
+results are the same: in a step that is applied the masked value is the new one, and in
+a step that is skipped whatever was computed from it is masked in turn. The flow of data
+is that of the unwrapped optimizer: each moment is computed once and written in place.
 """
 
 import collections
@@ -24,16 +24,8 @@ import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr, Literal, Var
 
-from .._jax_internals import bind
+from .._jax_internals import bind, is_staging
 from .._tree import dtype_of, is_inexact, select
-
-# What an inner transformation raises if its Python code looks at numbers. A jaxpr has
-# none. Eager derivatives have them; a compiled step raises the same error again.
-_NEEDS_NUMBERS = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
 
 
 def masked_update(
@@ -53,7 +45,7 @@ def masked_update(
         updates,
     )
     result = None
-    if isinstance(grads_finite, jax.core.Tracer):
+    if isinstance(grads_finite, jax.core.Tracer) and is_staging():
         result = _mask_where_defined(
             lambda: inner_update(updates), grads_finite, inner_state
         )
@@ -78,12 +70,9 @@ def _mask_where_defined(
 ) -> tuple[optax.Updates, optax.OptState] | None:
     """Return the inner updates, computed from the masked state, and that state.
 
-    None where the update cannot be traced to a jaxpr or evaluated from one.
+    None where the update cannot be evaluated from its jaxpr.
     """
-    try:
-        closed_jaxpr, shapes = jax.make_jaxpr(inner_update, return_shape=True)()
-    except _NEEDS_NUMBERS:
-        return None
+    closed_jaxpr, shapes = jax.make_jaxpr(inner_update, return_shape=True)()
     old_leaves = jax.tree.leaves(inner_state)
 
     def evaluate() -> list[Any]:
@@ -102,7 +91,7 @@ def _mask_where_defined(
             "wrapped optimizer could not be evaluated equation by equation "
             f"({type(error).__name__}: {reason}). Please report it, and name the "
             "optimizer and the version of jax.",
-            stacklevel=2,
+            stacklevel=4,  # where the update is called
         )
         return None
     new_updates, new_state = jax.tree.unflatten(jax.tree.structure(shapes), leaves)

@@ -64,9 +64,9 @@ def with_loss_scaling(
             only if they are finite everywhere. Not needed under ``jit`` alone.
 
     Returns:
-        The transformation. Extra arguments of its ``update`` reach ``inner``
-        unchanged. Two of them, both optional, also decide whether the step is applied,
-        unless the rule never skips:
+        The transformation. Extra arguments of its ``update`` that ``inner`` takes are
+        passed on unchanged. Two of them, both optional, also decide whether the step
+        is applied, unless the rule never skips:
 
         - ``grads_finite``, one boolean: a flag from elsewhere, joined with the check
           of the gradients made here. Where it is False the step is skipped and the

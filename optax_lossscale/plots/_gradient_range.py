@@ -110,7 +110,7 @@ def plot_gradient_range(
         low, high = bounds[i : i + 2]
         ax.axvspan(low, high, color=color, alpha=0.16, linewidth=0, zorder=0)
         text = [_percent(shares_of[zone]) for shares_of in held]
-        # A zone narrower than its name has it below those of its neighbours.
+        # A zone narrower than its name has it below those of its neighbors.
         narrow = high - low < 0.1 * (right - left)
         ax.annotate(
             "\n→ ".join([f"{zone}\n{text[0]}", *text[1:]]),

@@ -2,7 +2,6 @@
 
 from typing import Literal, overload
 
-from .._precision import SMALLEST_SCALE
 from .._rules.arguments import check_growth_interval, check_init_scale, check_order
 from .._rules.fixed import FixedLossScale
 from ._build import Growing, ceiling, floor, growing
@@ -74,9 +73,7 @@ def apex_amp(
     """
     if loss_scale != "dynamic":
         return FixedLossScale(loss_scale, skip_nonfinite=False)
-    lowest = SMALLEST_SCALE
-    if min_loss_scale is not None:
-        lowest = floor(min_loss_scale, "min_loss_scale")
+    lowest = floor(min_loss_scale, "min_loss_scale")
     highest = ceiling(max_loss_scale, "max_loss_scale")
     check_order(min_loss_scale=lowest, max_loss_scale=highest)
     return growing(

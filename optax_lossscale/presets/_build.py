@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from .._precision import LARGEST_SCALE, SMALLEST_SCALE
+from .._rules.arguments import check_growth_factor
 from .._rules.dynamic import DynamicLossScale
 from .._rules.verbatim import VerbatimLossScale
 from .._validation import check_number
@@ -19,7 +20,7 @@ def growing(
 ) -> Growing:
     """Return a `DynamicLossScale`, if one takes the course that these arguments mean.
 
-    It does not if it would have to start outside of its limits.
+    For a quirk, or a first scale outside the limits, it is a `VerbatimLossScale`.
     """
     rule = VerbatimLossScale(min_scale=min_scale, max_scale=max_scale, **arguments)
     quirks = rule.first_growth_late or rule.scale_dtype != "float32"
@@ -29,8 +30,16 @@ def growing(
     return DynamicLossScale(**{name: getattr(rule, name) for name in names})
 
 
+def factors(value: Any, name: str) -> dict[str, Any]:
+    """Return the factors of a system that divides by what it multiplies by."""
+    factor = check_growth_factor(value, name)
+    return {"growth_factor": factor, "backoff_factor": 1 / factor}
+
+
 def floor(value: Any, name: str) -> float:
-    """Return a least scale, 2**-126 where another system goes down to less."""
+    """Return a least scale, 2**-126 where another system has less or, by None, none."""
+    if value is None:
+        return SMALLEST_SCALE
     number = check_number(
         name,
         value,

@@ -1,13 +1,12 @@
 """DeepSpeed: ``DynamicLossScaler``, and the ``"fp16"`` part of its configuration."""
 
 from .._rules.arguments import (
-    check_growth_factor,
     check_growth_interval,
     check_hysteresis,
 )
 from .._rules.fixed import FixedLossScale
 from .._validation import check_bool, check_number
-from ._build import Growing, floor, growing
+from ._build import Growing, factors, floor, growing
 
 
 def deepspeed(
@@ -81,12 +80,10 @@ def deepspeed(
         raise_error_at_min_scale,
         "Nothing is raised inside a step; `check_loss_scale` raises outside.",
     )
-    factor = check_growth_factor(scale_factor, "scale_factor")
     return growing(
         init_scale=init_scale,
         min_scale=floor(min_scale, "min_scale"),
-        growth_factor=factor,
-        backoff_factor=1 / factor,
+        **factors(scale_factor, "scale_factor"),
         growth_interval=check_growth_interval(scale_window, "scale_window"),
         hysteresis=check_hysteresis(delayed_shift, "delayed_shift"),
         hysteresis_refill="finite" if consecutive_hysteresis else "growth",

@@ -12,7 +12,7 @@ from .._rules.arguments import (
 )
 from .._rules.dynamic import DynamicLossScale
 from .._rules.tolerant import TolerantLossScale
-from ._build import floor
+from ._build import factors, floor
 
 
 def fairseq(
@@ -95,6 +95,7 @@ def fairseq_arguments(
         min_scale *= scale_factor
     if not undone(min_scale / scale_factor):
         min_scale /= scale_factor
+    min_scale = min(min_scale, init_scale)
     if threshold is not None:
         least = floor(threshold, "threshold")
         if not undone(least):
@@ -102,8 +103,7 @@ def fairseq_arguments(
             min_scale = least
     return {
         "init_scale": init_scale,
-        "growth_factor": scale_factor,
-        "backoff_factor": 1 / scale_factor,
+        **factors(scale_factor, "scale_factor"),
         "growth_interval": check_growth_interval(scale_window, "scale_window"),
         "min_scale": min_scale,
         "max_scale": LARGEST_SCALE,

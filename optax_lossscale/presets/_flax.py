@@ -67,15 +67,12 @@ def flax_dynamic_scale(
         growth_interval,
         "It is how many finite steps in a row come before one that grows.",
     )
-    lowest = SMALLEST_SCALE
-    if minimum_scale is not None:
-        lowest = floor(minimum_scale, "minimum_scale")
     return growing(
         init_scale=check_init_scale(scale, "scale"),
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=interval + 1,
-        min_scale=lowest,
+        min_scale=floor(minimum_scale, "minimum_scale"),
     )
 
 

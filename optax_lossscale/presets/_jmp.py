@@ -6,7 +6,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from .._rules.arguments import (
-    check_growth_factor,
     check_growth_interval,
     check_init_scale,
 )
@@ -14,7 +13,7 @@ from .._rules.base import LossScale
 from .._rules.fixed import FixedLossScale
 from .._rules.verbatim import SCALE_DTYPES
 from .._state import LossScaleState
-from ._build import Growing, floor, growing
+from ._build import Growing, factors, floor, growing
 from ._saved import (
     check_follows,
     check_keys,
@@ -99,11 +98,9 @@ def jmp_dynamic(
     """
     dtype = str(getattr(loss_scale, "dtype", "float32"))
     narrow = dtype if dtype in SCALE_DTYPES else "float32"
-    factor = check_growth_factor(factor, "factor")
     return growing(
         init_scale=check_init_scale(loss_scale, "loss_scale"),
-        growth_factor=factor,
-        backoff_factor=1 / factor,
+        **factors(factor, "factor"),
         growth_interval=check_growth_interval(period, "period"),
         min_scale=floor(min_loss_scale, "min_loss_scale"),
         scale_dtype=narrow,

@@ -1,13 +1,12 @@
 """MindSpore: its loss-scale managers."""
 
 from .._rules.arguments import (
-    check_growth_factor,
     check_growth_interval,
     check_init_scale,
 )
 from .._rules.fixed import FixedLossScale
 from .._validation import check_bool
-from ._build import Growing, growing
+from ._build import Growing, factors, growing
 
 
 def mindspore_fixed(
@@ -86,11 +85,9 @@ def mindspore_dynamic(
         `mindspore.amp.DynamicLossScaleManager
         <https://www.mindspore.cn/docs/en/master/api_python/amp/mindspore.amp.DynamicLossScaleManager.html>`_
     """
-    factor = check_growth_factor(scale_factor, "scale_factor")
     return growing(
         init_scale=check_init_scale(init_loss_scale, "init_loss_scale"),
-        growth_factor=factor,
-        backoff_factor=1 / factor,
+        **factors(scale_factor, "scale_factor"),
         growth_interval=check_growth_interval(scale_window, "scale_window"),
         min_scale=1.0,
     )

@@ -4,12 +4,11 @@ from typing import Any
 
 from .._precision import SMALLEST_SCALE
 from .._rules.arguments import (
-    check_growth_factor,
     check_growth_interval,
     check_init_scale,
 )
 from .._validation import check_number
-from ._build import Growing, growing
+from ._build import Growing, factors, growing
 
 _LARGEST_HALF = 65504.0
 
@@ -52,7 +51,6 @@ def mpx_dynamic(
         `mixed_precision_for_JAX
         <https://github.com/Data-Science-in-Mechanical-Engineering/mixed_precision_for_JAX>`_
     """
-    factor = check_growth_factor(factor, "factor")
     lowest = check_number(
         "min_loss_scaling",
         min_loss_scaling,
@@ -62,8 +60,7 @@ def mpx_dynamic(
     )
     return growing(
         init_scale=check_init_scale(loss_scaling, "loss_scaling"),
-        growth_factor=factor,
-        backoff_factor=1 / factor,
+        **factors(factor, "factor"),
         growth_interval=check_growth_interval(period, "period"),
         min_scale=max(lowest, SMALLEST_SCALE),
         max_scale=_LARGEST_HALF,

@@ -1,14 +1,13 @@
 """OpenSeq2Seq: ``BackoffScaler`` and ``LogMaxScaler``."""
 
 from .._rules.arguments import (
-    check_growth_factor,
     check_growth_interval,
     check_order,
 )
 from .._rules.dynamic import DynamicLossScale
 from .._rules.log_normal import LogNormalLossScale
 from .._validation import check_number
-from ._build import ceiling, floor
+from ._build import ceiling, factors, floor
 
 
 def openseq2seq_backoff(
@@ -47,13 +46,11 @@ def openseq2seq_backoff(
     """
     lowest, highest = floor(scale_min, "scale_min"), ceiling(scale_max, "scale_max")
     check_order(scale_min=lowest, scale_max=highest)
-    factor = check_growth_factor(step_factor, "step_factor")
     return DynamicLossScale(
         init_scale=highest,
         min_scale=lowest,
         max_scale=highest,
-        growth_factor=factor,
-        backoff_factor=1 / factor,
+        **factors(step_factor, "step_factor"),
         growth_interval=check_growth_interval(step_window, "step_window"),
     )
 

@@ -9,7 +9,7 @@ from .._rules.arguments import (
     check_init_scale,
 )
 from .._rules.fixed import FixedLossScale
-from ._build import Growing, growing
+from ._build import Growing, factors, growing
 
 
 def tf_dynamic_loss_scale(
@@ -47,12 +47,10 @@ def tf_dynamic_loss_scale(
         `tf.compat.v1.mixed_precision.DynamicLossScale
         <https://www.tensorflow.org/api_docs/python/tf/compat/v1/mixed_precision/DynamicLossScale>`_
     """
-    factor = check_growth_factor(multiplier, "multiplier")
     return growing(
         init_scale=check_init_scale(initial_loss_scale, "initial_loss_scale"),
         growth_interval=check_growth_interval(increment_period, "increment_period"),
-        growth_factor=factor,
-        backoff_factor=1 / factor,
+        **factors(multiplier, "multiplier"),
         min_scale=1.0,
     )
 

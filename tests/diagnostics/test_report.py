@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from report_oracle import host, oracle
 
 import optax_lossscale as ls
 
@@ -19,35 +20,6 @@ DTYPES = ["float16", "bfloat16", "float8_e5m2", "float8_e4m3fn", "float32"]
 
 
 LARGEST_COUNT = 2**31 - 1
-
-
-def host(report):
-    return jax.tree.map(lambda x: x.item(), jax.device_get(report))
-
-
-def oracle(x, scale, dtype):
-    """What numpy and ml_dtypes make of the scaled elements, one by one."""
-    info = jnp.finfo(dtype)
-    counts = dict.fromkeys(ls.GradientReport._fields, 0)
-    counts["size"] = x.size
-    for g in np.ravel(x).astype(np.float64):
-        with np.errstate(over="ignore"):
-            rounded = abs(float(np.asarray(g * scale).astype(jnp.dtype(dtype))))
-        if math.isnan(g):
-            counts["nan"] += 1
-        elif math.isinf(g):
-            counts["inf"] += 1
-        elif g == 0:
-            counts["zero"] += 1
-        elif rounded == 0:
-            counts["underflow"] += 1
-        elif not math.isfinite(rounded):
-            counts["overflow"] += 1
-        elif rounded < float(info.tiny):
-            counts["subnormal"] += 1
-        if math.isfinite(g):
-            counts["max_abs"] = max(counts["max_abs"], abs(g))
-    return counts
 
 
 def around(x):
@@ -197,8 +169,13 @@ GLOBAL = jnp.ones((16, 8)).at[3, 3].set(jnp.nan).at[11].set(1e-9).at[15, 7].set(
     "axis_type, spec",
     [
         *(("Auto", P("a")), ("Explicit", P("a", "b")), ("Auto", P(None, ("a", "b")))),
-        pytest.param("Auto", P(), marks=pytest.mark.slow),
-        pytest.param("Explicit", P("a"), marks=pytest.mark.slow),
+        *(
+            pytest.param(axis_type, spec, marks=pytest.mark.slow)
+            for axis_type, spec in (
+                *(("Auto", P()), ("Explicit", P()), ("Explicit", P("a"))),
+                *(("Auto", P("a", "b")), ("Explicit", P(None, ("a", "b")))),
+            )
+        ),
     ],
 )
 def test_of_sharded_arrays_it_is_the_same(axis_type, spec):

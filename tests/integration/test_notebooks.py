@@ -10,7 +10,7 @@ import tomllib
 import jax
 import nbformat
 import pytest
-from helpers import ROOT
+from helpers import CACHE_WARNINGS, ROOT
 
 FILES = sorted((ROOT / "notebooks").iterdir())
 
@@ -88,10 +88,11 @@ def run(path, folder):
     copy = folder / path.name
     nbformat.write(notebook, copy)
     # In a process, because a client leaves sockets and event loops behind.
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     jupyter_execute = "from nbclient.cli import main; main()"
     subprocess.run(
         [sys.executable, "-c", jupyter_execute, "--inplace", str(copy)],
-        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
+        env={**environment, "PYTHONWARNINGS": ",".join(CACHE_WARNINGS)},
         capture_output=True,
         text=True,
         check=True,

@@ -9,14 +9,14 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import README, ROOT, readme_blocks
+from helpers import README, ROOT, WARNINGS_ARE_ERRORS, readme_blocks
 
 import optax_lossscale as ls
 
 
 def test_the_first_block_is_a_complete_program():
     run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", readme_blocks("python")[0]],
+        [sys.executable, *WARNINGS_ARE_ERRORS, "-c", readme_blocks("python")[0]],
         capture_output=True,
         text=True,
         check=True,

@@ -39,6 +39,7 @@ def test_missing_fields_take_their_defaults():
     [
         (ls.LossScale, [], TypeError, "`config` must be a dictionary"),
         (ls.LossScale, {}, ValueError, "must be one of"),
+        (ls.LossScale, {"class_name": ["x"]}, ValueError, "must be one of"),
         (
             ls.LossScale,
             {"class_name": "Nope"},

@@ -65,7 +65,7 @@ def test_all_zero_gradients_leave_the_log_normal_rule_alone():
     assert again.memory == state.memory
 
 
-def test_one_overflow_does_not_paralyse_the_log_normal_rule():
+def test_one_overflow_does_not_paralyze_the_log_normal_rule():
     """OpenSeq2Seq counts it as 2**65536 and stays at its floor."""
     after = {}
     for rule in (ls.LogNormalLossScale(), presets.openseq2seq_logmax()):
@@ -73,5 +73,4 @@ def test_one_overflow_does_not_paralyse_the_log_normal_rule():
         for step in range(400):
             state = rule.update(state, step != 100, 2.0**-10)
         after[rule.power_of_two] = float(state.loss_scale)
-    assert after == {True: pytest.approx(2.0**20, rel=7), False: 1.0}
-    assert after[True] > 2.0**16
+    assert after[False] == 1.0 and 2.0**21 <= after[True] <= 2.0**23

@@ -187,7 +187,7 @@ def test_noise_after_it_moves_a_skipped_step():
 
 
 @outside
-def test_lookahead_outside_may_synchronise_in_a_skipped_step():
+def test_lookahead_outside_may_synchronize_in_a_skipped_step():
     tx = optax.lookahead(ls.with_loss_scaling(optax.sgd(0.1)), 2, 0.5)
     start = optax.LookaheadParams.init_synced(PARAMS)
     params, state = run(tx, [GOOD, BAD], start)

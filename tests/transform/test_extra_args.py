@@ -93,8 +93,8 @@ def test_a_rule_that_never_skips_hears_of_neither():
     assert_same_bits(state.scale_state, rule.init())
 
 
-@pytest.mark.parametrize("chain", [False, True])
-def test_all_but_the_flag_reach_the_inner_transformation_unchanged(chain):
+@pytest.mark.parametrize("chained", ["inside", "outside", "not"])
+def test_all_but_the_flag_reach_the_inner_transformation_unchanged(chained):
     """The flag is meant for us: a line search would hand it to the loss."""
     seen = {}
 
@@ -103,7 +103,9 @@ def test_all_but_the_flag_reach_the_inner_transformation_unchanged(chain):
         return updates, state
 
     inner = optax.GradientTransformationExtraArgs(lambda p: (), update)
-    tx = ls.with_loss_scaling(optax.chain(inner) if chain else inner)
+    tx = ls.with_loss_scaling(optax.chain(inner) if chained == "inside" else inner)
+    if chained == "outside":
+        tx = optax.chain(optax.clip_by_global_norm(10.0), tx)
     value, value_fn = jnp.float32(jnp.inf), (lambda p: 0.0)
     tx.update(
         *(GRADS, tx.init(PARAMS), PARAMS),

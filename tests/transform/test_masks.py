@@ -244,17 +244,24 @@ def test_an_error_of_the_inner_transformation_is_its_own_and_comes_at_once():
     assert len(traces) == 1
 
 
-def test_an_inner_transformation_that_looks_at_numbers_works_where_there_are_some():
-    """Eager derivatives have numbers, which a jaxpr does not."""
+LOOKING = {
+    "branch": lambda m: 2.0 if m[0] > 0 else 3.0,
+    "mask": lambda m: jnp.sum(m[m > 0]) - 1,
+    "shape": lambda m: jnp.sum(jnp.ones((m[0],))) + 1,
+}
 
-    def update(g, m):
-        return (g if m[0] > 0 else -g), (m + 1,)
 
-    tx = ls.with_loss_scaling(transformation(update, ONE))
+@pytest.mark.parametrize("look", LOOKING.values(), ids=LOOKING)
+def test_an_inner_transformation_may_look_at_numbers_where_there_are_some(look):
+    """Under eager ``jax.vmap`` what is not mapped is there; in a program nothing is."""
+    inner = transformation(lambda g, m: (look(m) * g, (m + 1,)), jnp.ones(3, jnp.int32))
+    tx = ls.with_loss_scaling(inner)
     state = tx.init(ONE)
-    _, derivative = jax.jvp(lambda g: tx.update(g, state)[0], (ONE,), (TWO,))
-    assert_same_bits(derivative, TWO)
-    with pytest.raises(jax.errors.TracerBoolConversionError):
+    grads = jnp.array([[1.0, 2.0, 3.0], [1.0, jnp.nan, 3.0]])
+    updates, new_state = jax.vmap(tx.update, in_axes=(0, None))(grads, state)
+    np.testing.assert_array_equal(updates, [2 * grads[0], jnp.zeros(3)])
+    assert new_state.inner_state[0].tolist() == [[2, 2, 2], [1, 1, 1]]
+    with pytest.raises((TypeError, IndexError)):
         jax.jit(tx.update)(ONE, state)
 
 

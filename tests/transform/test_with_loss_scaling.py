@@ -120,14 +120,22 @@ WEAK = optax.GradientTransformation(
 )
 
 
+UNMASKED = ls.FixedLossScale(skip_nonfinite=False)
+
+
 @pytest.mark.parametrize(
-    "rule", [ls.DynamicLossScale(), ls.FixedLossScale(skip_nonfinite=False)], ids=str
+    "rule, inner, dtype",
+    [
+        (ls.DynamicLossScale(), WEAK, "float16"),
+        (UNMASKED, WEAK, "float32"),
+        (UNMASKED, optax.adamw(1e-3), "float16"),
+        (UNMASKED, optax.lion(1e-3), "bfloat16"),
+    ],
 )
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_weak_types_become_strong_in_init_and_one_trace_serves(rule, dtype):
-    """Of optax's own optimizers `test_optimizers` says the same."""
+def test_types_never_change_and_one_trace_serves_the_whole_run(rule, inner, dtype):
+    """Of optax's own optimizers, masked, `test_optimizers` says the same."""
     traces = []
-    tx = ls.with_loss_scaling(WEAK, rule)
+    tx = ls.with_loss_scaling(inner, rule)
     params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
     state = tx.init(params)
 
