@@ -1,9 +1,7 @@
 """Eight CPU devices, two processes, one cache of programs, fixed Hypothesis cases."""
 
-import contextlib
 import importlib.metadata
 import importlib.util
-import io
 import os
 from pathlib import Path
 
@@ -18,8 +16,6 @@ for name, value in {
 
 import chex  # noqa: E402
 import hypothesis  # noqa: E402
-import pytest  # noqa: E402
-from helpers import readme_blocks  # noqa: E402
 
 # Programs, with dependencies of their own, and a plugin.
 collect_ignore = [
@@ -43,13 +39,3 @@ def pytest_xdist_auto_num_workers(config):
     accelerated = plugins or importlib.util.find_spec("libtpu")
     on_cpu = os.environ.get("JAX_PLATFORMS") == "cpu" or not accelerated
     return min(2, os.cpu_count() or 1) if on_cpu else 0
-
-
-@pytest.fixture(scope="session")
-def readme():
-    """What the README's blocks define and print, after all of them have run."""
-    namespace = {}
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        for block in readme_blocks("python"):
-            exec(compile(block, "README.md", "exec"), namespace)
-    return {**namespace, "printed": printed.getvalue()}

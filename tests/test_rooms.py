@@ -94,3 +94,19 @@ def test_the_tests_of_a_file_are_found_by_its_path(path):
 def test_the_exceptions_are_needed():
     files = {path.as_posix() for path in SOURCES}
     assert TESTED_BY.keys() <= files
+
+
+def test_tests_run_in_two_processes_on_a_cpu_and_in_one_beside_an_accelerator(
+    pytestconfig, monkeypatch
+):
+    [workers] = [
+        plugin.pytest_xdist_auto_num_workers
+        for plugin in pytestconfig.pluginmanager.get_plugins()
+        if getattr(plugin, "__file__", None) == str(TESTS / "conftest.py")
+    ]
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: ["cuda"])
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert workers(pytestconfig) == 2
+    monkeypatch.delenv("JAX_PLATFORMS")
+    assert workers(pytestconfig) == 0

@@ -1,4 +1,8 @@
-"""The README's steps for each framework, run on good batches and on bad ones."""
+"""The README's program, and its steps for each framework on good batches and bad."""
+
+import contextlib
+import io
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -7,9 +11,41 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import assert_same_bits
+from helpers import assert_same_bits, readme_blocks
 
 import optax_lossscale as ls
+
+
+@pytest.fixture(scope="module")
+def readme():
+    """What the README's blocks define and print, after all of them have run."""
+    namespace = {}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for block in readme_blocks("python"):
+            exec(compile(block, "README.md", "exec"), namespace)
+    return {**namespace, "printed": printed.getvalue()}
+
+
+def test_all_blocks_run_in_order(readme):
+    assert "scale_state.loss_scale=32768" in readme["printed"]
+    assert "the last step was applied" in readme["printed"]
+    assert not jnp.isinf(readme["statistics"]["mean"]).any()
+    assert ls.all_finite((readme["params"], readme["mlp_state"]))
+
+
+def test_the_report_is_what_its_block_prints(readme):
+    (table,) = readme_blocks("text")
+    assert table in readme["printed"]
+
+
+def test_scalars_of_every_step_reach_tensorboard_and_the_scan_speaks(readme):
+    assert readme["kept"] == [] and int(readme["metrics"]["skipped_steps"][-1]) == 0
+    assert len(readme["metrics"]["loss"]) == 200
+    (events,) = Path(readme["writer"].logdir).iterdir()
+    # Each of the 200 steps has a record with each of the 4 names.
+    assert events.read_bytes().count(b"skipped_steps") == 200
+    for step in (99, 199):
+        assert f"step {step}: gradient_norm " in readme["printed"]
 
 
 def linen(readme):

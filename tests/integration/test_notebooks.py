@@ -100,14 +100,8 @@ def run(path, folder):
     return read(copy)
 
 
-def cases():
-    """The first; the others are slow."""
-    for path in FILES:
-        marks = () if path.stem == "quickstart" else pytest.mark.slow
-        yield pytest.param(path, id=path.stem, marks=marks)
-
-
-@pytest.mark.parametrize("path", list(cases()))
+@pytest.mark.slow
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_it_runs_from_top_to_bottom_and_shows_what_it_says(path, tmp_path):
     if path.stem == "many_devices" and not hasattr(jax.lax, "pcast"):
         pytest.skip("jax is older than the notebook's `jax.lax.pcast`")

@@ -2,6 +2,7 @@
 
 import pytest
 
+import optax_lossscale as ls
 from optax_lossscale import presets
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
@@ -42,3 +43,12 @@ def test_the_defaults_where_the_scale_itself_is_required():
         assert (rule.growth_interval, rule.min_scale) == (2000, 1)
     rule = presets.tf_contrib_exponential_update(8.0, 100)
     assert (rule.hysteresis, rule.growth_factor, rule.backoff_factor) == (2, 2, 0.8)
+
+
+def test_a_scale_that_stays_is_a_fixed_rule():
+    assert presets.deepspeed_fp16(enabled=False) == ls.FixedLossScale(1.0)
+    assert presets.deepspeed_fp16(loss_scale=128.0) == ls.FixedLossScale(128.0)
+    rule = presets.tf_keras_loss_scale(dynamic=False, initial_scale=8.0)
+    assert rule == ls.FixedLossScale(8.0, skip_nonfinite=False)
+    with pytest.raises(ValueError, match="`dynamic_growth_steps` must be left out"):
+        presets.tf_keras_loss_scale(False, 8.0, dynamic_growth_steps=3)

@@ -67,6 +67,13 @@ BAD = [
 ]
 
 
+def test_an_interval_that_follows_the_scale_wants_a_whole_factor():
+    with pytest.raises(ValueError, match="^`growth_factor` must be a whole number"):
+        ls.TolerantLossScale(growth_factor=1.5, interval_follows_scale=True)
+    with pytest.raises(ValueError, match="^`scale_factor` must be a whole number"):
+        presets.metaseq(scale_factor=1.5)
+
+
 def test_a_floor_above_the_ceiling_is_refused_by_both_names():
     with pytest.raises(ValueError, match="`min_loss_scale` must not exceed `max_loss"):
         presets.apex_amp(min_loss_scale=8.0, max_loss_scale=4.0)

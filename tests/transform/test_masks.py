@@ -171,7 +171,7 @@ def test_both_layouts_agree_on_every_construct(name, transform, plain_layout):
     function = {
         # A function of its own for each layout: jax would trace a common one once.
         "jit": lambda x: jax.jit(lambda x: steps(x))(x),
-        "vmap": lambda x: jax.vmap(steps)(jnp.stack([x, 2 * x])),
+        "vmap": lambda x: jax.jit(jax.vmap(lambda x: steps(x)))(jnp.stack([x, 2 * x])),
         "scan": lambda x: jax.lax.scan(
             lambda carry, g: step(carry, g), (ONE, tx.init(ONE)), x * grads
         ),

@@ -39,9 +39,8 @@ FAILS |= {(name, "float16") for name in DIVIDES_BY_ZERO}
 
 # What most people use, and what is made in a way of its own.
 USUAL = {
-    *("optax.adafactor", "optax.adam", "optax.adamw", "optax.adan", "optax.lbfgs"),
-    *("optax.lion", "optax.rmsprop", "optax.sgd"),
-    *("adam scheduled", "clip + adamw", "momentum"),
+    *("optax.adafactor", "optax.adamw", "optax.adan", "optax.lbfgs", "optax.lion"),
+    *("optax.sgd", "adam scheduled", "clip + adamw", "momentum"),
 }
 
 
