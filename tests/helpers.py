@@ -20,11 +20,9 @@ import optax_lossscale as ls
 enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
 set_mesh = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh
 
-
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "tests" / "data"
 README = (ROOT / "README.md").read_text()
-
 
 # For programs that tests start. Two may meet at one entry of the cache of programs.
 CACHE_WARNINGS = [

@@ -73,6 +73,8 @@ def apex_amp(
     """
     if loss_scale != "dynamic":
         return FixedLossScale(loss_scale, skip_nonfinite=False)
+    if min_loss_scale is None:
+        min_loss_scale = 0.0
     lowest = floor(min_loss_scale, "min_loss_scale")
     highest = ceiling(max_loss_scale, "max_loss_scale")
     check_order(min_loss_scale=lowest, max_loss_scale=highest)

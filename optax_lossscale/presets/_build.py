@@ -37,9 +37,7 @@ def factors(value: Any, name: str) -> dict[str, Any]:
 
 
 def floor(value: Any, name: str) -> float:
-    """Return a least scale, 2**-126 where another system has less or, by None, none."""
-    if value is None:
-        return SMALLEST_SCALE
+    """Return a least scale, 2**-126 where another system goes down to less."""
     number = check_number(
         name,
         value,

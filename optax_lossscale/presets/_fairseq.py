@@ -8,11 +8,12 @@ from .._rules.arguments import (
     check_growth_factor,
     check_growth_interval,
     check_init_scale,
+    check_normal_scale,
     check_order,
 )
 from .._rules.dynamic import DynamicLossScale
 from .._rules.tolerant import TolerantLossScale
-from ._build import factors, floor
+from ._build import floor
 
 
 def fairseq(
@@ -96,14 +97,14 @@ def fairseq_arguments(
     if not undone(min_scale / scale_factor):
         min_scale /= scale_factor
     min_scale = min(min_scale, init_scale)
-    if threshold is not None:
-        least = floor(threshold, "threshold")
-        if not undone(least):
-            check_order(threshold=least, init_scale=init_scale)
-            min_scale = least
+    if threshold is not None and not undone(floor(threshold, "threshold")):
+        advice = "It is the least loss scale; leave it out for `min_loss_scale` alone."
+        min_scale = check_normal_scale(threshold, "threshold", advice)
+        check_order(threshold=min_scale, init_scale=init_scale)
     return {
         "init_scale": init_scale,
-        **factors(scale_factor, "scale_factor"),
+        "growth_factor": scale_factor,
+        "backoff_factor": 1 / scale_factor,
         "growth_interval": check_growth_interval(scale_window, "scale_window"),
         "min_scale": min_scale,
         "max_scale": LARGEST_SCALE,

@@ -67,12 +67,13 @@ def flax_dynamic_scale(
         growth_interval,
         "It is how many finite steps in a row come before one that grows.",
     )
+    least = SMALLEST_SCALE if minimum_scale is None else minimum_scale
     return growing(
         init_scale=check_init_scale(scale, "scale"),
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=interval + 1,
-        min_scale=floor(minimum_scale, "minimum_scale"),
+        min_scale=floor(least, "minimum_scale"),
     )
 
 

@@ -100,6 +100,11 @@ def test_gradients_of_any_type_are_drawn(dtype):
     assert dict(zip(edges, values, strict=False))[-2] == 0.5
 
 
+def test_it_is_drawn_on_the_axes_given():
+    given = plt.subplots()[1]
+    assert plot_range(GRADS, ax=given) is given
+
+
 def test_no_text_lies_on_another():
     for grads, dtype in ((GRADS, "float16"), (GRADS, "bfloat16"), ({}, "float8_e5m2")):
         axes = plot_range(grads, loss_scale=16.0, dtype=dtype)

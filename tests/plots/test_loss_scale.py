@@ -7,15 +7,7 @@ from matplotlib import pyplot as plt
 
 import optax_lossscale as ls
 
-plot_range, plot_scale = ls.plots.plot_gradient_range, ls.plots.plot_loss_scale
-
-
-# Octaves -30, -20, -1, 14 (twice).
-GRADS = {
-    "w": jnp.array([1.5, 0.0, jnp.nan]) * 2.0**-30,
-    "b": [jnp.array([-(2.0**-20), 0.5]), jnp.full(2, 2.0**14)],
-    "number": jnp.arange(3),
-}
+plot_scale = ls.plots.plot_loss_scale
 
 
 def test_the_scale_is_drawn_by_steps_on_a_log2_axis():
@@ -38,8 +30,6 @@ def test_runs_are_compared_on_the_same_axes():
     assert [line.get_color() for line in axes.lines[::2]] == ["red", "blue"]
     texts = [text.get_text() for text in axes.get_legend().get_texts()]
     assert sorted(texts) == ["one", "skipped step", "two"]
-    other = plt.subplots()[1]
-    assert plot_range(GRADS, ax=other) is other
 
 
 def test_a_constant_scale_and_none_at_all_can_be_drawn():

@@ -21,6 +21,8 @@ def test_fairseqs_floor_is_the_last_scale_above_its_minimum(tolerance):
     assert presets.metaseq(min_loss_scale=2.0**-5).min_scale == 2.0**-5
     assert presets.metaseq(min_loss_scale=5.0, init_scale=4.0).min_scale == 4.0
     assert presets.fairseq(threshold=3.0, tolerance=tolerance).min_scale == 3.0
+    with pytest.raises(ValueError, match="^`threshold` must be a number from 2"):
+        presets.fairseq(threshold=0, min_loss_scale=0, tolerance=tolerance)
     # A floor that rounding would put above the first scale.
     rule = presets.fairseq(497087.52444335265, 1.5, min_loss_scale=331391.6829622351)
     assert rule.min_scale <= rule.init_scale

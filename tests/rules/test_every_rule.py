@@ -17,18 +17,12 @@ import optax_lossscale as ls
 from optax_lossscale import presets
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
-
-
 INT32 = np.iinfo(np.int32)
-
 
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
-
 # Presets of a class that is tried without them differ in their numbers alone.
 COMMON = (ls.FixedLossScale, ls.DynamicLossScale)
-
-
 every_rule_at_length = pytest.mark.parametrize(
     "rule",
     [
@@ -52,8 +46,6 @@ def test_every_preset_is_here():
 
 
 floats = st.floats(width=32, allow_nan=True, allow_infinity=True, allow_subnormal=True)
-
-
 counts = st.integers(INT32.min, INT32.max)
 
 
