@@ -19,19 +19,23 @@ Two lines of a train step change::
 - Rules, which say how the scale changes: `DynamicLossScale` (the default),
   `FixedLossScale`, `HeadroomLossScale`, `LogNormalLossScale`, `TolerantLossScale`,
   those of other systems in `presets`, and your own, derived from `LossScale`.
-- State: `get_loss_scale`, `get_loss_scale_state`, `LossScaleState`.
+- State: `get_loss_scale`, `get_loss_scale_state`, `was_applied`, `applied_steps`,
+  `LossScaleState`.
 - Loops that differentiate by themselves: `scale_loss`, `unscale_grads`.
-- What the optimizer does not see, such as BatchNorm statistics: `all_finite`, `select`.
+- What the optimizer does not see, such as BatchNorm statistics: `keep_if_applied`,
+  `all_finite`, `select`.
 - Diagnosis: `gradient_report`, `format_report`, `suggest_loss_scale`,
   `check_loss_scale`, `watch_loss_scale`, and pictures in `plots`.
 """
 
 from . import plots, presets
+from ._applied import applied_steps, keep_if_applied, was_applied
 from ._diagnostics.guard import LossScaleError, check_loss_scale, watch_loss_scale
 from ._diagnostics.report import GradientReport, gradient_report
 from ._diagnostics.suggestion import SuggestedLossScale, suggest_loss_scale
 from ._diagnostics.table import format_report
 from ._find import get_loss_scale, get_loss_scale_state
+from ._finite import all_finite, max_magnitude
 from ._grad import grad, scale_loss, unscale_grads, value_and_grad
 from ._public import set_home as _set_home
 from ._rules.base import LossScale
@@ -42,7 +46,7 @@ from ._rules.log_normal import LogNormalLossScale
 from ._rules.tolerant import TolerantLossScale
 from ._state import LossScaleState
 from ._transform.with_loss_scaling import WithLossScalingState, with_loss_scaling
-from ._tree import all_finite, max_magnitude, select
+from ._tree import select
 
 __version__ = "0.1.0"
 
@@ -59,12 +63,14 @@ __all__ = [
     "TolerantLossScale",
     "WithLossScalingState",
     "all_finite",
+    "applied_steps",
     "check_loss_scale",
     "format_report",
     "get_loss_scale",
     "get_loss_scale_state",
     "grad",
     "gradient_report",
+    "keep_if_applied",
     "max_magnitude",
     "plots",
     "presets",
@@ -73,6 +79,7 @@ __all__ = [
     "suggest_loss_scale",
     "unscale_grads",
     "value_and_grad",
+    "was_applied",
     "watch_loss_scale",
     "with_loss_scaling",
 ]

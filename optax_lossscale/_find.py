@@ -1,19 +1,36 @@
 """Find the loss scale in an optimizer state."""
 
+import warnings
 from typing import Any
 
 import jax
 import optax
+import optax.contrib
 
-from ._state import LossScaleState
+from ._jax_internals import is_in_jit
+from ._state import LossScaleState, canonical, check_single
 
-_HIDING = {
-    optax.ApplyIfFiniteState: "`optax.apply_if_finite` hides overflows from the rule, "
-    "which then never lowers the scale. Leave it out: `with_loss_scaling` skips those "
-    "steps itself.",
-    optax.MultiStepsState: "The sum in `optax.MultiSteps` keeps a NaN forever: all "
-    "later steps are skipped. Wrap the other way round, as in "
-    "`with_loss_scaling(optax.MultiSteps(optimizer, k))`.",
+_AROUND = "Put `with_loss_scaling` around it."
+_UNCHECKED = f"It hides gradients from the check: a NaN in them is applied. {_AROUND}"
+_MOVES = f"It moves the weights, or its own state, in a skipped step. {_AROUND}"
+_HIDING: dict[type, tuple[str, str]] = {
+    optax.ApplyIfFiniteState: (
+        "optax.apply_if_finite",
+        "It hides overflows from the rule, which then never lowers the scale. Leave it "
+        "out: `with_loss_scaling` skips those steps itself.",
+    ),
+    optax.MultiStepsState: (
+        "optax.MultiSteps",
+        f"Its sum keeps a NaN forever: all later steps are skipped. {_AROUND}",
+    ),
+    optax.MaskedState: ("optax.masked", _UNCHECKED),
+    optax.PartitionState: ("optax.partition", _UNCHECKED),
+    optax.ConditionallyMaskState: ("optax.conditionally_mask", _UNCHECKED),
+    optax.ConditionallyTransformState: ("optax.conditionally_transform", _UNCHECKED),
+    optax.LookaheadState: ("optax.lookahead", _MOVES),
+    optax.contrib.ScheduleFreeState: ("optax.contrib.schedule_free", _MOVES),
+    optax.contrib.MechanicState: ("optax.contrib.mechanize", _MOVES),
+    optax.contrib.SAMState: ("optax.contrib.sam", _MOVES),
 }
 
 
@@ -46,8 +63,7 @@ def get_loss_scale_state(state: Any) -> LossScaleState:
     if not found:
         raise ValueError(
             "`state` must contain a LossScaleState, got a "
-            f"{type(state).__name__} without one. Was the optimizer wrapped with "
-            "`with_loss_scaling`, and is this the state that its `init` returned?"
+            f"{type(state).__name__} without one. {_advice(state)}"
         )
     if len(found) > 1:
         raise ValueError(
@@ -56,7 +72,7 @@ def get_loss_scale_state(state: Any) -> LossScaleState:
             "state that belongs to it, or wrap the whole optimizer once."
         )
     (scale_state,) = found.values()
-    return _unwrapped(scale_state)
+    return canonical(_unwrapped(scale_state))
 
 
 def get_loss_scale(state: Any) -> jax.Array:
@@ -82,19 +98,35 @@ def get_loss_scale(state: Any) -> jax.Array:
     return get_loss_scale_state(state).loss_scale
 
 
-def get_effective_loss_scale(state: Any) -> jax.Array:
-    """Return the loss scale to multiply a loss by, if its rule is told what happens.
+def get_effective_state(state: Any) -> LossScaleState:
+    """Return the state of a scale to multiply by, if its rule is told what happens.
 
     Reading a scale is harmless; using one of which that is not true is not.
     """
     wrappers = tuple(_HIDING)
     for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, wrappers)):
         if isinstance(node, wrappers) and find_loss_scale_states(node):
+            name, reason = next(v for k, v in _HIDING.items() if isinstance(node, k))
             raise ValueError(
                 "`state` must have the LossScaleState outside of other wrappers, got "
-                f"one inside of {type(node).__name__}. {_HIDING[type(node)]}"
+                f"one inside of `{name}`. {reason}"
             )
-    return get_loss_scale(state)
+    return check_single(get_loss_scale_state(state))
+
+
+def warn_if_constant(state: LossScaleState) -> None:
+    """Warn if the scale is frozen into a program, although its rule moves it."""
+    concrete = not any(isinstance(x, jax.core.Tracer) for x in state[:6])
+    if concrete and is_in_jit() and jax.device_get(state.hysteresis_tracker) != 0:
+        warnings.warn(
+            f"The loss scale, {jax.device_get(state.loss_scale):g}, is a constant of "
+            "the function that is being compiled, since `state` is not among its "
+            "arguments. When the scale moves, this function will not follow, and an "
+            "overflow will be skipped forever. Build `value_and_grad(loss_fn, "
+            "opt_state)` inside of the compiled function, from the `opt_state` that is "
+            "passed to it. A scale that is meant to stay is a `FixedLossScale`.",
+            stacklevel=3,
+        )
 
 
 def find_loss_scale_states(tree: Any) -> dict[str, LossScaleState]:
@@ -119,3 +151,14 @@ def _unwrapped(node: Any) -> Any:
         return type(node)(*fields) if changed else node
     leaves = jax.tree.leaves(node)
     return leaves[0] if len(leaves) == 1 else node
+
+
+def _advice(state: Any) -> str:
+    if isinstance(state, optax.GradientTransformation):
+        return "It is the optimizer: pass what its `init(params)` returns."
+    if callable(getattr(state, "init", None)):
+        return "It is no state yet: pass what its `init()` returns."
+    return (
+        "Was the optimizer wrapped with `with_loss_scaling`, and is this the state "
+        "that its `init` returned?"
+    )

@@ -7,10 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ._find import get_effective_loss_scale
-from ._tree import dtype_of, is_inexact, unscale, wide_dtype
+from ._find import get_effective_state, warn_if_constant
+from ._tree import dtype_of, scale_loss_by, unscale
 from ._validation import describe
 
 
@@ -34,7 +33,10 @@ def value_and_grad(
         fun: the loss, a function that returns a scalar, or with ``has_aux`` a pair
             of a scalar and anything.
         state: an optimizer state with one `LossScaleState` in it, or that state. It
-            must be the state that is then passed to the optimizer's ``update``.
+            must be the state that is then passed to the optimizer's ``update``. Where
+            the result is compiled, take the state as an argument of the compiled
+            function and call `value_and_grad` inside of it: a state from outside is a
+            constant of the program, and its scale never moves.
         argnums: which positional arguments to differentiate.
         has_aux: whether ``fun`` returns a pair.
         holomorphic: whether ``fun`` is promised to be holomorphic.
@@ -48,11 +50,13 @@ def value_and_grad(
     Raises:
         ValueError: if ``state`` has no loss scale in it, or more than one, or has it
             where its rule would not see an overflow.
-        TypeError: when called, if the value is not a floating-point scalar.
+        TypeError: if ``fun`` is no function; when called, if the value is not a
+            floating-point scalar.
 
     Warns:
         UserWarning: if the loss is float16, since a scale above 65504 is infinite in
-            it. Return the loss in float32.
+            it: return the loss in float32. If ``state`` is a constant of the function
+            that ``jax.jit`` compiles, and not that of a `FixedLossScale`.
 
     Examples:
         >>> import jax
@@ -74,19 +78,25 @@ def value_and_grad(
         Micikevicius et al., `Mixed Precision Training
         <https://arxiv.org/abs/1710.03740>`_, 2017, section 3.2
     """
-    scale = get_effective_loss_scale(state)
+    if not callable(fun):
+        raise TypeError(
+            f"`fun` must be a function that returns a loss, got {describe(fun)}. Pass "
+            "the function itself: `value_and_grad(loss_fn, opt_state)(params, batch)`."
+        )
+    scale_state = get_effective_state(state)
+    scale = scale_state.loss_scale
 
     @functools.wraps(fun)
     def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[Any, Any]]:
         output = fun(*args, **kwargs)
-        if has_aux and not (isinstance(output, tuple) and len(output) == 2):
+        if has_aux and not (isinstance(output, tuple | list) and len(output) == 2):
             raise TypeError(
                 "`fun` must return a pair (loss, aux) with has_aux=True, got "
                 f"{describe(output)}. Return a pair, or leave `has_aux` out."
             )
         value, aux = output if has_aux else (output, None)
         # Only the derivative of this product is used, so XLA drops the product.
-        return _scale(value, scale), (value, aux)
+        return scale_loss_by(value, scale), (value, aux)
 
     differentiated = jax.value_and_grad(
         scaled_fun, argnums, has_aux=True, holomorphic=holomorphic, allow_int=allow_int
@@ -94,6 +104,7 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        warn_if_constant(scale_state)
         (_, (value, aux)), scaled_grads = differentiated(*args, **kwargs)
         dtype = dtype_of(value)
         if float(jnp.finfo(dtype).max) <= 65504.0:
@@ -139,7 +150,8 @@ def grad(
         TypeError: when called, if the value is not a floating-point scalar.
 
     Warns:
-        UserWarning: if the loss is float16, as for `value_and_grad`.
+        UserWarning: if the loss is float16 or the state a constant, as for
+            `value_and_grad`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -192,7 +204,9 @@ def scale_loss(loss: jax.typing.ArrayLike, state: Any) -> jax.Array:
         >>> ls.unscale_grads(jax.grad(scaled_loss_fn)(jnp.ones(2)), opt_state)
         Array([2., 2.], dtype=float32)
     """
-    return _scale(loss, get_effective_loss_scale(state))
+    scale_state = get_effective_state(state)
+    warn_if_constant(scale_state)
+    return scale_loss_by(loss, scale_state.loss_scale)
 
 
 def unscale_grads(grads: Any, state: Any) -> Any:
@@ -217,16 +231,6 @@ def unscale_grads(grads: Any, state: Any) -> Any:
         >>> ls.unscale_grads({"w": jnp.float16([512.0]), "b": None}, state)
         {'b': None, 'w': Array([0.5], dtype=float32)}
     """
-    return unscale(grads, get_effective_loss_scale(state))
-
-
-def _scale(loss: Any, scale: jax.Array) -> jax.Array:
-    is_array = isinstance(loss, jax.Array | np.ndarray | np.generic | float | complex)
-    if not is_array or not is_inexact(loss):
-        raise TypeError(
-            f"The loss must be a floating-point array, got {describe(loss)}. Return "
-            "one, or with has_aux=True a pair (loss, aux)."
-        )
-    dtype = wide_dtype(dtype_of(loss))
-    # The scale is no function of the weights, also where steps are differentiated.
-    return jnp.asarray(loss, dtype) * jax.lax.stop_gradient(scale).astype(dtype)
+    scale_state = get_effective_state(state)
+    warn_if_constant(scale_state)
+    return unscale(grads, scale_state.loss_scale)

@@ -34,6 +34,21 @@ def is_staging() -> bool:
     return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
+def is_in_jit() -> bool:
+    """Return whether a function that ``jax.jit`` or ``jax.pmap`` compiles is traced.
+
+    ``jax.lax.scan`` and the like stage too, but called eagerly they are traced anew in
+    every call, and take in what the function closes over as it is then.
+    """
+    trace = getattr(jnp.zeros(()), "_trace", None)
+    while trace is not None:
+        debug_info = getattr(getattr(trace, "frame", None), "debug_info", None)
+        if getattr(debug_info, "traced_for", None) in ("jit", "pmap"):
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False
+
+
 def varying_axes(x: jax.Array) -> frozenset[Any]:
     """Return the mapped axes along which an array differs, as far as jax tells.
 

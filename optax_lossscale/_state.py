@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ._validation import check_flag
+from ._validation import check_flag, describe
 
 
 class LossScaleState(NamedTuple):
@@ -19,7 +19,8 @@ class LossScaleState(NamedTuple):
     Attributes:
         loss_scale: float32, what the next loss is multiplied by.
         growth_tracker: int32, finite steps in a row that count towards a growth.
-        hysteresis_tracker: int32, non-finite steps left until the scale backs off.
+        hysteresis_tracker: int32, non-finite steps left until the scale backs off; 0
+            from the start where it never does.
         grads_finite: bool, whether the last step was applied: its gradients were
             finite, and whatever else was asked to be.
         skipped_steps: int32, steps skipped in all; saturates.
@@ -57,7 +58,8 @@ class LossScaleState(NamedTuple):
 
         Args:
             loss_scale: the first scale.
-            hysteresis: the first ``hysteresis_tracker``.
+            hysteresis: the first ``hysteresis_tracker``; 0 says that the rule never
+                moves the scale, which may then be a constant of a compiled function.
             memory: what the rule remembers besides.
 
         Returns:
@@ -128,3 +130,49 @@ def recorded(
         skipped_steps=jnp.where(grads_finite, state.skipped_steps, skipped_steps),
         consecutive_skips=jnp.where(grads_finite, 0, consecutive_skips),
     )
+
+
+def canonical(state: LossScaleState) -> LossScaleState:
+    """Return a state whose fields have the types that rules keep, memory aside.
+
+    ``optax.tree.set`` puts Python's numbers into a state, and a cast of the whole
+    optimizer state puts float16 there, in which a scale of 2**16 is infinite.
+    """
+    dtypes = (jnp.float32, jnp.int32, jnp.int32, jnp.bool_, jnp.int32, jnp.int32)
+    pairs = zip(state[:6], dtypes, strict=True)
+    new_state = LossScaleState._make(
+        [*(_as_type(x, dtype) for x, dtype in pairs), state.memory]
+    )
+    changed = any(new is not old for new, old in zip(new_state, state, strict=True))
+    return new_state if changed else state
+
+
+def check_single(state: LossScaleState) -> LossScaleState:
+    """Return the canonical state of one run, or say why it is none."""
+    for name, x in state._asdict().items():
+        if name == "memory":
+            continue
+        number = isinstance(x, int | float) or hasattr(x, "dtype")
+        if not number or isinstance(x, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"`state` must hold numbers, got {describe(x)} for `{name}`. Pass what "
+                "`init(params)` returns, or what was restored from a checkpoint."
+            )
+        if jnp.shape(x) != ():
+            raise ValueError(
+                f"`state` must hold the loss scale of one run, got {describe(x)} for "
+                f"`{name}`. The state of an ensemble has one for each member: call "
+                "this inside `jax.vmap`."
+            )
+    return canonical(state)
+
+
+def _as_type(x: Any, dtype: Any) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    if getattr(x, "dtype", None) == dtype and not getattr(x, "weak_type", False):
+        return x
+    if dtype == jnp.int32 and jnp.issubdtype(jnp.result_type(x), jnp.floating):
+        # What NaN and infinity become as integers is not defined.
+        x = jnp.clip(jnp.nan_to_num(jnp.asarray(x, jnp.float32)), 0, 2.0**30)
+    return jnp.asarray(x, dtype)

@@ -1,146 +1,33 @@
-"""Arithmetic on pytrees: is it finite, undo the scale, choose between two."""
+"""Multiply by the scale, undo it, choose between two trees, tell types apart."""
 
-from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ._validation import check_flag
-
-AxisName = Hashable | tuple[Hashable, ...]
-
-
-def all_finite(tree: Any, axis_name: AxisName | None = None) -> jax.Array:
-    """Return whether no floating-point element of a tree is NaN or infinite.
-
-    Complex leaves count by both parts. Integers, booleans, PRNG keys and ``float0``
-    are always finite, and so is a tree without leaves. float8_e4m3fn has no infinity
-    and float4 neither: there an overflow that saturates cannot be seen.
-
-    Args:
-        tree: any pytree of arrays.
-        axis_name: the mapped axis, or a tuple of them, over which the answers of all
-            devices (``shard_map``, ``pmap``) or members (``vmap``) are combined.
-
-    Returns:
-        A boolean array of shape ``()``; with ``axis_name``, the same everywhere.
-
-    Raises:
-        ValueError: if ``axis_name`` is not bound here.
-
-    Examples:
-        >>> import jax.numpy as jnp
-        >>> import optax_lossscale as ls
-        >>> ls.all_finite({"w": jnp.ones(3), "b": jnp.array(jnp.nan)})
-        Array(False, dtype=bool)
-    """
-    leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x)]
-    finite = _all_finite(leaves) if leaves else jnp.ones((), jnp.bool_)
-    return everywhere(finite, axis_name)
-
-
-def everywhere(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
-    """Return whether a flag is True on all devices along the mapped axes."""
-    if axis_name is None:
-        return flag
-    return across(jax.lax.pmin, flag.astype(jnp.int32), axis_name) == 1
-
-
-def across(
-    reduce: Callable[[jax.Array, AxisName], jax.Array],
-    x: jax.Array,
-    axis_name: AxisName | None,
-) -> jax.Array:
-    """Combine what the devices along the mapped axes have."""
-    if axis_name is None:
-        return x
-    try:
-        return reduce(x, axis_name)
-    except NameError as error:
-        raise ValueError(
-            "`axis_name` must name an axis of the surrounding `shard_map`, `pmap` or "
-            f"`vmap(axis_name=...)`, got {axis_name!r}. Under plain `jit` leave it "
-            "out: there arrays are global and so is the check."
-        ) from error
-
-
-@jax.jit
-def _all_finite(leaves: list[jax.Array]) -> jax.Array:
-    scores = jnp.stack([_nonfinite_score(x) for x in leaves])
-    # A flag that is cheap to combine would be combined again, from all leaves, in the
-    # mask of every leaf: XLA fuses cheap operations into each consumer. A dot it keeps.
-    return jnp.vdot(scores, scores) == 0
-
-
-def _nonfinite_score(x: jax.Array) -> jax.Array:
-    """Return 0 if every element is finite, else 1 or NaN, as float32."""
-    if jnp.iscomplexobj(x):
-        return _nonfinite_score(x.real) + _nonfinite_score(x.imag)
-    if jnp.finfo(x.dtype).bits >= 32 or x.dtype == jnp.bfloat16:
-        # x - x is 0 or NaN, so the sum cannot overflow, and XLA CPU, slow at flags,
-        # takes sums at memory speed.
-        return jnp.sum(x - x, dtype=wide_dtype(x.dtype)).astype(jnp.float32)
-    # A sum would write float32 copies out first. Of the reductions of flags the
-    # maximum of small integers is the fastest on XLA CPU.
-    return jnp.max((~jnp.isfinite(x)).astype(jnp.uint8), initial=0).astype(jnp.float32)
-
-
-def max_magnitude(tree: Any, axis_name: AxisName | None = None) -> jax.Array:
-    """Return the largest absolute value of the floating-point elements of a tree.
-
-    The result says nothing about NaN, which XLA CPU loses in a maximum: ask
-    `all_finite` as well.
-
-    Args:
-        tree: any pytree of arrays. What `all_finite` passes over does not count here.
-        axis_name: the mapped axis, or a tuple of them, over whose devices or members
-            the maximum is taken.
-
-    Returns:
-        A float32 array of shape ``()``; 0 for a tree without elements, the largest
-        float32 for anything finite beyond it.
-
-    Raises:
-        ValueError: if ``axis_name`` is not bound here.
-
-    Examples:
-        >>> import jax.numpy as jnp
-        >>> import optax_lossscale as ls
-        >>> ls.max_magnitude({"w": jnp.array([0.5, -3.0]), "b": jnp.zeros(2)})
-        Array(3., dtype=float32)
-    """
-    leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x)]
-    magnitudes = [_max_magnitude(x) for x in leaves]
-    largest = jnp.max(jnp.stack(magnitudes)) if leaves else jnp.zeros((), jnp.float32)
-    return across(jax.lax.pmax, largest, axis_name)
-
-
-def _max_magnitude(x: Any) -> jax.Array:
-    x = jnp.asarray(x, wide_dtype(dtype_of(x)))
-    magnitude = jnp.max(jnp.abs(x), initial=0)
-    largest = jnp.finfo(jnp.float32).max
-    clipped = jnp.minimum(magnitude, jnp.asarray(largest, magnitude.dtype))
-    magnitude = jnp.where(jnp.isfinite(magnitude), clipped, magnitude)
-    return magnitude.astype(jnp.float32)
+from ._validation import check_flag, describe
 
 
 def select(pred: jax.typing.ArrayLike, on_true: Any, on_false: Any) -> Any:
     """Choose between two trees of the same structure: ``jnp.where``, leaf by leaf.
 
     For what the optimizer cannot protect in a step with non-finite gradients:
-    BatchNorm statistics, moving averages, PRNG keys, counters.
+    BatchNorm statistics, moving averages, PRNG keys, counters. `keep_if_applied` asks
+    the optimizer state as well.
 
     Args:
         pred: one boolean, as `all_finite` returns.
-        on_true: any pytree of arrays, typed PRNG keys included.
-        on_false: a pytree of the same structure.
+        on_true: any pytree. Of its leaves, arrays, numbers and typed PRNG keys are
+            selected; functions, strings and the like are passed on.
+        on_false: a pytree of the same structure and shapes.
 
     Returns:
         ``on_true`` where ``pred`` is True, ``on_false`` where it is False.
 
     Raises:
-        ValueError: if ``pred`` is not one boolean or the structures differ.
+        ValueError: if ``pred`` is not one boolean, the structures or shapes differ, or
+            a leaf that is no array is not the same in both.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -156,11 +43,42 @@ def select(pred: jax.typing.ArrayLike, on_true: Any, on_false: Any) -> Any:
             f"{jax.tree.structure(on_true)} and {jax.tree.structure(on_false)}. "
             "Select before adding or removing entries."
         )
-    return jax.tree.map(lambda t, f: jnp.where(pred, t, f), on_true, on_false)
+
+    def leaf(path: Any, t: Any, f: Any) -> Any:
+        if _is_array(t) and _is_array(f) and jnp.shape(t) == jnp.shape(f):
+            return jnp.where(pred, t, f)
+        if not _is_array(t) and not _is_array(f) and (t is f or t == f):
+            return t
+        raise ValueError(
+            "`on_true` and `on_false` must have the same shapes, and the same leaves "
+            f"where these are no arrays, got {describe(t)} and {describe(f)} at "
+            f"{jax.tree_util.keystr(path) or 'the root'}. Select values of one model."
+        )
+
+    return jax.tree_util.tree_map_with_path(leaf, on_true, on_false)
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "dtype") or isinstance(x, bool | int | float | complex)
+
+
+def scale_loss_by(loss: Any, scale: jax.Array) -> jax.Array:
+    """Multiply a loss by the scale, in float32 or wider."""
+    is_array = isinstance(loss, jax.Array | np.ndarray | np.generic | float | complex)
+    if not is_array or not is_inexact(loss):
+        raise TypeError(
+            f"The loss must be a floating-point array, got {describe(loss)}. Return "
+            "one, or with has_aux=True a pair (loss, aux)."
+        )
+    dtype = wide_dtype(dtype_of(loss))
+    # The scale is no function of the weights, also where steps are differentiated.
+    return jnp.asarray(loss, dtype) * jax.lax.stop_gradient(scale).astype(dtype)
 
 
 def unscale(tree: Any, scale: jax.Array) -> Any:
     """Multiply by the scale's reciprocal, in float32 or wider."""
+    # Like the product: the scale is no function of what is differentiated.
+    scale = jax.lax.stop_gradient(scale)
 
     def leaf(x: Any) -> Any:
         if not is_inexact(x):
@@ -189,7 +107,8 @@ def same_structure(tree: Any, other: Any) -> bool:
 
 def is_inexact(x: Any) -> bool:
     """Return whether a leaf is an array or number that can hold a NaN."""
-    return jnp.issubdtype(dtype_of(x), jnp.inexact)
+    number = hasattr(x, "dtype") or isinstance(x, float | complex)
+    return number and jnp.issubdtype(dtype_of(x), jnp.inexact)
 
 
 def dtype_of(x: Any) -> Any:

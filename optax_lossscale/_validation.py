@@ -13,27 +13,38 @@ import numpy as np
 def check_number(
     name: str, value: Any, accepts: Callable[[float], bool], rule: str, advice: str
 ) -> float:
-    """Return ``value`` as a Python float, or as it is while it is traced."""
+    """Return ``value`` as a Python float, or as it is while it is traced.
+
+    What counts is the float32 that devices compute with: there 1 - 1e-9 is 1.
+    """
     if isinstance(value, jax.core.Tracer):
         return value  # type: ignore[return-value]  # inject_hyperparams traces it
     number = _as_python_number(value)
     # A NaN fails every comparison, so ``accepts`` refuses it.
     if number is None or not accepts(number):
         raise ValueError(f"`{name}` must be {rule}, got {value!r}. {advice}")
-    return float(number)
+    with np.errstate(all="ignore"):
+        rounded = float(np.float32(number))
+    if not accepts(rounded):
+        raise ValueError(
+            f"`{name}` must be {rule}, got {value!r}, which is {rounded!r} in float32. "
+            f"{advice}"
+        )
+    return number
 
 
-def check_count(name: str, value: Any, advice: str) -> int:
+def check_count(name: str, value: Any, advice: str, least: int = 1) -> int:
     """Return ``value`` as a Python int that fits a counter, or as it is if traced."""
+    if isinstance(value, jax.core.Tracer):
+        return value  # type: ignore[return-value]  # as above
     largest = np.iinfo(np.int32).max
-    count = check_number(
-        name,
-        value,
-        lambda x: 1 <= x <= largest and float(x).is_integer(),
-        f"a whole number from 1 to {largest}",
-        advice,
-    )
-    return count if isinstance(count, jax.core.Tracer) else int(count)
+    number = _as_python_number(value)
+    if number is None or not (least <= number <= largest and number.is_integer()):
+        raise ValueError(
+            f"`{name}` must be a whole number from {least} to {largest}, got "
+            f"{value!r}. {advice}"
+        )
+    return int(number)
 
 
 def check_bool(name: str, value: Any, advice: str) -> None:
@@ -63,17 +74,32 @@ def check_concrete(name: str, tree: Any, advice: str) -> None:
 
 def check_magnitude(name: str, value: Any) -> None:
     """Refuse anything but one real number, on the device or in Python."""
-    dtype = getattr(value, "dtype", jnp.result_type(float))
+    _check_one_number(
+        name, value, "`max_magnitude(grads)` makes one of a tree of gradients."
+    )
+
+
+def check_value(value: Any) -> None:
+    """Refuse anything but one loss."""
+    _check_one_number(
+        "value",
+        value,
+        "It is the unscaled loss: pass its mean, or for an ensemble call this inside "
+        "`jax.vmap`.",
+    )
+
+
+def _check_one_number(name: str, value: Any, advice: str) -> None:
     number = isinstance(value, int | float) or hasattr(value, "dtype")
     if (
         isinstance(value, bool)
         or not number
-        or not _is_real(dtype)
+        or not _is_real(getattr(value, "dtype", jnp.result_type(float)))
         or jnp.shape(value) != ()
     ):
         raise ValueError(
             f"`{name}` must be one real number of shape (), got {describe(value)}. "
-            "`max_magnitude(grads)` makes one of a tree of gradients."
+            f"{advice}"
         )
 
 
@@ -107,6 +133,8 @@ def check_float_dtype(name: str, value: Any, advice: str) -> np.dtype[Any]:
 
 def describe(value: Any) -> str:
     """Name a value in an error: its repr, or for an array its type and shape."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return f"a jax.ShapeDtypeStruct of dtype {value.dtype}, which holds no number"
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"an array of dtype {value.dtype} and shape {tuple(value.shape)}"
     text = repr(value)
@@ -125,7 +153,8 @@ def _as_python_number(value: Any) -> float | None:
     dtype = getattr(value, "dtype", None)
     if dtype is None or jnp.shape(value) != () or not isinstance(dtype, np.dtype):
         return None
-    return float(value.item()) if _is_real(dtype) else None
+    # Fetched as such: a transfer guard may forbid what happens without being asked for.
+    return float(jax.device_get(value).item()) if _is_real(dtype) else None
 
 
 def _is_real(dtype: Any) -> bool:

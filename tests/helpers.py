@@ -113,6 +113,12 @@ def assert_same_bits(actual: Any, expected: Any) -> None:
         assert a.tobytes() == e.tobytes(), f"{where}: {a} is not {e}"
 
 
+def assert_no_update(updates: Any) -> None:
+    """Assert that every update is -0.0, which added to 0.0 or -0.0 changes neither."""
+    zeros = jax.tree.map(lambda x: -jnp.zeros_like(x), updates)
+    assert_same_bits(updates, zeros)
+
+
 def assert_same_types(actual: Any, expected: Any) -> None:
     """Assert equal structures, shapes, dtypes and weak types."""
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -42,14 +43,17 @@ def test_inside_jit():
 
 
 @pytest.mark.parametrize(
-    "state",
+    "state, advice",
     [
-        optax.adam(1e-3).init(PARAMS),
-        wrapped(),
-        ls.DynamicLossScale(),
-        {},
-        None,
-        128.0,
+        (optax.adam(1e-3).init(PARAMS), "wrapped with `with_loss_scaling`"),
+        (wrapped(), r"It is the optimizer: pass what its `init\(params\)` returns"),
+        (
+            ls.DynamicLossScale(),
+            r"It is no state yet: pass what its `init\(\)` returns",
+        ),
+        ({}, "`with_loss_scaling`"),
+        (None, "`with_loss_scaling`"),
+        (128.0, "`with_loss_scaling`"),
     ],
 )
 @pytest.mark.parametrize(
@@ -63,8 +67,8 @@ def test_inside_jit():
         lambda s: ls.unscale_grads(1.0, s),
     ],
 )
-def test_a_state_without_a_scale_is_refused(state, use):
-    message = "`state` must contain a LossScaleState, got a .* `with_loss_scaling`"
+def test_a_state_without_a_scale_is_refused(state, advice, use):
+    message = f"`state` must contain a LossScaleState, got a .*{advice}"
     with pytest.raises(ValueError, match=message):
         use(state)
 
@@ -75,3 +79,37 @@ def test_a_state_with_two_scales_is_refused_with_their_paths():
         ls.get_loss_scale(tx.init(PARAMS))
     assert "['a']" in str(error.value) and "['b']" in str(error.value)
     assert "wrap the whole optimizer once" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [8.0, 8, np.float16(8), np.float64(8), jnp.int32(8), jnp.bfloat16(8)],
+    ids=lambda x: type(x).__name__ + str(getattr(x, "dtype", "")),
+)
+def test_a_scale_of_any_type_is_read_as_float32(number):
+    state = optax.tree.set(wrapped().init(PARAMS), loss_scale=number)
+    scale = ls.get_loss_scale(state)
+    assert (float(scale), scale.dtype, scale.weak_type) == (8.0, jnp.float32, False)
+    assert float(ls.scale_loss(2.0, state)) == 16.0
+    value, grads = ls.value_and_grad(lambda w: w**2, state)(3.0)
+    assert (float(value), float(grads)) == (9.0, 6.0)
+
+
+def test_a_state_without_numbers_can_be_read_and_not_used():
+    state = jax.eval_shape(wrapped().init, PARAMS)
+    assert ls.get_loss_scale(state).dtype == jnp.float32
+    with pytest.raises(ValueError, match="`state` must hold numbers, got a jax.Shape"):
+        ls.value_and_grad(jnp.sum, state)
+
+
+def test_the_state_of_an_ensemble_can_be_read_and_not_used_as_one():
+    state = jax.vmap(wrapped().init)({"w": jnp.ones((3, 2))})
+    assert ls.get_loss_scale(state).shape == (3,)
+    for use in (
+        lambda: ls.value_and_grad(jnp.sum, state),
+        lambda: ls.scale_loss(1.0, state),
+        lambda: ls.unscale_grads(1.0, state),
+        lambda: wrapped().update(PARAMS, state, PARAMS),
+    ):
+        with pytest.raises(ValueError, match="of one run, got .*inside `jax.vmap`"):
+            use()

@@ -174,7 +174,9 @@ def test_derivatives_of_the_scaled_gradient_are_right():
 def test_the_scale_itself_is_a_constant_to_derivatives():
     def through(scale):
         state = STATE._replace(loss_scale=scale)
-        return ls.scale_loss(jnp.float32(2.0), state)
+        scaled = ls.scale_loss(jnp.float32(2.0), state)
+        value, grads = ls.value_and_grad(lambda w: w**3, state)(2.0)
+        return scaled + value + grads + ls.unscale_grads(scaled, state)
 
     assert float(jax.grad(through)(jnp.float32(8.0))) == 0.0
 
@@ -206,7 +208,20 @@ def test_a_loss_that_is_no_scalar_is_refused():
         ls.value_and_grad(lambda w: w, STATE)(jnp.ones(2))
 
 
-@pytest.mark.parametrize("output", [1.0, (1.0, 2.0, 3.0), [1.0, 2.0]])
+def test_a_list_is_a_pair_as_it_is_for_jax():
+    fun = ls.value_and_grad(lambda w: [w**2, "aux"], STATE, has_aux=True)
+    (value, aux), grads = fun(3.0)
+    assert (float(value), aux, float(grads)) == (9.0, "aux", 6.0)
+
+
+@pytest.mark.parametrize("fun", [3, None, jnp.ones(2)])
+def test_what_is_no_function_is_refused_before_it_is_called(fun):
+    for differentiate in (ls.value_and_grad, ls.grad):
+        with pytest.raises(TypeError, match="`fun` must be a function .* got"):
+            differentiate(fun, STATE)
+
+
+@pytest.mark.parametrize("output", [1.0, (1.0, 2.0, 3.0), [1.0]])
 def test_has_aux_without_a_pair_is_refused(output):
     with pytest.raises(TypeError, match=r"`fun` must return a pair \(loss, aux\)"):
         ls.value_and_grad(lambda w: output, STATE, has_aux=True)(1.0)
@@ -221,3 +236,74 @@ def test_the_optimizer_state_may_be_the_whole_chain():
     tx = optax.chain(optax.clip(1.0), ls.with_loss_scaling(optax.sgd(1.0)))
     value, grads = ls.value_and_grad(lambda w: w**2, tx.init(1.0))(3.0)
     assert (float(value), float(grads)) == (9.0, 6.0)
+
+
+DYNAMIC = ls.DynamicLossScale().init()
+BATCH = jnp.ones((2, 3))
+
+
+def square(w):
+    return jnp.sum(w**2)
+
+
+FROZEN = {
+    "value_and_grad": lambda s: jax.jit(ls.value_and_grad(square, s))(X),
+    "grad": lambda s: jax.jit(ls.grad(square, s))(X),
+    "in a scan": lambda s: jax.jit(
+        lambda xs: jax.lax.scan(lambda c, x: (c, ls.grad(square, s)(x)), 0, xs)
+    )(BATCH),
+    "scale_loss": lambda s: jax.jit(lambda w: ls.scale_loss(square(w), s))(X),
+    "unscale_grads": lambda s: jax.jit(lambda g: ls.unscale_grads(g, s))(X),
+}
+
+
+@pytest.mark.parametrize("use", FROZEN.values(), ids=FROZEN)
+def test_a_scale_that_is_a_constant_of_the_program_is_warned_of(use):
+    with pytest.warns(UserWarning, match="^The loss scale, 32768, is a constant of"):
+        use(DYNAMIC)
+    with pytest.warns(UserWarning, match="32768"):
+        use(jax.device_get(DYNAMIC))
+
+
+NOT_FROZEN = {
+    "eager": lambda s: ls.value_and_grad(square, s)(X),
+    "jitted loss": lambda s: ls.value_and_grad(jax.jit(square), s)(X),
+    "vmap": lambda s: jax.vmap(ls.grad(square, s))(BATCH),
+    "eager scan": lambda s: jax.lax.scan(
+        lambda c, x: (c, ls.grad(square, s)(x)), 0, BATCH
+    ),
+    "remat": lambda s: jax.grad(jax.checkpoint(lambda w: ls.scale_loss(square(w), s)))(
+        X
+    ),
+    "an argument": lambda s: jax.jit(lambda s, w: ls.grad(square, s)(w))(s, X),
+    "made inside": lambda s: jax.jit(
+        lambda w: ls.grad(square, ls.DynamicLossScale().init())(w)
+    )(X),
+    "scan over a carry": lambda s: jax.lax.scan(
+        lambda s, x: (s, ls.grad(square, s)(x)), s, BATCH
+    ),
+    "fixed": lambda s: jax.jit(ls.value_and_grad(square, STATE))(X),
+    "read": lambda s: jax.jit(lambda w: w * ls.get_loss_scale(s))(X),
+}
+
+
+@pytest.mark.parametrize("use", NOT_FROZEN.values(), ids=NOT_FROZEN)
+def test_other_states_are_not_warned_of(use):
+    use(DYNAMIC)  # warnings are errors
+
+
+@pytest.mark.filterwarnings("ignore:The loss scale")
+@pytest.mark.parametrize("frozen, skipped", [(True, 15), (False, 9)])
+def test_why_it_is_warned_of(frozen, skipped):
+    """The scale falls in the state, and the program goes on with the first one."""
+    tx = ls.with_loss_scaling(optax.sgd(0.1), ls.DynamicLossScale(init_scale=2.0**24))
+
+    def loss_fn(w):
+        return jnp.sum(w.astype(jnp.float16)).astype(jnp.float32)
+
+    w = jnp.ones(3)
+    opt_state = first = tx.init(w)
+    fun = jax.jit(lambda s: ls.grad(loss_fn, first if frozen else s)(w))
+    for _ in range(15):
+        _, opt_state = tx.update(fun(opt_state), opt_state, w)
+    assert int(ls.get_loss_scale_state(opt_state).skipped_steps) == skipped

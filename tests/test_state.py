@@ -101,3 +101,22 @@ def test_a_flag_that_is_not_one_boolean_is_refused(flag):
             rule.update(rule.init(), flag)
     with pytest.raises(ValueError, match="`grads_finite` must be one boolean"):
         ls.LossScaleState.create(1.0).record(flag)
+
+
+@pytest.mark.parametrize("count", [np.inf, -np.inf, np.nan, 2.5, np.float16(np.inf)])
+def test_counters_of_other_types_become_whole_numbers(count):
+    """A cast of the whole optimizer state to float16 makes infinities of them."""
+    state = (
+        ls.DynamicLossScale()
+        .init()
+        ._replace(
+            skipped_steps=count,
+            growth_tracker=count,
+            consecutive_skips=jnp.float16(count),
+        )
+    )
+    new_state = ls.DynamicLossScale().update(state, False)
+    for name in ("skipped_steps", "growth_tracker", "consecutive_skips"):
+        x = getattr(new_state, name)
+        assert x.dtype == jnp.int32 and x >= 0
+    assert ls.get_loss_scale_state(state).skipped_steps.dtype == jnp.int32

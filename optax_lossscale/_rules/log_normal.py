@@ -6,9 +6,10 @@ from typing import Any, ClassVar, NamedTuple, final
 import jax
 import jax.numpy as jnp
 
+from .._finite import all_finite
 from .._precision import SMALLEST_SCALE
 from .._state import LossScaleState, recorded
-from .._tree import all_finite, select
+from .._tree import select
 from .._validation import check_bool, check_number
 from .arguments import (
     check_init_scale,
@@ -19,6 +20,7 @@ from .arguments import (
 )
 from .base import LossScale, compiled
 from .growth import float32, power_of_two
+from .soundness import first_scale
 
 
 class LogNormalMemory(NamedTuple):
@@ -74,7 +76,7 @@ class LogNormalLossScale(LossScale):
         max_scale: the largest scale, up to 2**126.
 
     Raises:
-        ValueError: if an argument is out of range.
+        ValueError: if an argument is out of range, as it is or rounded to float32.
 
     Examples:
         >>> import optax_lossscale as ls
@@ -150,7 +152,9 @@ class LogNormalLossScale(LossScale):
         )
 
     def init(self) -> LossScaleState:
-        return LossScaleState.create(self.init_scale, memory=_first_memory())
+        return LossScaleState.create(
+            first_scale(self.init_scale), memory=_first_memory()
+        )
 
     @compiled
     def update(
@@ -166,10 +170,16 @@ class LogNormalLossScale(LossScale):
             grads_finite: one boolean, whether all gradients were finite.
             max_magnitude: the largest absolute value of the true gradients, as
                 `max_magnitude` returns it; 0 says nothing.
+
+        Raises:
+            TypeError: if ``state`` is no LossScaleState.
+            ValueError: as for `LossScale.update`, or if ``max_magnitude`` is not one
+                real number.
         """
         new_state = recorded(state, grads_finite)
         minimum, maximum = float32(self, "min_scale", "max_scale")
         first, nonfinite_log = float32(self, "init_scale", "nonfinite_log")
+        log_max, free = float32(self, "log_max", "overflow_std_dev")
         fast, slow = float32(self, "beta1", "beta2")
         # Rounded once from Python's numbers, as OpenSeq2Seq rounds them.
         fast_rest, slow_rest = (
@@ -194,7 +204,7 @@ class LogNormalLossScale(LossScale):
         slow_mean = memory.slow_mean / (1 - memory.slow_weight)
         square = memory.slow_square / (1 - memory.slow_weight)
         deviation = jnp.sqrt(jnp.maximum(square - slow_mean * slow_mean, 0))
-        power = self.log_max - (mean + self.overflow_std_dev * deviation)
+        power = log_max - (mean + free * deviation)
         scale = power_of_two(power) if self.power_of_two else jnp.exp2(power)
         scale = jnp.clip(scale, minimum, maximum)
         started = memory.fast_weight < 1
