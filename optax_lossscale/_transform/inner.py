@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._tree import dtype_of, same_structure
+from .._tree import same_structure
+from .types import keep_types
 
 
 def with_extra_args(
@@ -68,20 +69,13 @@ def update(
     if difference:
         # Gradients of other shapes may broadcast against the moments.
         _check_like_params(inner, inner_state, "updates", updates, None)
+        path, new, old = difference
         raise ValueError(
-            "`inner` must return a state of the shapes that it is given, but "
-            f"this one has {difference}. A state that grows can be neither masked nor "
-            "carried by `scan`: give it its final shape in `init`."
+            "`inner` must return a state of the shapes that it is given, but returns "
+            f"{new} at {path}, where it was given {old}. A state that grows can be "
+            "neither masked nor carried by `scan`: give it its final shape in `init`."
         )
-    return new_updates, jax.tree.map(as_before, new_state, inner_state)
-
-
-def as_before(new: Any, old: Any) -> Any:
-    """Give a new leaf the dtype of the old one, and never a weak type."""
-    strong = hasattr(new, "dtype") and not getattr(new, "weak_type", False)
-    if strong and new.dtype == dtype_of(old):
-        return new
-    return jnp.asarray(new, dtype_of(old))
+    return new_updates, keep_types(new_state, inner_state)
 
 
 def _check_like_params(
@@ -92,33 +86,48 @@ def _check_like_params(
     cause: Exception | None,
 ) -> None:
     """Refuse a tree of which ``init`` would make a state unlike the one given."""
-    try:
-        made = jax.eval_shape(inner.init, tree)
-    except Exception:
-        return  # Not every transformation takes gradients of its parameters' tree.
-    difference = _difference(made, inner_state)
+    difference = _difference_made(inner, inner_state, tree)
+    if difference and cause is not None:
+        # Per-example gradients, as for differential privacy, are of the right model.
+        difference = _difference_made(inner, inner_state, _first_example(tree))
     if difference:
+        path, new, old = difference
         raise ValueError(
-            f"`{name}` and `state` must belong together, but of a tree like `{name}` "
-            f"`init` makes {difference}. Pass gradients, parameters and state of one "
-            "model and one optimizer; where either has changed, call `init` again."
+            f"`{name}` and `state` must belong together, but for a tree like `{name}` "
+            f"`init` returns {new} at {path}, where `state` has {old}. Pass gradients, "
+            "parameters and state of one model and one optimizer; where either has "
+            "changed, call `init` again."
         ) from cause
 
 
-def _difference(new_state: Any, state: Any) -> str:
-    """Say where a state differs from another in structure or shapes, if it does."""
+def _difference_made(inner: Any, inner_state: Any, tree: Any) -> Any:
+    """Say where what ``init`` makes of a tree differs from a state, if it does."""
+    try:
+        made = jax.eval_shape(inner.init, tree)
+    except Exception:
+        return None  # Not every transformation takes gradients of its parameters' tree.
+    return _difference(made, inner_state)
+
+
+def _first_example(tree: Any) -> Any:
+    """Return the tree without a first axis that all leaves have in common."""
+    sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(tree)}
+    if len(sizes) != 1 or () in sizes:
+        return tree
+    return jax.eval_shape(lambda tree: jax.tree.map(lambda x: x[0], tree), tree)
+
+
+def _difference(new_state: Any, state: Any) -> tuple[str, str, str] | None:
+    """Return where a state differs from another in structure or shapes, if it does."""
     if list(map(jnp.shape, jax.tree.leaves(new_state))) == list(
         map(jnp.shape, jax.tree.leaves(state))
     ) and same_structure(new_state, state):
-        return ""
+        return None
     new, old = _shapes(new_state), _shapes(state)
     for path in {**old, **new}:
         if old.get(path) != new.get(path):
-            return (
-                f"{new.get(path, 'nothing')} at {path} instead of "
-                f"{old.get(path, 'nothing')}"
-            )
-    return ""
+            return path, new.get(path, "no array"), old.get(path, "none")
+    return None
 
 
 def _shapes(tree: Any) -> dict[str, str]:

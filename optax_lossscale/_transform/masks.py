@@ -59,8 +59,19 @@ def masked_update(
 
 
 def _zeros_like(x: Any) -> Any:
+    """Return zeros that leave every number they are added to as it is, to the bit."""
+    dtype = dtype_of(x)
+    if jnp.issubdtype(dtype, np.inexact):
+        if float(np.zeros((), dtype).real) != 0:
+            raise ValueError(
+                "`inner` must return updates of a type that has a zero, to skip steps "
+                f"with, got {dtype}. Cast its updates to float32."
+            )
+        # A parameter of -0.0 stays: -0.0 + 0.0 is 0.0.
+        return jnp.full_like(x, -0.0 if jnp.isrealobj(x) else complex(-0.0, -0.0))
     # Neither float0 nor PRNG keys have a zero; nothing is added to them either.
-    return jnp.zeros_like(x) if jnp.issubdtype(dtype_of(x), np.number) else x
+    has_zero = dtype == jnp.bool_ or jnp.issubdtype(dtype, np.integer)
+    return jnp.zeros_like(x) if has_zero else x
 
 
 def _mask_where_defined(

@@ -1,14 +1,16 @@
-"""Call the rule, and refuse the states of other rules."""
+"""Call the rule, hold it to its types, and refuse the states of other rules."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from .._rules.base import LossScale
-from .._state import LossScaleState
+from .._rules.soundness import own_memory
+from .._state import LossScaleState, check_single
 from .._tree import same_structure
 from .._validation import describe
-from .inner import as_before
+from .types import as_before
 
 
 def check_rule(loss_scale: Any) -> None:
@@ -20,10 +22,24 @@ def check_rule(loss_scale: Any) -> None:
         )
 
 
+def init_scale(rule: LossScale) -> LossScaleState:
+    """Return the rule's first state, or say that it is none."""
+    state: Any = rule.init()
+    if not isinstance(state, LossScaleState):
+        raise TypeError(
+            "`loss_scale` must have an `init` that returns a LossScaleState, got "
+            f"{describe(state)} from {rule!r}. Return `LossScaleState.create(scale)`."
+        )
+    return check_single(state)
+
+
 def update_scale(
     rule: Any, state: LossScaleState, *args: jax.typing.ArrayLike
 ) -> LossScaleState:
-    """Return the rule's next state, with the structure and the types of the last."""
+    """Return the rule's next state, with the structure and the types of the first."""
+    state = check_single(state)
+    if jax.tree.leaves(state.memory):
+        state = own_memory(rule, state)
     try:
         new_state = rule.update(state, *args)
     except Exception as error:
@@ -36,6 +52,15 @@ def update_scale(
             f"got {jax.tree.structure(new_state)} for {jax.tree.structure(state)} from "
             f"{rule!r}. Return `state.record(grads_finite)._replace(...)`."
         )
+    for new, old in zip(
+        jax.tree.leaves(new_state), jax.tree.leaves(state), strict=True
+    ):
+        if jnp.shape(new) != jnp.shape(old):
+            raise ValueError(
+                "`loss_scale` must have an `update` that returns states of one shape, "
+                f"got {describe(new)} for {describe(old)} from {rule!r}. A scale and "
+                "its counters are single numbers: reduce what `update` is given."
+            )
     # A user's rule may well return a Python number for a counter.
     return jax.tree.map(as_before, new_state, state)
 

@@ -7,15 +7,17 @@ import jax.numpy as jnp
 import optax
 
 from .._find import find_loss_scale_states
+from .._finite import AxisName, all_finite, everywhere, max_magnitude
 from .._jax_internals import varying_axes
 from .._rules.base import LossScale
 from .._rules.dynamic import DynamicLossScale
-from .._state import LossScaleState, recorded
-from .._tree import AxisName, all_finite, everywhere, max_magnitude, select
-from .._validation import check_flag, describe
+from .._state import LossScaleState, check_single, recorded
+from .._tree import select
+from .._validation import check_flag, check_value, describe
 from .inner import update, with_extra_args
 from .masks import masked_update
-from .rule import check_rule, update_scale
+from .rule import check_rule, init_scale, update_scale
+from .types import settled_state
 
 
 class WithLossScalingState(NamedTuple):
@@ -50,11 +52,19 @@ def with_loss_scaling(
     """Skip steps whose gradients are not finite, and let them move the loss scale.
 
     A skipped step leaves the state of ``inner`` bit for bit as it was and returns
-    updates of exactly zero. The gradients passed to ``update`` are true gradients, as
-    `value_and_grad` and `unscale_grads` return them: nothing is divided here.
+    updates of -0.0, which change no bit of a parameter. The gradients passed to
+    ``update`` are true gradients, as `value_and_grad` and `unscale_grads` return them:
+    nothing is divided here.
 
-    Put it outermost: around clipping, weight decay, schedules and
-    ``optax.MultiSteps``, not inside them.
+    Put it outermost: around clipping, weight decay, schedules, ``optax.MultiSteps``,
+    ``optax.masked`` and ``optax.partition``, not inside them. Before it, ``optax.clip``
+    makes an ordinary number of an infinity and ``optax.zero_nans`` of a NaN: the step
+    is then applied. What a mask outside of it leaves out is not checked.
+
+    ``init`` makes the state of ``inner`` as for float32 parameters where these are
+    narrower, since true gradients are float32: the moments of float16 parameters take
+    as much memory as those of float32 ones. Types asked for by name, such as
+    ``mu_dtype`` of ``optax.adam``, are kept.
 
     Args:
         inner: the optimizer, any Optax transformation.
@@ -80,9 +90,15 @@ def with_loss_scaling(
     Raises:
         TypeError: if ``inner`` or ``loss_scale`` is of another kind.
         ValueError: from ``init``, if ``inner`` scales losses itself; from ``update``,
-            if ``inner`` changes the structure or the shapes of its state, gradients
-            or parameters are of another model than the state, ``axis_name`` is not
-            bound, or devices of a ``shard_map`` would decide differently.
+            if ``inner`` changes the structure or the shapes of its state or makes
+            numbers of another kind of them (floats of integers, say), gradients or
+            parameters are of another model than the state, ``value`` or
+            ``grads_finite`` is not one number or flag, ``axis_name`` is not bound, or
+            devices of a ``shard_map`` would decide differently.
+
+    Warns:
+        UserWarning: from ``update``, if the state was not made by ``init`` and keeps in
+            half precision what updates give in float32.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -94,13 +110,13 @@ def with_loss_scaling(
         >>> bad_grads = jnp.array([0.1, jnp.inf])
         >>> updates, opt_state = tx.update(bad_grads, opt_state, params)
         >>> print(updates, ls.get_loss_scale(opt_state))
-        [0. 0.] 16384.0
+        [-0. -0.] 16384.0
 
         A loss that is not finite is no fault of the scale:
 
         >>> updates, opt_state = tx.update(bad_grads, opt_state, params, value=jnp.inf)
         >>> print(updates, ls.get_loss_scale(opt_state))
-        [0. 0.] 16384.0
+        [-0. -0.] 16384.0
 
     References:
         Micikevicius et al., `Mixed Precision Training
@@ -111,16 +127,14 @@ def with_loss_scaling(
     inner = with_extra_args(inner)
 
     def init_fn(params: optax.Params) -> WithLossScalingState:
-        inner_state = inner.init(params)
+        inner_state = settled_state(inner, params)
         if find_loss_scale_states(inner_state):
             raise ValueError(
                 "`inner` must not scale losses itself, but its state has a "
                 "LossScaleState in it. The outer check would hide overflows from the "
                 "inner rule: wrap once, outermost."
             )
-        return WithLossScalingState(
-            loss_scale.init(), jax.tree.map(_strong, inner_state)
-        )
+        return WithLossScalingState(init_scale(loss_scale), inner_state)
 
     def update_fn(
         updates: optax.Updates,
@@ -129,7 +143,7 @@ def with_loss_scaling(
         **extra_args: Any,
     ) -> tuple[optax.Updates, WithLossScalingState]:
         _check_state(state)
-        scale_state = state.scale_state
+        scale_state = check_single(state.scale_state)
 
         def inner_update(
             updates: optax.Updates,
@@ -156,6 +170,7 @@ def with_loss_scaling(
         apply = grads_finite = everywhere(grads_finite, axis_name)
         value = extra_args.get("value")
         if value is not None:
+            check_value(value)
             value_finite = all_finite(value, axis_name)
             apply = grads_finite & value_finite
         _check_agreement(apply, scale_state, axis_name)
@@ -170,13 +185,6 @@ def with_loss_scaling(
         return new_updates, WithLossScalingState(new_scale_state, inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _strong(x: Any) -> Any:
-    """Make a weakly typed leaf strong: the first update would, and trace twice."""
-    if isinstance(x, bool | int | float | complex) or getattr(x, "weak_type", False):
-        return jnp.asarray(x, jnp.result_type(x))
-    return x
 
 
 def _check_state(state: Any) -> None:

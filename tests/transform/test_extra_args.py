@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits, assert_same_types
+from helpers import assert_no_update, assert_same_bits, assert_same_types
 
 import optax_lossscale as ls
 
@@ -32,7 +32,7 @@ def state():
 
 def assert_skipped(result, state):
     updates, new_state = result
-    assert_same_bits(updates, jax.tree.map(jnp.zeros_like, PARAMS))
+    assert_no_update(updates)
     assert_same_bits(new_state.inner_state, state.inner_state)
     assert_same_types(new_state, state)
 
@@ -200,7 +200,7 @@ def test_with_an_axis_name_one_member_decides_for_all(what):
         return tx.update(grads, state, **{what: given})
 
     updates, new_state = jax.vmap(member, axis_name="member")(grads, state, given)
-    assert_same_bits(updates, jnp.zeros((2, 3)))
+    assert_no_update(updates)
     assert new_state.scale_state.grads_finite.tolist() == [False, False]
     allowance = new_state.scale_state.hysteresis_tracker.tolist()
     assert allowance == ([1, 1] if what == "grads_finite" else [2, 2])
@@ -225,3 +225,11 @@ def test_several_optimizers_skip_together():
         assert not any(jnp.any(u) for u in jax.tree.leaves(updates))
         for new_state in states:
             assert int(new_state.scale_state.skipped_steps) == 1
+
+
+@pytest.mark.parametrize(
+    "value", [jnp.ones(2), len, "abc", True, (1.0,), 1j, jnp.ones((), bool)], ids=str
+)
+def test_what_is_no_loss_is_refused(value, state):
+    with pytest.raises(ValueError, match="`value` must be one real number of shape"):
+        TX.update(GRADS, state, PARAMS, value=value)

@@ -43,10 +43,16 @@ def test_a_state_that_changes_its_structure_is_refused_by_name():
 @pytest.mark.parametrize(
     "grads, where",
     [
-        ({"w": GRADS["w"]}, r"nothing at \[0\].mu\['b'\] instead of .* shape \(\)"),
-        ({**GRADS, "new": 1.0}, r"shape \(\) at \[0\].mu\['new'\] instead of nothing"),
-        ({**GRADS, "b": jnp.ones(4)}, r"shape \(4,\) at \[0\].mu\['b'\] .* shape \(\)"),
-        (list(GRADS.values()), r"nothing at \[0\].mu\['b'\]"),
+        (
+            {"w": GRADS["w"]},
+            r"no array at \[0\].mu\['b'\], where `state` has .* shape \(\)",
+        ),
+        (
+            {**GRADS, "new": 1.0},
+            r"shape \(\) at \[0\].mu\['new'\], where `state` has none",
+        ),
+        ({**GRADS, "b": jnp.ones(4)}, r"shape \(4,\) at \[0\].mu\['b'\], .*\(\)"),
+        (list(GRADS.values()), r"no array at \[0\].mu\['b'\]"),
     ],
 )
 def test_gradients_of_another_model_are_refused(grads, where, jit):
@@ -86,3 +92,21 @@ def test_an_error_of_the_inner_transformation_on_a_good_tree_is_its_own():
     tx = ls.with_loss_scaling(inner)
     with pytest.raises(KeyError, match="its own"):
         tx.update(GRADS, tx.init(PARAMS), PARAMS)
+
+
+def test_an_error_about_per_example_gradients_is_its_own():
+    """Their shapes are not those of the parameters, as it should be."""
+    private = optax.contrib.differentially_private_aggregate(1.0, 0.1, 0)
+    tx = ls.with_loss_scaling(optax.chain(private, optax.adam(0.1)))
+    per_example = jax.tree.map(lambda g: jnp.stack([g, g]), GRADS)
+    tx.update(per_example, tx.init(PARAMS), PARAMS)
+
+    def update(updates, state, params=None):
+        raise KeyError("its own")
+
+    tx = ls.with_loss_scaling(optax.GradientTransformation(optax.adam(1).init, update))
+    with pytest.raises(KeyError, match="its own"):
+        tx.update(per_example, tx.init(PARAMS), PARAMS)
+    tx = ls.with_loss_scaling(optax.adam(0.1))  # and where nothing was raised it is not
+    with pytest.raises(ValueError, match="`updates` and `state` must belong together"):
+        tx.update(per_example, tx.init(PARAMS), PARAMS)

@@ -239,8 +239,10 @@ def test_an_error_of_the_inner_transformation_is_its_own_and_comes_at_once():
         raise ZeroDivisionError("from the optimizer")
 
     tx = ls.with_loss_scaling(transformation(update, ONE))
+    state = tx.init(ONE)
+    traces.clear()
     with pytest.raises(ZeroDivisionError, match="from the optimizer"):
-        jax.jit(tx.update)(ONE, tx.init(ONE))
+        jax.jit(tx.update)(ONE, state)
     assert len(traces) == 1
 
 
@@ -368,3 +370,29 @@ def test_no_check_and_no_mask_where_nothing_is_skipped():
         compiled(t, 4).as_text().count("f32[64,128]") for t in (tx, unchecked)
     )
     assert masked == plain
+
+
+NUMBERS = [-0.0, 0.0, 1.0, -1.5, jnp.inf, -jnp.inf]
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_added_to_any_number_a_skipped_update_changes_no_bit(jit):
+    """Also of -0.0, to which adding 0.0 makes 0.0."""
+    dtypes = (jnp.float32, jnp.float16, jnp.bfloat16, jnp.float8_e5m2, jnp.complex64)
+    params = [jnp.array(NUMBERS).astype(dtype) for dtype in dtypes]
+    params += [jnp.array([True, False]), jnp.array([-(2**31), 2**31 - 1, 0])]
+    tx = ls.with_loss_scaling(optax.identity())
+    step = jax.jit(tx.update) if jit else tx.update
+    updates, _ = step(params, tx.init(params), params)  # an infinity is among them
+    assert [u.dtype for u in updates] == [p.dtype for p in params]
+    pairs = zip(params, updates, strict=True)
+    new_params = [p | u if p.dtype == bool else p + u for p, u in pairs]
+    assert_same_bits(new_params, params)
+
+
+def test_updates_of_a_type_without_a_zero_are_refused():
+    tx = ls.with_loss_scaling(
+        transformation(lambda g: (g.astype(jnp.float8_e8m0fnu), ()))
+    )
+    with pytest.raises(ValueError, match="type that has a zero.*float8_e8m0fnu"):
+        tx.update(ONE, tx.init(ONE))

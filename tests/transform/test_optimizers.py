@@ -18,7 +18,7 @@ from every_optimizer import (
     required,
     update,
 )
-from helpers import assert_same_bits, assert_same_types, without_keys
+from helpers import assert_no_update, assert_same_bits, assert_same_types, without_keys
 
 import optax_lossscale as ls
 
@@ -76,10 +76,6 @@ def stepper(name, tx):
     def step(params, state, grads):
         traces.append(1)
         updates, new_state = update(name, tx, grads, state, params)
-        # The unwrapped optimizer turns its float16 moments into float32 ones.
-        new_state = jax.tree.map(
-            lambda new, old: jnp.asarray(new, old.dtype), new_state, state
-        )
         return optax.apply_updates(params, updates), new_state, updates
 
     return step, traces
@@ -113,7 +109,7 @@ def test_a_wrapped_optimizer(name, dtype):
             last = (-1,) * good[leaf].ndim
             grads = {**good, leaf: good[leaf].at[last].set(bad)}
             new_params, skipped, updates = step(params, state, grads)
-            assert_same_bits(updates, jax.tree.map(jnp.zeros_like, updates))
+            assert_no_update(updates)
             assert_same_bits(new_params, params)
             assert_same_bits(skipped.inner_state, state.inner_state)
             assert not skipped.scale_state.grads_finite

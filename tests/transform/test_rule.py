@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from helpers import assert_same_types
@@ -70,3 +71,58 @@ def test_a_rule_that_changes_the_structure_of_its_state_is_refused():
     tx = ls.with_loss_scaling(optax.sgd(0.1), Forgetful())
     with pytest.raises(ValueError, match="`loss_scale` must have an `update` that"):
         tx.update(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
+
+
+@pytest.mark.parametrize("made", [None, 8.0, (), jnp.ones(())])
+def test_a_rule_whose_init_returns_no_state_is_refused(made):
+    @dataclasses.dataclass(frozen=True)
+    class Stateless(ls.LossScale):
+        def init(self):
+            return made
+
+        def update(self, state, grads_finite):
+            return state
+
+    tx = ls.with_loss_scaling(optax.sgd(0.1), Stateless())
+    with pytest.raises(TypeError, match="`init` that returns a LossScaleState, got"):
+        tx.init(PARAMS)
+
+
+def test_a_rule_that_changes_a_shape_of_its_state_is_refused():
+    @dataclasses.dataclass(frozen=True)
+    class Growing(ls.LossScale):
+        def init(self):
+            return ls.LossScaleState.create(1.0, memory=jnp.zeros(1))
+
+        def update(self, state, grads_finite):
+            return state._replace(memory=jnp.append(state.memory, 1.0))
+
+    tx = ls.with_loss_scaling(optax.sgd(0.1), Growing())
+    with pytest.raises(ValueError, match=r"states of one shape, got .*\(2,\) for"):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+RULES = [
+    ls.DynamicLossScale(init_scale=2.0**17),
+    ls.FixedLossScale(2.0**17),
+    ls.HeadroomLossScale(init_scale=2.0**17),
+    ls.LogNormalLossScale(init_scale=2.0**17),
+    ls.TolerantLossScale(init_scale=2.0**17),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("number", [8.0, 8, 0, -1, np.float16(np.inf), np.nan, "half"])
+def test_whatever_number_is_put_into_the_state_the_run_goes_on_in_float32(rule, number):
+    tx = ls.with_loss_scaling(optax.sgd(0.1), rule)
+    state = first = tx.init(PARAMS)
+    if number == "half":  # as a cast of the whole optimizer state
+        state = optax.tree.cast(state, jnp.float16)
+    else:
+        state = optax.tree.set(state, loss_scale=number)
+    for _ in range(4):
+        _, grads = ls.value_and_grad(lambda p: jnp.sum(p["w"]), state)(PARAMS)
+        _, state = tx.update(grads, state, PARAMS)
+        assert_same_types(state.scale_state, first.scale_state)
+    assert bool(ls.was_applied(state))
+    assert 1 <= float(ls.get_loss_scale(state)) <= 2.0**24

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits, assert_same_types, float16_loss
+from helpers import assert_no_update, assert_same_bits, assert_same_types, float16_loss
 
 import optax_lossscale as ls
 
@@ -138,7 +138,7 @@ def test_with_an_axis_name_the_ensemble_skips_together():
     params = jnp.ones((2, 2))
     state = jax.vmap(tx.init)(params)
     updates, state = jax.vmap(tx.update, axis_name="member")(grads, state, params)
-    assert_same_bits(updates, jnp.zeros((2, 2)))
+    assert_no_update(updates)
     assert state.scale_state.grads_finite.tolist() == [False, False]
 
 
@@ -186,7 +186,7 @@ def test_debug_nans_is_silent_inside_a_jitted_skipped_step():
     state = TX.init(PARAMS)
     with jax.debug_nans(True):
         updates, state = jax.jit(TX.update)(grads, state, PARAMS)
-    assert_same_bits(updates, jax.tree.map(jnp.zeros_like, PARAMS))
+    assert_no_update(updates)
 
 
 def test_a_line_search_sees_zeros_and_not_nan():
@@ -207,5 +207,5 @@ def test_a_line_search_sees_zeros_and_not_nan():
     )(jnp.array([1.0, jnp.nan]), state)
     jax.effects_barrier()
     assert len(evaluated) < 10
-    assert_same_bits(updates, jnp.zeros(2))
+    assert_no_update(updates)
     assert_same_bits(new_state.inner_state, state.inner_state)

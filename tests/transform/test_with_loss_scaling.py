@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits, assert_same_types, enable_x64
+from helpers import assert_no_update, assert_same_bits, assert_same_types, enable_x64
 
 import optax_lossscale as ls
 
@@ -36,7 +36,7 @@ def test_a_bad_step_does_nothing_but_back_off():
     tx = ls.with_loss_scaling(optax.adam(1e-3))
     _, before = apply(tx, GRADS, tx.init(PARAMS))
     updates, after = apply(tx, BAD_GRADS, before)
-    assert_same_bits(updates, jax.tree.map(jnp.zeros_like, PARAMS))
+    assert_no_update(updates)
     assert_same_bits(after.inner_state, before.inner_state)
     assert float(ls.get_loss_scale(after)) == float(ls.get_loss_scale(before)) / 2
     assert int(after.scale_state.skipped_steps) == 1
@@ -168,7 +168,7 @@ def test_zero_updates_are_made_of_the_output_of_the_inner_transformation():
     params = optax.LookaheadParams.init_synced(PARAMS)
     tx = ls.with_loss_scaling(optax.lookahead(optax.sgd(0.1), 2, 0.5))
     updates, _ = tx.update(BAD_GRADS, tx.init(params), params)
-    assert_same_bits(updates, jax.tree.map(jnp.zeros_like, params))
+    assert_no_update(updates)
 
 
 def test_complex_parameters():
@@ -178,7 +178,7 @@ def test_complex_parameters():
     for bad in (complex(0, np.nan), complex(np.inf, 0)):
         grads = jnp.array([1j, bad], jnp.complex64)
         updates, new_state = tx.update(grads, state, params)
-        assert_same_bits(updates, jnp.zeros_like(params))
+        assert_no_update(updates)
         assert_same_bits(new_state.inner_state, state.inner_state)
     updates, _ = tx.update(params, state, params)
     assert updates.dtype == jnp.complex64 and np.isfinite(updates).all()
@@ -221,7 +221,7 @@ def test_integer_leaves_with_allow_int(jit):
     step = jax.jit(step) if jit else step
     for factor in (1.0, jnp.nan):
         update, state = step(params, state, factor)
-    assert_same_bits(update, jnp.zeros(2))
+    assert_no_update(update)
     assert int(state.scale_state.skipped_steps) == 1
 
 

@@ -1,0 +1,133 @@
+"""The types of the inner state: settled once in ``init``, and kept by every update."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from .._tree import dtype_of, is_inexact, same_structure, wide_dtype
+
+_KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
+
+
+def settled_state(
+    inner: optax.GradientTransformationExtraArgs, params: optax.Params
+) -> optax.OptState:
+    """Return the first inner state, in types that hold what updates make of it.
+
+    Optax makes moments in the type of their parameters. The first update with float32
+    gradients widens most of them, but a state that changes its types cannot be carried
+    by ``scan``; some stay as they are, and Adam's second moment is zero in float16. So
+    they are made as for float32 parameters, and what an update still widens, such as a
+    state that starts as the number 0, is widened before the first step.
+    """
+    first = inner.init(params)
+    state = jax.tree.map(_strong, first)
+
+    def init(params: Any, state: Any) -> Any:
+        return inner.init(_wide(params))
+
+    def update(params: Any, state: Any) -> Any:
+        return inner.update(_wide(params), state, params)[1]
+
+    changed = any(map(_is_open, jax.tree.leaves(first)))
+    if changed:
+        state, _ = _widened(init, params, state)
+    while changed:
+        state, changed = _widened(update, params, state)
+    return state
+
+
+def as_before(new: Any, old: Any) -> Any:
+    """Give a new leaf the dtype of the old one, and never a weak type."""
+    strong = hasattr(new, "dtype") and not getattr(new, "weak_type", False)
+    if strong and new.dtype == dtype_of(old):
+        return new
+    return jnp.asarray(new, dtype_of(old))
+
+
+def keep_types(new_state: optax.OptState, state: optax.OptState) -> optax.OptState:
+    """Return a new inner state in the types of the old one, or say why it cannot be."""
+    rounded = ""
+    pairs = jax.tree_util.tree_leaves_with_path(new_state)
+    for (path, new), old in zip(pairs, jax.tree.leaves(state), strict=True):
+        new_rank, rank = _rank(new), _rank(old)
+        if new_rank <= rank:
+            continue
+        where = jax.tree_util.keystr(path) or "its root"
+        if new_rank[0] > rank[0]:
+            raise ValueError(
+                "`inner` must return a state of the types that it is given, but "
+                f"returns {dtype_of(new)} at {where}, where it was given "
+                f"{dtype_of(old)}, which cannot hold that. Start it in the wider type "
+                "in `init`, as in `jnp.zeros(())` instead of `0`."
+            )
+        if is_inexact(old) and jnp.finfo(dtype_of(old)).bits < 32:
+            rounded = rounded or f"{where}, from {dtype_of(new)} to {dtype_of(old)}"
+    if rounded:
+        warnings.warn(
+            f"Every update rounds the state of the wrapped optimizer at {rounded}. "
+            "Moments in so few digits may ruin the training. Start from the state that "
+            "`init(params)` returns, or cast the old one to its types.",
+            stacklevel=6,  # where the update is called
+        )
+    return jax.tree.map(as_before, new_state, state)
+
+
+def _is_open(x: Any) -> bool:
+    """Return whether an update may well widen a leaf: a number, or half precision."""
+    weak = isinstance(x, bool | int | float | complex) or getattr(x, "weak_type", False)
+    return weak or (is_inexact(x) and jnp.finfo(dtype_of(x)).bits < 32)
+
+
+def _widened(
+    function: Callable[[Any, Any], Any], params: Any, state: Any
+) -> tuple[Any, bool]:
+    """Widen what is wider in the state that a function returns, and say if any was."""
+    try:
+        shapes = jax.eval_shape(function, params, state)
+    except Exception:
+        # It may need more arguments to update, or a mapped axis around it.
+        return state, False
+    if not same_structure(shapes, state):
+        return state, False  # `update` says what is wrong
+    widened = jax.tree.map(_wider, state, shapes)
+    pairs = zip(jax.tree.leaves(widened), jax.tree.leaves(state), strict=True)
+    return widened, any(new is not old for new, old in pairs)
+
+
+def _wider(x: Any, shape: Any) -> Any:
+    if _rank(shape) <= _rank(x) or jnp.shape(shape) != jnp.shape(x):
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, shape.dtype, sharding=x.sharding)
+    return jnp.asarray(x, shape.dtype)
+
+
+def _wide(params: Any) -> Any:
+    """Return parameters in the types of their gradients."""
+    return jax.tree.map(
+        lambda x: jnp.asarray(x, wide_dtype(dtype_of(x))) if is_inexact(x) else x,
+        params,
+    )
+
+
+def _rank(x: Any) -> tuple[int, int]:
+    """Order types by what they can hold: by kind, and within it by size."""
+    if hasattr(x, "dtype") or isinstance(x, bool | int | float | complex):
+        dtype = dtype_of(x)
+        for i, kind in enumerate(_KINDS):
+            if jnp.issubdtype(dtype, kind):
+                return i, dtype.itemsize
+    return -1, 0  # PRNG keys, float0 and what is no array
+
+
+def _strong(x: Any) -> Any:
+    """Make a weakly typed leaf strong: the first update would, and trace twice."""
+    if isinstance(x, bool | int | float | complex) or getattr(x, "weak_type", False):
+        return jnp.asarray(x, jnp.result_type(x))
+    return x
