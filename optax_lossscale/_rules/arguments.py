@@ -17,9 +17,19 @@ REFILLS = ("finite", "growth", "change")
 
 
 def settle(rule: Any, **fields: Any) -> None:
-    """Set fields of a frozen rule to the values that were checked."""
+    """Set fields of a frozen rule to the values that were checked.
+
+    Remember which of them were given as arrays: see `compiled`.
+    """
+    arrays = {name for name in fields if _is_array(getattr(rule, name))}
+    if arrays:
+        object.__setattr__(rule, "_given_as_arrays", frozenset(arrays))
     for name, value in fields.items():
         object.__setattr__(rule, name, value)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
 
 
 def check_init_scale(value: Any, name: str = "init_scale") -> float:

@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self, TypeVar, cast
 
 import jax
+import numpy as np
 
 from .._state import LossScaleState
 from .._validation import check_flag, check_magnitude
+from .soundness import check_state, is_traced, own_memory, sound
 
 UpdateT = TypeVar("UpdateT", bound=Callable[..., Any])
 
@@ -18,20 +20,44 @@ def compiled(update: UpdateT) -> UpdateT:
     """Compile a rule's ``update`` once for each configuration.
 
     The configuration enters the program as constants, so that an eager update moves
-    nothing from the host. While ``optax.inject_hyperparams`` traces a field, the rule
-    has no hash to compile for, and the caller's program takes the update in.
+    nothing from the host. Numbers that were arrays are arguments of the program:
+    eager ``optax.inject_hyperparams`` makes a rule with others in every step. While
+    it traces one, the rule has no hash to compile for, and the caller's program takes
+    the update in.
     """
-    jitted = jax.jit(update, static_argnums=0)
+
+    @functools.wraps(update)
+    def whole(self: Any, state: Any, *args: Any) -> LossScaleState:
+        state = own_memory(self, state)
+        new_state = update(self, state, *args)
+        return sound(self, new_state, state) if is_traced(self) else new_state
+
+    def rebuilt(kind: Any, rest: Any, numbers: Any, *args: Any) -> LossScaleState:
+        return whole(kind(**dict(rest), **numbers), *args)
+
+    of_constants = jax.jit(whole, static_argnums=0)
+    of_arguments = jax.jit(rebuilt, static_argnums=(0, 1))
 
     @functools.wraps(update)
     def checked(self: Any, state: Any, grads_finite: Any, *args: Any) -> Any:
+        state = check_state(state)
         check_flag("grads_finite", grads_finite)
         for arg in args:
             check_magnitude("max_magnitude", arg)
-        traced = any(isinstance(x, jax.core.Tracer) for x in vars(self).values())
-        return (update if traced else jitted)(self, state, grads_finite, *args)
+        if is_traced(self):
+            return whole(self, state, grads_finite, *args)
+        if self._given_as_arrays:
+            return of_arguments(*_parts(self), state, grads_finite, *args)
+        return of_constants(self, state, grads_finite, *args)
 
     return cast(UpdateT, checked)
+
+
+def _parts(rule: Any) -> tuple[type, tuple[tuple[str, Any], ...], dict[str, jax.Array]]:
+    """Return a rule's class, its constants, and on the device what were arrays."""
+    fields = {name: getattr(rule, name) for name in _field_names(type(rule))}
+    numbers = {name: np.asarray(fields.pop(name)) for name in rule._given_as_arrays}
+    return type(rule), tuple(fields.items()), jax.device_put(numbers)
 
 
 class LossScale(abc.ABC):
@@ -41,6 +67,10 @@ class LossScale(abc.ABC):
     `LossScaleState`. Derive from it for a rule of your own, as a frozen dataclass,
     which gives it a repr, equality, a hash and ``get_config``. A rule must not define
     ``__call__``: ``optax.inject_hyperparams`` takes callables for schedules.
+
+    The numbers of a rule are checked when it is made, except while
+    ``optax.inject_hyperparams`` traces them. Traced numbers never take a rule of this
+    package out of its range, 2**-126 to 2**126: the scale then stays as it was.
 
     Attributes:
         skip_nonfinite: whether a step with non-finite gradients is skipped. If not,
@@ -70,6 +100,7 @@ class LossScale(abc.ABC):
 
     skip_nonfinite: bool = True
     uses_max_magnitude: ClassVar[bool] = False
+    _given_as_arrays: ClassVar[frozenset[str]] = frozenset()
 
     @abc.abstractmethod
     def init(self) -> LossScaleState:
@@ -82,8 +113,16 @@ class LossScale(abc.ABC):
         """Return the state after a step.
 
         Args:
-            state: the state whose ``loss_scale`` multiplied this step's loss.
+            state: the state whose ``loss_scale`` multiplied this step's loss. Numbers
+                of other types, as a checkpoint or ``optax.tree.set`` may leave, are
+                converted by the rules of this package.
             grads_finite: one boolean, whether all gradients were finite.
+
+        Raises:
+            TypeError: if ``state`` is no LossScaleState.
+            ValueError: if ``state`` is that of several runs outside of ``jax.vmap``,
+                has no numbers in it or belongs to a rule that remembers other things,
+                or ``grads_finite`` is not one boolean.
         """
 
     def get_config(self) -> dict[str, Any]:
@@ -144,7 +183,7 @@ class LossScale(abc.ABC):
                 "another one call `from_config` on the rule's own class."
             )
         rule = rules[name]
-        unknown = sorted(fields.keys() - set(_field_names(rule)))
+        unknown = sorted(fields.keys() - set(_field_names(rule)), key=str)
         if unknown:
             raise ValueError(
                 f"`config` for {name} must hold only {_field_names(rule)}, got "

@@ -20,6 +20,7 @@ from .arguments import (
 )
 from .base import LossScale, compiled
 from .growth import advance, moved
+from .soundness import count, first_scale
 
 
 @final
@@ -67,7 +68,7 @@ class DynamicLossScale(LossScale):
         hysteresis_refill: ``"finite"``, ``"growth"`` or ``"change"``, as above.
 
     Raises:
-        ValueError: if an argument is out of range.
+        ValueError: if an argument is out of range, as it is or rounded to float32.
 
     Examples:
         >>> import optax_lossscale as ls
@@ -114,7 +115,8 @@ class DynamicLossScale(LossScale):
         )
 
     def init(self) -> LossScaleState:
-        return LossScaleState.create(self.init_scale, self.hysteresis)
+        scale, allowance = first_scale(self.init_scale), count(self.hysteresis)
+        return LossScaleState.create(scale, allowance)
 
     @compiled
     def update(

@@ -11,6 +11,8 @@ from .._state import LossScaleState, recorded
 from .._validation import check_bool
 from .arguments import check_fixed_scale, settle
 from .base import LossScale, compiled
+from .growth import float32
+from .soundness import first_scale
 
 
 @final
@@ -33,7 +35,7 @@ class FixedLossScale(LossScale):
             nothing is checked and nothing masked.
 
     Raises:
-        ValueError: if an argument is out of range.
+        ValueError: if an argument is out of range, as it is or rounded to float32.
 
     Examples:
         >>> import optax_lossscale as ls
@@ -59,7 +61,8 @@ class FixedLossScale(LossScale):
         )
 
     def init(self) -> LossScaleState:
-        return LossScaleState.create(self.loss_scale)
+        # It never backs off, so there are no steps left until it does.
+        return LossScaleState.create(first_scale(self.loss_scale), hysteresis=0)
 
     @compiled
     def update(
@@ -70,5 +73,6 @@ class FixedLossScale(LossScale):
         scale = state.loss_scale
         # A checkpoint may hold anything; zero or infinity would stay forever.
         sound = (scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE)
-        scale = jnp.where(sound, scale, self.loss_scale)
+        (first,) = float32(self, "loss_scale")
+        scale = jnp.where(sound, scale, first)
         return recorded(state, grads_finite)._replace(loss_scale=scale)

@@ -10,17 +10,12 @@ import optax
 from .._precision import LARGEST_SCALE, SMALLEST_SCALE
 from .._state import LossScaleState, recorded
 from .base import LossScale
+from .soundness import count, normal
 
 
 def float32(rule: LossScale, *names: str) -> tuple[jax.Array, ...]:
     """Return fields as float32; ``inject_hyperparams`` traces them in any type."""
     return tuple(jnp.asarray(getattr(rule, name), jnp.float32) for name in names)
-
-
-def normal(scale: jax.Array, otherwise: Any) -> jax.Array:
-    """Return a loaded scale with a normal reciprocal; ``otherwise`` if it is NaN."""
-    scale = jnp.where(jnp.isnan(scale), jnp.asarray(otherwise, jnp.float32), scale)
-    return jnp.clip(scale, SMALLEST_SCALE, LARGEST_SCALE)
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
@@ -67,9 +62,7 @@ def advance(
     """
     state = recorded(state, grads_finite)
     grads_finite = state.grads_finite
-    interval, allowance = (
-        jnp.asarray(x, jnp.int32) for x in (rule.growth_interval, rule.hysteresis)
-    )
+    interval, allowance = count(rule.growth_interval), count(rule.hysteresis)
 
     # A checkpoint may hold any counters.
     growth_tracker = optax.safe_increment(jnp.maximum(state.growth_tracker, restart))

@@ -6,6 +6,7 @@ from typing import ClassVar, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._precision import SMALLEST_SCALE
 from .._state import LossScaleState, recorded
@@ -19,7 +20,8 @@ from .arguments import (
     settle,
 )
 from .base import LossScale, compiled
-from .growth import backed_off, float32, normal, power_of_two
+from .growth import backed_off, float32, power_of_two
+from .soundness import first_scale, normal
 
 
 class HeadroomMemory(NamedTuple):
@@ -71,7 +73,7 @@ class HeadroomLossScale(LossScale):
         max_scale: the largest scale, up to 2**126.
 
     Raises:
-        ValueError: if an argument is out of range.
+        ValueError: if an argument is out of range, as it is or rounded to float32.
 
     Examples:
         >>> import optax_lossscale as ls
@@ -132,7 +134,7 @@ class HeadroomLossScale(LossScale):
 
     def init(self) -> LossScaleState:
         memory = HeadroomMemory(jnp.zeros((), jnp.float32))
-        return LossScaleState.create(self.init_scale, memory=memory)
+        return LossScaleState.create(first_scale(self.init_scale), memory=memory)
 
     @compiled
     def update(
@@ -148,6 +150,11 @@ class HeadroomLossScale(LossScale):
             grads_finite: one boolean, whether all gradients were finite.
             max_magnitude: the largest absolute value of the true gradients, as
                 `max_magnitude` returns it; 0 says nothing.
+
+        Raises:
+            TypeError: if ``state`` is no LossScaleState.
+            ValueError: as for `LossScale.update`, or if ``max_magnitude`` is not one
+                real number.
         """
         new_state = recorded(state, grads_finite)
         minimum, maximum = float32(self, "min_scale", "max_scale")
@@ -159,15 +166,17 @@ class HeadroomLossScale(LossScale):
         seen = _magnitude(max_magnitude)
         remembered = _magnitude(state.memory.max_magnitude)
 
-        # The margin lets rounding not cost another octave.
-        top = jnp.exp2(jnp.minimum(self._top, 127.0))
+        bound, exponent = self._bound
+        # The margin keeps an inexact division from costing another octave.
+        top = jnp.minimum(jnp.ldexp(bound, jnp.minimum(exponent, 128)), 2.0**127)
         unseen = _magnitude((1 - 2.0**-12) * top / (scale * backoff))
         magnitude = jnp.where(
             new_state.grads_finite,
             jnp.maximum(remembered * decay, seen),
             jnp.maximum(remembered, unseen),
         )
-        target = jnp.clip(self._scale_for(magnitude), minimum, maximum)
+        target = _scale_for(magnitude, bound, exponent)
+        target = jnp.clip(target, minimum, maximum)
         target = jnp.where(magnitude > 0, target, first)
         lowered = jnp.minimum(target, backed_off(self, scale))
         loss_scale = jnp.where(new_state.grads_finite, target, lowered)
@@ -176,18 +185,42 @@ class HeadroomLossScale(LossScale):
         )
 
     @property
-    def _top(self) -> jax.Array:
-        """The logarithm of what the scaled gradient may come to."""
-        largest = math.log2(float(jnp.finfo(self.dtype).max))
-        return largest - jnp.asarray(self.headroom, jnp.float32)
+    def _bound(self) -> tuple[jax.Array, jax.Array]:
+        """What the scaled gradient may come to: a number from 0.5 to 1, and octaves.
 
-    def _scale_for(self, magnitude: jax.Array) -> jax.Array:
-        """Return the largest power of two that leaves the headroom free."""
-        mantissa, exponent = jnp.frexp(jnp.maximum(magnitude, SMALLEST_SCALE))
-        # A logarithm would round powers of two to either side.
-        octaves = jnp.where(mantissa > 0.5, -jnp.log2(mantissa), 1.0)
-        whole = jnp.floor(self._top + octaves)
-        return power_of_two(whole - exponent.astype(jnp.float32))
+        It is rounded down to float32. With a traced headroom that is not whole it may
+        be lower by 2**-20, and is never higher.
+        """
+        largest = float(jnp.finfo(self.dtype).max)
+        if not isinstance(self.headroom, jax.core.Tracer):
+            bound, exponent = math.frexp(largest / 2.0**self.headroom)
+            return _rounded_down(bound), jnp.asarray(exponent, jnp.int32)
+        bound, exponent = math.frexp(largest)
+        headroom = jnp.clip(*float32(self, "headroom"), 0, 126)
+        whole = jnp.floor(headroom)
+        rest = headroom - whole
+        # `jnp.exp2` is a few units in the last place off, to either side.
+        part = jnp.where(rest > 0, jnp.exp2(-rest) * (1 - 2.0**-21), 1.0)
+        mantissa, octaves = jnp.frexp(part * _rounded_down(bound))
+        return mantissa, exponent + octaves - whole.astype(jnp.int32)
+
+
+def _rounded_down(x: float) -> jax.Array:
+    rounded = np.float32(x)
+    lower = np.nextafter(rounded, np.float32(0))
+    return jnp.asarray(lower if float(rounded) > x else rounded)
+
+
+def _scale_for(
+    magnitude: jax.Array, bound: jax.Array, exponent: jax.Array
+) -> jax.Array:
+    """Return the largest power of two by which a magnitude stays within a bound.
+
+    It compares mantissas: a logarithm would round to either side.
+    """
+    mantissa, octaves = jnp.frexp(jnp.maximum(magnitude, SMALLEST_SCALE))
+    above = (mantissa > bound).astype(jnp.int32)
+    return power_of_two((exponent - octaves - above).astype(jnp.float32))
 
 
 def _magnitude(x: jax.typing.ArrayLike) -> jax.Array:

@@ -21,7 +21,8 @@ from .arguments import (
     settle,
 )
 from .base import LossScale, compiled
-from .growth import Change, moved
+from .growth import Change, float32, moved
+from .soundness import count, first_scale
 
 _LARGEST = np.iinfo(np.int32).max
 
@@ -71,7 +72,7 @@ class TolerantLossScale(LossScale):
     Args:
         init_scale: the first scale, from ``min_scale`` to ``max_scale``.
         growth_factor: what a growth multiplies the scale by, more than 1; a whole
-            number if the interval follows the scale.
+            number up to 2147483647 if the interval follows the scale.
         backoff_factor: what a backoff multiplies it by, between 0 and 1.
         growth_interval: how many finite steps in a row raise the scale, 1 or more.
         min_scale: the least that the scale backs off to, from 2**-126.
@@ -83,7 +84,7 @@ class TolerantLossScale(LossScale):
             and a high one is left alone.
 
     Raises:
-        ValueError: if an argument is out of range.
+        ValueError: if an argument is out of range, as it is or rounded to float32.
 
     Examples:
         One non-finite step in four is tolerated here, two in five are not:
@@ -145,18 +146,19 @@ class TolerantLossScale(LossScale):
         )
         growth = self.growth_factor
         if self.interval_follows_scale and not (
-            isinstance(growth, jax.core.Tracer) or growth.is_integer()
+            isinstance(growth, jax.core.Tracer)
+            or (growth.is_integer() and growth <= _LARGEST)
         ):
             raise ValueError(
-                "`growth_factor` must be a whole number where `interval_follows_scale`,"
-                f" got {growth!r}. It multiplies a number of steps; use 2."
+                f"`growth_factor` must be a whole number up to {_LARGEST} where "
+                f"`interval_follows_scale`, got {growth!r}. It multiplies a number of "
+                "steps; use 2."
             )
 
     def init(self) -> LossScaleState:
         zero = jnp.zeros((), jnp.int32)
-        interval = jnp.asarray(self.growth_interval, jnp.int32)
-        memory = TolerantMemory(interval, zero, jnp.copy(zero))
-        return LossScaleState.create(self.init_scale, memory=memory)
+        memory = TolerantMemory(count(self.growth_interval), zero, jnp.copy(zero))
+        return LossScaleState.create(first_scale(self.init_scale), memory=memory)
 
     @compiled
     def update(
@@ -168,17 +170,18 @@ class TolerantLossScale(LossScale):
         # stays there; that number is prime, so no interval above 1 divides it.
         memory = TolerantMemory(*(jnp.maximum(x, 0) for x in state.memory))
         interval = jnp.maximum(memory.growth_interval, 1)
+        (tolerance,) = float32(self, "tolerance")
         steps = optax.safe_increment(memory.steps_since_change)
         overflows = optax.safe_increment(memory.overflows_since_backoff)
         tracker = optax.safe_increment(jnp.maximum(state.growth_tracker, 0))
         change = Change(
             grows=finite & (tracker % interval == 0),
-            backs_off=~finite & (overflows / steps >= self.tolerance),
+            backs_off=~finite & (overflows / steps >= tolerance),
         )
 
         new_interval = interval
         if self.interval_follows_scale:
-            factor = jnp.asarray(self.growth_factor, jnp.int32)
+            factor = count(self.growth_factor)
             fits = interval <= _LARGEST // factor
             longer = jnp.where(fits, interval * factor, interval)
             shorter = jnp.maximum(interval // factor, 1)

@@ -22,7 +22,8 @@ from .arguments import (
     settle,
 )
 from .base import LossScale, compiled
-from .growth import advance, float32, normal
+from .growth import advance, float32
+from .soundness import count, first_scale, normal
 
 SCALE_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -60,7 +61,7 @@ class VerbatimLossScale(LossScale):
             the scale in float32 all the same.
 
     Raises:
-        ValueError: if an argument is out of range.
+        ValueError: if an argument is out of range, as it is or rounded to float32.
 
     Examples:
         >>> from optax_lossscale import presets
@@ -116,7 +117,8 @@ class VerbatimLossScale(LossScale):
         return -1 if self.first_growth_late else 0
 
     def init(self) -> LossScaleState:
-        state = LossScaleState.create(self.init_scale, self.hysteresis)
+        scale, allowance = first_scale(self.init_scale), count(self.hysteresis)
+        state = LossScaleState.create(scale, allowance)
         return state._replace(growth_tracker=jnp.asarray(self._restart, jnp.int32))
 
     @compiled

@@ -37,7 +37,8 @@ def apex_amp(
     """Return the rule of ``apex.amp``.
 
     The scale doubles at every ``scale_window``-th finite step in a row, up to
-    ``max_loss_scale``, and is halved at every other step, down to ``min_loss_scale``.
+    ``max_loss_scale``, and is halved at every non-finite step, down to
+    ``min_loss_scale``.
     An ``init_scale`` above ``max_loss_scale`` is lowered to it. A number for
     ``loss_scale`` stays, and no step is skipped.
 

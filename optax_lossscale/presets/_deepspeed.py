@@ -30,7 +30,7 @@ def deepspeed(
 
     Departures: nothing is raised at ``min_scale``, where DeepSpeed stops by default:
     a compiled step cannot; `check_loss_scale` does, and ``raise_error_at_min_scale`` is
-    taken for the sake of your configuration alone. The ceiling is 2**126, where
+    accepted only because your configuration may have it. The ceiling is 2**126, where
     DeepSpeed has none. Gradients are divided by the scale that multiplied the loss,
     where DeepSpeed divides them by the next. The defaults are those of its
     configuration, for which there is `deepspeed_fp16`.

@@ -32,8 +32,8 @@ def flax_dynamic_scale(
 
     The scale is multiplied by ``growth_factor`` at every finite step that follows
     ``growth_interval`` others in a row, one later than Flax documents, and by
-    ``backoff_factor``, down to ``minimum_scale``, at every other step. That timing is
-    kept: the rule's own ``growth_interval`` is larger by 1.
+    ``backoff_factor``, down to ``minimum_scale``, at every non-finite step. The late
+    growth is kept: the rule's own ``growth_interval`` is larger by 1.
 
     Departures: the ceiling is 2**126, where Flax's is the largest float32, which is no
     power of two. ``minimum_scale=None`` is 2**-126, where the scale of Flax falls to 0
@@ -92,7 +92,7 @@ def from_flax_state_dict(
 
     Raises:
         TypeError: if ``state_dict`` is no dictionary, or an argument is unknown.
-        ValueError: if its keys are others, or a value is out of range.
+        ValueError: if it has other keys, or a value is no number or out of range.
 
     Examples:
         >>> from optax_lossscale import presets

@@ -19,6 +19,7 @@ from ._saved import (
     check_keys,
     numbers,
     read_count,
+    read_number,
     read_scale,
     restored,
 )
@@ -63,13 +64,13 @@ def jmp_dynamic(
     """Return the rule of ``jmp.DynamicLossScale``.
 
     The scale is multiplied by ``factor`` at every ``period``-th finite step in a row,
-    and divided by it, down to ``min_loss_scale``, at every other step. If
+    and divided by it, down to ``min_loss_scale``, at every non-finite step. If
     ``loss_scale`` is a float16 or bfloat16 number the scale is rounded like one, and
     does not grow out of its range.
 
     Departures: the floor is kept under ``jit`` too, where jmp forgets it for 1. The
-    ceiling is 2**126, where jmp's is the largest float32, of which the reciprocal is
-    flushed to zero. Gradients are divided in float32 or wider.
+    ceiling is 2**126, where jmp's is the largest float32, whose reciprocal is flushed
+    to zero. Gradients are divided in float32 or wider.
 
     Args:
         loss_scale: the first scale, from 2**-126 to 2**126. One below the floor stays
@@ -122,7 +123,7 @@ def from_jmp_state_dict(
 
     Raises:
         TypeError: if ``state_dict`` is no dictionary.
-        ValueError: if its keys are others, or a value is out of range.
+        ValueError: if it has other keys, or a value is no number or out of range.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -144,7 +145,10 @@ def from_jmp_state_dict(
     keys = ("loss_scale", "counter", "period", "factor", "min_loss_scale")
     check_keys(state_dict, keys, "`dataclasses.asdict(loss_scale)`")
     scale = read_scale(state_dict, "loss_scale")
-    rule = jmp_dynamic(**{k: state_dict[k] for k in keys if k != "counter"})
+    arguments = {key: read_number(state_dict, key) for key in keys[2:]}
+    dtype = str(getattr(state_dict["loss_scale"], "dtype", "float32"))
+    first = jnp.asarray(scale, dtype) if dtype in SCALE_DTYPES else scale
+    rule = jmp_dynamic(first, **arguments)
     counter = read_count(state_dict, "counter")
     return restored(rule, loss_scale=scale, growth_tracker=counter), rule
 

@@ -36,10 +36,10 @@ def keras_loss_scale(
     """Return the rule of ``keras.optimizers.LossScaleOptimizer`` (Keras 3).
 
     The scale doubles at every ``dynamic_growth_steps``-th finite step in a row and is
-    halved at every other step.
+    halved at every non-finite step.
 
-    Departures: the scale stays between 2**-126 and 2**126. That of Keras falls to 0,
-    from where it applies NaN, and grows to infinity, from where it skips every step.
+    Departures: the scale stays between 2**-126 and 2**126. Keras's falls to 0, from
+    where it applies NaN, and grows to infinity, from where it skips every step.
 
     Args:
         initial_scale: the first scale, from 2**-126 to 2**126.
@@ -85,7 +85,8 @@ def from_keras_state_dict(
 
     Raises:
         TypeError: if ``state_dict`` is no dictionary, or an argument is unknown.
-        ValueError: if one of the two is missing, or a value is out of range.
+        ValueError: if one of the two is missing, or a value is no number or out of
+            range.
 
     Examples:
         >>> from optax_lossscale import presets
@@ -165,8 +166,8 @@ def tf_keras_loss_scale(
 ) -> Growing | FixedLossScale:
     """Return the rule of ``tf.keras.mixed_precision.LossScaleOptimizer`` (Keras 2).
 
-    That of `tf_dynamic_loss_scale` with a multiplier of 2; if not ``dynamic`` the scale
-    stays, and every step is applied.
+    It is the rule of `tf_dynamic_loss_scale` with a multiplier of 2. If not
+    ``dynamic``, the scale stays and every step is applied.
 
     Departures: as for `tf_dynamic_loss_scale`.
 

@@ -94,7 +94,7 @@ def from_megatron_state_dict(
 
     Raises:
         TypeError: if ``state_dict`` is no dictionary, or an argument is unknown.
-        ValueError: if its keys are others, or a value is out of range.
+        ValueError: if it has other keys, or a value is no number or out of range.
 
     Examples:
         >>> import numpy as np

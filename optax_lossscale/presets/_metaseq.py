@@ -1,8 +1,7 @@
 """metaseq: ``DynamicLossScaler``."""
 
-from .._precision import LARGEST_SCALE
 from .._rules.tolerant import TolerantLossScale
-from .._validation import check_number
+from .._validation import check_count
 from ._fairseq import fairseq_arguments
 
 
@@ -16,15 +15,15 @@ def metaseq(
 ) -> TolerantLossScale:
     """Return the rule of metaseq's ``DynamicLossScaler``.
 
-    That of `fairseq`, but the window is multiplied and divided along with the scale,
-    and at ``min_loss_scale`` the scale stays and nothing is raised.
+    It is the rule of `fairseq`, but the window is multiplied and divided along with the
+    scale, and at ``min_loss_scale`` the scale stays and nothing is raised.
 
     Departures: the ceiling is 2**126, where metaseq has none.
 
     Args:
         init_scale: the first scale, ``min_loss_scale`` or above.
         scale_factor: what a growth multiplies by and a backoff divides by, a whole
-            number above 1.
+            number above 1, up to 2147483647.
         scale_window: finite steps in a row before the first growth.
         tolerance: the share of non-finite steps that is tolerated, from 0 to 1.
         threshold: the least scale, or None.
@@ -45,13 +44,8 @@ def metaseq(
         `metaseq/optim/dynamic_loss_scaler.py
         <https://github.com/facebookresearch/metaseq/blob/main/metaseq/optim/dynamic_loss_scaler.py>`_
     """
-    check_number(
-        "scale_factor",
-        scale_factor,
-        lambda x: 1 < x <= LARGEST_SCALE and float(x).is_integer(),
-        "a whole number above 1, up to 2**126",
-        "It multiplies the scale and a number of steps; 2 is usual.",
-    )
+    advice = "It multiplies the scale and a number of steps; 2 is usual."
+    check_count("scale_factor", scale_factor, advice, least=2)
     arguments = fairseq_arguments(
         init_scale, scale_factor, scale_window, threshold, min_loss_scale, strict=False
     )

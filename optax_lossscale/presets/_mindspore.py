@@ -55,9 +55,9 @@ def mindspore_dynamic(
     """Return the rule of MindSpore's ``DynamicLossScaleManager``.
 
     The scale is multiplied by ``scale_factor`` at every ``scale_window``-th finite step
-    in a row, and divided by it, down to 1, at every other step. That of
-    ``DynamicLossScaleUpdateCell`` and of ``amp.DynamicLossScaler`` is the same, under
-    the names ``loss_scale_value`` and ``scale_value``.
+    in a row, and divided by it, down to 1, at every non-finite step.
+    ``DynamicLossScaleUpdateCell`` and ``amp.DynamicLossScaler`` follow the same rule;
+    they call the first scale ``loss_scale_value`` and ``scale_value``.
 
     Departures: the ceiling is 2**126, where MindSpore has none. MindSpore raises
     RuntimeError after more than 1,000 overflows in a row; here `check_loss_scale` does,

@@ -21,8 +21,8 @@ def mpx_dynamic(
 ) -> Growing:
     """Return the rule of ``mpx.DynamicLossScaling``.
 
-    That of `jmp_dynamic` with a ceiling of 65504, the largest float16 and no power of
-    two.
+    It is the rule of `jmp_dynamic` with a ceiling of 65504, the largest float16, which
+    is no power of two.
 
     Departures: gradients are divided by the scale that multiplied the loss, where mpx
     divides them by the next, and halves them in every growth step. The loss is

@@ -19,7 +19,8 @@ def openseq2seq_backoff(
     """Return the rule of OpenSeq2Seq's ``BackoffScaler``.
 
     The scale starts at ``scale_max``. It is multiplied by ``step_factor`` at every
-    ``step_window``-th finite step in a row, and divided by it at every other step.
+    ``step_window``-th finite step in a row, up to ``scale_max``, and divided by it,
+    down to ``scale_min``, at every non-finite step.
 
     Departures: none.
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from .._find import get_loss_scale_state
 from .._rules.arguments import check_normal_scale
 from .._rules.base import LossScale
 from .._state import LossScaleState
-from .._validation import check_number, describe
+from .._validation import check_count, describe
 from ._build import Growing
 
 
@@ -31,7 +32,7 @@ def check_keys(saved: Any, keys: Sequence[str], source: str) -> None:
 def read_scale(saved: Mapping[str, Any], key: str) -> float:
     """Return a saved scale; refuse one that no run recovers from."""
     return check_normal_scale(
-        _read(saved, key),
+        read_number(saved, key),
         f"state_dict[{key!r}]",
         "That run's scale has left the range in which gradients survive the division "
         "by it. Start a fresh one with `rule.init()`.",
@@ -39,22 +40,23 @@ def read_scale(saved: Mapping[str, Any], key: str) -> float:
 
 
 def read_count(saved: Mapping[str, Any], key: str) -> int:
-    limits = np.iinfo(np.int32)
-    count = check_number(
-        f"state_dict[{key!r}]",
-        _read(saved, key),
-        lambda x: limits.min <= x <= limits.max and float(x).is_integer(),
-        "a whole number that int32 holds",
-        "It counts steps.",
-    )
-    return int(count)
+    name, number = f"state_dict[{key!r}]", read_number(saved, key)
+    least = int(np.iinfo(np.int32).min)
+    return check_count(name, number, "It counts steps.", least)
 
 
-def _read(saved: Mapping[str, Any], key: str) -> Any:
+def read_number(saved: Mapping[str, Any], key: str) -> Any:
+    """Return a saved number as Python's own, whether it makes sense or not."""
     value = saved[key]
     # One element, of any shape and library.
-    one = hasattr(value, "item") and math.prod(value.shape) == 1
-    return value.item() if one else value
+    if hasattr(value, "item") and math.prod(value.shape) == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(
+            f"`state_dict[{key!r}]` must be one number, got {describe(saved[key])}. "
+            "Pass it as it was saved: a number, or an array of one element."
+        )
+    return value
 
 
 def restored(rule: LossScale, **fields: float) -> LossScaleState:

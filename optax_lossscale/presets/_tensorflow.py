@@ -20,10 +20,10 @@ def tf_dynamic_loss_scale(
     """Return the rule of TensorFlow's ``DynamicLossScale``.
 
     The scale is multiplied by ``multiplier`` at every ``increment_period``-th finite
-    step in a row, and divided by it, down to 1, at every other step.
+    step in a row, and divided by it, down to 1, at every non-finite step.
 
-    Departures: the ceiling is 2**126, where TensorFlow's is the largest float32, of
-    which the reciprocal is flushed to zero.
+    Departures: the ceiling is 2**126, where TensorFlow's is the largest float32, whose
+    reciprocal is flushed to zero.
 
     Args:
         initial_loss_scale: the first scale. One below 1 stays until an overflow

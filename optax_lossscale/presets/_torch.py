@@ -13,6 +13,7 @@ from ._saved import (
     check_keys,
     numbers,
     read_count,
+    read_number,
     read_scale,
     restored,
 )
@@ -50,12 +51,12 @@ def torch_grad_scaler(
     """Return the rule of ``torch.amp.GradScaler``.
 
     The scale is multiplied by ``growth_factor`` at every ``growth_interval``-th finite
-    step in a row, and by ``backoff_factor`` at every other step.
+    step in a row, and by ``backoff_factor`` at every non-finite step.
 
     Departures: the scale stays between 2**-126 and 2**126, where PyTorch's falls to 0,
     from where it makes NaN of the next infinite gradient and applies it. An interval
     that was made shorter than the count of finite steps grows at once, where PyTorch
-    waits for the next overflow. ``device`` is of no concern here.
+    waits for the next overflow. ``device`` is not taken.
 
     Args:
         init_scale: the first scale, from 2**-126 to 2**126.
@@ -105,8 +106,8 @@ def from_torch_state_dict(
 
     Raises:
         TypeError: if ``state_dict`` is no dictionary.
-        ValueError: if its keys are others, or a value is out of range; a scale of 0 or
-            infinity belongs to a run that is lost.
+        ValueError: if it has other keys, or a value is no number or out of range; a
+            scale of 0 or infinity belongs to a run that is lost.
 
     Examples:
         >>> import optax
@@ -139,7 +140,8 @@ def from_torch_state_dict(
         "what `GradScaler.state_dict()` gave",
     )
     scale = read_scale(state_dict, "scale")
-    rule = torch_grad_scaler(scale, **{name: state_dict[name] for name in factors})
+    arguments = {name: read_number(state_dict, name) for name in factors}
+    rule = torch_grad_scaler(scale, **arguments)
     growth_tracker = read_count(state_dict, "_growth_tracker")
     return restored(rule, loss_scale=scale, growth_tracker=growth_tracker), rule
 

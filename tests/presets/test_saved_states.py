@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import DATA
+from helpers import DATA, assert_same_bits
 
 import optax_lossscale as ls
 from optax_lossscale import presets
@@ -142,6 +142,47 @@ TORCH = {
 def test_a_saved_form_that_makes_no_sense_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         presets.from_torch_state_dict({**TORCH, **change})
+
+
+FORMS = {
+    "torch": TORCH,
+    "jmp": {
+        "loss_scale": jnp.float16(1024.0),
+        "counter": jnp.int32(7),
+        "period": 2000,
+        "factor": 2,
+        "min_loss_scale": jnp.float16(1.0),
+    },
+    "flax": {"scale": 1024.0, "fin_steps": 7},
+    "megatron": {"scale": 1024.0, "growth_tracker": 7, "hysteresis_tracker": 1},
+    "keras": {"2": 7, "3": 1024.0},
+}
+NOT_NUMBERS = [[8.0], (8.0,), [], "8", b"8", None, True, 1j, {}, np.bool_(True)]
+NOT_NUMBERS += [np.ones(2), np.ones(0), np.array("8"), np.array([None]), jnp.ones(2)]
+NUMBERS = [(system, key) for system, form in FORMS.items() for key in form]
+
+
+@pytest.mark.parametrize(("system", "key"), NUMBERS)
+def test_a_saved_number_that_is_none_is_refused_by_its_key(system, key):
+    convert_from = getattr(presets, f"from_{system}_state_dict")
+    for value in NOT_NUMBERS:
+        with pytest.raises(ValueError) as error:
+            convert_from({**FORMS[system], key: value})
+        message = str(error.value)
+        assert message.startswith(f"`state_dict[{key!r}]` must be one number, got ")
+        assert message.endswith("a number, or an array of one element.")
+
+
+@pytest.mark.parametrize(("system", "key"), NUMBERS)
+def test_a_saved_number_may_be_an_array_of_one_element(system, key):
+    convert_from = getattr(presets, f"from_{system}_state_dict")
+    form = FORMS[system]
+    state, rule = convert_from(form)
+    for shape in ((1,), (1, 1)):
+        value = np.asarray(form[key]).reshape(shape)
+        again, same = convert_from({**form, key: value})
+        assert_same_bits(again, state)
+        assert same == rule
 
 
 def test_a_missing_key_and_no_dictionary_are_refused():

@@ -23,6 +23,7 @@ BAD = [
     (ls.LogNormalLossScale, "overflow_std_dev", -1),
     (ls.LogNormalLossScale, "nonfinite_log", "16"),
     (ls.LogNormalLossScale, "power_of_two", 1),
+    (ls.LogNormalLossScale, "init_scale", 1e-50),
     (ls.TolerantLossScale, "tolerance", 1.5),
     (ls.TolerantLossScale, "tolerance", True),
     (ls.TolerantLossScale, "interval_follows_scale", None),
@@ -55,6 +56,7 @@ BAD = [
     (presets.megatron, "initial_scale", 0),
     (presets.megatron, "min_scale", None),
     (presets.metaseq, "min_loss_scale", -1),
+    (presets.metaseq, "scale_factor", 2.0**31),
     (presets.mindspore_dynamic, "init_loss_scale", 0),
     (presets.mindspore_dynamic, "scale_factor", 0.5),
     (presets.mindspore_fixed, "drop_overflow_update", 1),
@@ -72,9 +74,12 @@ BAD = [
 ]
 
 
-def test_an_interval_that_follows_the_scale_wants_a_whole_factor():
-    with pytest.raises(ValueError, match="^`growth_factor` must be a whole number"):
-        ls.TolerantLossScale(growth_factor=1.5, interval_follows_scale=True)
+@pytest.mark.parametrize("factor", [1.5, 2.0**31, 2.0**100])
+def test_an_interval_that_follows_the_scale_wants_a_whole_factor(factor):
+    with pytest.raises(
+        ValueError, match="^`growth_factor` must be a whole number up to 2147483647"
+    ):
+        ls.TolerantLossScale(growth_factor=factor, interval_follows_scale=True)
     with pytest.raises(ValueError, match="^`scale_factor` must be a whole number"):
         presets.metaseq(scale_factor=1.5)
 
@@ -84,6 +89,41 @@ def test_a_floor_above_the_ceiling_is_refused_by_both_names():
         presets.apex_amp(min_loss_scale=8.0, max_loss_scale=4.0)
     with pytest.raises(ValueError, match="`min_scale` must not exceed `max_scale`"):
         presets.VerbatimLossScale(min_scale=8.0, max_scale=4.0)
+
+
+# Python's number is in range, and the one that devices compute with is not.
+ROUNDED = [
+    (ls.LogNormalLossScale, "beta1", 1 - 1e-9, 1.0),
+    (ls.LogNormalLossScale, "beta2", 1 - 1e-9, 1.0),
+    (ls.LogNormalLossScale, "beta1", 1e-50, 0.0),
+    (ls.DynamicLossScale, "growth_factor", 1 + 1e-9, 1.0),
+    (ls.DynamicLossScale, "backoff_factor", 1 - 1e-9, 1.0),
+    (ls.HeadroomLossScale, "backoff_factor", 1e-50, 0.0),
+    (ls.TolerantLossScale, "growth_factor", 1.00000001, 1.0),
+    (presets.VerbatimLossScale, "backoff_factor", 0.99999999, 1.0),
+    (presets.deepspeed, "scale_factor", 1 + 1e-9, 1.0),
+    (presets.fairseq, "scale_factor", 1 + 1e-9, 1.0),
+    (presets.openseq2seq_logmax, "beta2", 1 - 1e-9, 1.0),
+    (presets.torch_grad_scaler, "growth_factor", 1 + 1e-9, 1.0),
+]
+
+
+@pytest.mark.parametrize(("make", "name", "value", "rounded"), ROUNDED)
+def test_an_argument_is_refused_that_is_out_of_range_in_float32(
+    make, name, value, rounded
+):
+    with pytest.raises(ValueError, match=f"^`{name}` must be ") as error:
+        make(**{name: value})
+    assert f" got {value!r}, which is {rounded!r} in float32. It " in str(error.value)
+
+
+def test_pythons_own_number_is_kept_and_counts_are_exact():
+    rule = ls.DynamicLossScale(growth_factor=1.1, growth_interval=2**31 - 1)
+    assert (rule.growth_factor, rule.growth_interval) == (1.1, 2**31 - 1)
+    assert ls.LogNormalLossScale(beta2=1 - 1e-7).beta2 == 1 - 1e-7
+    rule = ls.TolerantLossScale(growth_factor=2**31 - 1, interval_follows_scale=True)
+    state = rule.update(rule.init(), True)
+    assert int(state.memory.growth_interval) == rule.growth_interval == 2000
 
 
 @pytest.mark.parametrize(("make", "name", "value"), BAD)

@@ -1,10 +1,14 @@
 """LossScale: configuration, a user's own rules, one program for equal rules."""
 
+import copy
 import dataclasses
+import pickle
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
+from helpers import assert_same_bits
 
 import optax_lossscale as ls
 from optax_lossscale._rules import base, fixed
@@ -48,6 +52,8 @@ def test_missing_fields_take_their_defaults():
         ),
         (ls.FixedLossScale, {"class_name": "DynamicLossScale"}, ValueError, "Fixed"),
         (ls.FixedLossScale, {"scale": 1.0}, ValueError, r"\['scale'\]"),
+        (ls.FixedLossScale, {1: 2, "x": 3}, ValueError, r"must hold only .*\[1, 'x'\]"),
+        (ls.LossScale, {"class_name": "FixedLossScale", None: 1}, ValueError, "None"),
         (ls.FixedLossScale, {"loss_scale": 0}, ValueError, "`loss_scale` must be"),
     ],
 )
@@ -121,3 +127,71 @@ def test_an_eager_update_moves_nothing_between_host_and_device():
     state, flag = rule.init(), jnp.bool_(False)
     with jax.transfer_guard("disallow"):
         rule.update(state, flag)
+
+
+def scheduled(max_scale):
+    rule = ls.DynamicLossScale(
+        init_scale=1000.0, max_scale=max_scale, growth_interval=1
+    )
+    return ls.with_loss_scaling(optax.sgd(0.1), rule)
+
+
+def test_an_injected_schedule_compiles_nothing_after_the_first_steps(caplog):
+    schedule = optax.linear_schedule(2000.0, 10000.0, 8)
+    tx = optax.inject_hyperparams(scheduled)(max_scale=schedule)
+    params = {"w": jnp.ones(3)}
+    opt_state, programs, scales = tx.init(params), [], []
+    for _ in range(8):
+        caplog.clear()
+        with jax.log_compiles():
+            _, opt_state = tx.update(params, opt_state)
+        compiled = [r for r in caplog.records if "Compiling" in r.getMessage()]
+        programs.append(len(compiled))
+        scales.append(float(ls.get_loss_scale(opt_state)))
+    assert programs[0] > 0, "meta-test: what is compiled is counted"
+    assert sum(programs[2:]) == 0
+    assert scales == [2000 + 1000 * count for count in range(8)]
+
+
+def test_a_rule_of_arrays_is_updated_under_a_transfer_guard():
+    rule = ls.DynamicLossScale()
+    state, flag, limit = rule.init(), jnp.bool_(True), jnp.float32(2.0**14)
+    interval = jnp.int32(1)
+    with jax.transfer_guard("disallow"):
+        rule = ls.DynamicLossScale(
+            init_scale=limit, max_scale=limit, growth_interval=interval
+        )
+        new_state = rule.update(state, flag)
+    assert float(new_state.loss_scale) == 2.0**15
+
+
+@pytest.mark.parametrize(
+    ("make", "fields", "args"),
+    [
+        (ls.DynamicLossScale, {"growth_factor": 1.7, "hysteresis": 3}, ()),
+        (ls.FixedLossScale, {"loss_scale": 3.0}, ()),
+        (ls.HeadroomLossScale, {"headroom": 2.0, "half_life": 7}, (0.3,)),
+        (ls.TolerantLossScale, {"tolerance": 0.3, "growth_interval": 2}, ()),
+    ],
+)
+def test_a_rule_of_arrays_is_the_same_as_one_of_pythons_numbers(make, fields, args):
+    fields = {name: float(jnp.float32(x)) for name, x in fields.items()}
+    rule = make(**fields)
+    of_arrays = make(**{name: jnp.float32(x) for name, x in fields.items()})
+    assert of_arrays == rule and hash(of_arrays) == hash(rule)
+    assert repr(of_arrays) == repr(rule)
+    assert of_arrays.get_config() == rule.get_config()
+    for same in (
+        of_arrays,
+        copy.deepcopy(of_arrays),
+        pickle.loads(pickle.dumps(of_arrays)),
+        dataclasses.replace(of_arrays),
+    ):
+        assert same == rule and isinstance(same, make)
+        ours, theirs = rule.init(), same.init()
+        for flag in (True, True, False):
+            ours, theirs = (
+                rule.update(ours, flag, *args),
+                same.update(theirs, flag, *args),
+            )
+            assert_same_bits(theirs, ours)

@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -33,6 +34,47 @@ def test_the_headroom_is_kept_and_no_more(exponent, mantissa, headroom, dtype):
     else:
         assert scale * magnitude <= top or scale == SMALLEST
         assert 2 * scale * magnitude > top or scale == LARGEST
+
+
+DTYPES = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
+
+
+def around(top):
+    """Magnitudes right around the largest that each scale leaves below a bound."""
+    at = [top * 2.0**-k for k in range(-126, 127, 3)]
+    at = np.float32([x for x in at if SMALLEST < x < 2.0**127])
+    near = [at]
+    for end in np.float32([0, np.inf]):
+        near += [once := np.nextafter(at, end), np.nextafter(once, end)]
+    return np.concatenate(near)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_bound_holds_to_the_last_bit_and_no_scale_is_given_away(dtype):
+    headrooms = [0.0, 1.0, 3.0, 10.0, 0.5, 2.7, 6.3]
+    limits = {"dtype": dtype, "min_scale": SMALLEST, "max_scale": LARGEST}
+    tops = [float(jnp.finfo(dtype).max) / 2.0**x for x in headrooms]
+    magnitudes = [around(top) for top in tops]
+
+    def scale(headroom, magnitude):
+        rule = ls.HeadroomLossScale(headroom=headroom, **limits)
+        return rule.update(rule.init(), True, magnitude).loss_scale
+
+    @jax.jit
+    def both(traced):
+        pairs = [(x, jnp.asarray(m)) for x, m in zip(traced, magnitudes, strict=True)]
+        return [jax.vmap(scale, (None, 0))(*pair) for pair in pairs], [
+            jax.vmap(lambda m, x=x: scale(x, m))(m)
+            for x, (_, m) in zip(headrooms, pairs, strict=True)
+        ]
+
+    for scales, slack in zip(both(headrooms), (2.0**-20, 0.0), strict=True):
+        for x, top, m, s in zip(headrooms, tops, magnitudes, scales, strict=True):
+            # Exact: a power of two times a float32. A traced fraction is rounded.
+            m, s = np.float64(m), np.float64(s)
+            least = top if float(x).is_integer() else top * (1 - slack)
+            assert np.all((s * m <= top) | (s == SMALLEST)), x
+            assert np.all((2 * s * m > least) | (s == LARGEST)), x
 
 
 def test_the_headroom_rule_follows_at_once_and_forgets_slowly():
