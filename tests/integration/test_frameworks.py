@@ -220,3 +220,81 @@ def test_several_losses_have_a_scale_each_and_skip_together(readme):
     assert float(skipped_scales["data"].loss_scale) == 2.0**14
     assert float(skipped_scales["decay"].loss_scale) == 2.0**15
     assert int(skipped_scales["decay"].growth_tracker) == 2
+
+
+def test_a_train_state_counts_skipped_steps_and_takes_a_loss_by_hand(readme):
+    state, x, y = readme["linen_state"], readme["x"], readme["batch"][1]
+    with pytest.raises(TypeError, match="value"):
+        state.apply_gradients(grads=state.params, value=1.0)
+    steps, skipped = int(state.step), int(ls.get_loss_scale_state(state).skipped_steps)
+    state, _ = readme["linen_step"](state, x.at[0, 0].set(jnp.nan), y)
+    assert int(state.step) == steps + 1
+    assert int(ls.applied_steps(state, state.step)) == steps - skipped
+
+    updates, opt_state = state.tx.update(
+        state.params, state.opt_state, state.params, value=jnp.float32(jnp.nan)
+    )
+    state = state.replace(
+        step=state.step + 1,
+        params=optax.apply_updates(state.params, updates),
+        opt_state=opt_state,
+    )
+    assert not ls.was_applied(state)
+    assert int(ls.applied_steps(state, state.step)) == steps - skipped
+
+
+class Noisy(nnx.Module):
+    def __init__(self, rate):
+        rngs = nnx.Rngs(0)
+        self.norm = nnx.BatchNorm(3, momentum=0.9, rngs=rngs)
+        self.linear = nnx.Linear(3, 3, rngs=rngs)
+        self.dropout = nnx.Dropout(rate, rngs=rngs) if rate else None
+
+    def __call__(self, x):
+        x = self.linear(self.norm(x))
+        return self.dropout(x) if self.dropout else x
+
+
+def test_statistics_of_nnx_change_in_place_and_dropout_can_be_kept():
+    kinds = (nnx.BatchStat, nnx.RngState)
+    model = Noisy(0.5)
+    tx = ls.with_loss_scaling(optax.sgd(0.1))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        def loss_fn(model):
+            return ls.scale_loss(jnp.mean(model(x) ** 2), optimizer)
+
+        old = jax.tree.map(jnp.copy, nnx.state(model, kinds))
+        grads = nnx.grad(loss_fn)(model)
+        optimizer.update(model, ls.unscale_grads(grads, optimizer))
+        nnx.update(model, ls.keep_if_applied(optimizer, nnx.state(model, kinds), old))
+
+    x = jnp.arange(6.0).reshape(2, 3)
+    shared = nnx.state(model, nnx.BatchStat)
+    copied = jax.tree.map(jnp.copy, shared)
+    step(model, optimizer, x)
+    after = jax.tree.map(jnp.copy, nnx.state(model, (*kinds, nnx.Param)))
+    assert_same_bits(shared, nnx.state(model, nnx.BatchStat))
+    assert not np.array_equal(*map(jax.tree.leaves, (shared, copied)))
+    assert int(model.dropout.rngs.count[...]) == 1
+    step(model, optimizer, x.at[0, 0].set(jnp.nan))
+    assert_same_bits(nnx.state(model, (*kinds, nnx.Param)), after)
+    assert int(ls.applied_steps(optimizer, optimizer.step)) == 1
+
+
+def test_jaxs_differentiator_leaves_the_statistics_of_nnx_as_they_were():
+    model = Noisy(None)
+    optimizer = nnx.Optimizer(
+        model, ls.with_loss_scaling(optax.sgd(0.1)), wrt=nnx.Param
+    )
+    before = jax.tree.map(jnp.copy, nnx.state(model, nnx.BatchStat))
+    x = jnp.arange(6.0).reshape(2, 3)
+    grads = ls.grad(lambda model: jnp.mean(model(x) ** 2), optimizer)(model)
+    assert np.any(grads.linear.kernel)
+    assert_same_bits(nnx.state(model, nnx.BatchStat), before)
+    model(x)
+    assert not np.array_equal(
+        *map(jax.tree.leaves, (nnx.state(model, nnx.BatchStat), before))
+    )
