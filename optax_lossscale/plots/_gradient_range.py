@@ -16,18 +16,12 @@ from .._diagnostics.report import (
 from .._precision import limits_of
 from .._tree import dtype_of, is_inexact, wide_dtype
 from .._validation import check_concrete, check_scale
-from ._common import BLUE, GREY, RED, TRACED, new_axes
+from ._common import BLUE, GREY, TRACED, new_axes
+from ._fit import fit_title, legend_below, settle, shrink
+from ._zones import ZONES, draw_zones
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-# In print the zones are told by their names.
-_ZONES = {
-    "lost": RED,
-    "subnormal": "#e69f00",
-    "normal": "#009e73",
-    "overflow": "#cc79a7",
-}
 
 
 def plot_gradient_range(
@@ -51,7 +45,8 @@ def plot_gradient_range(
         loss_scale: what the loss is multiplied by, a number or an array of shape
             ``()``; at 1 the gradients are drawn as they are.
         dtype: the floating-point type whose zones are drawn, or its name.
-        ax: the matplotlib ``Axes`` to draw on; by default those of a new figure.
+        ax: the matplotlib ``Axes`` to draw on; by default those of a new figure. If
+            their figure has no layout engine, its margins grow until the labels fit.
 
     Returns:
         The ``Axes``.
@@ -105,36 +100,31 @@ def plot_gradient_range(
     margin = 0.14 * (span[1] - span[0])
     left = min(span[0] - 1, edges[0] - margin)
     right = max(span[1] + 1, edges[2] + margin)
-    bounds = [left, *edges, right]
-    for i, (zone, color) in enumerate(_ZONES.items()):
-        low, high = bounds[i : i + 2]
-        ax.axvspan(low, high, color=color, alpha=0.16, linewidth=0, zorder=0)
-        text = [_percent(shares_of[zone]) for shares_of in held]
-        # A zone narrower than its name has it below those of its neighbors.
-        narrow = high - low < 0.1 * (right - left)
-        ax.annotate(
-            "\n→ ".join([f"{zone}\n{text[0]}", *text[1:]]),
-            xy=((low + high) / 2, 1.0),
-            xycoords=("data", "axes fraction"),
-            xytext=(0, -42 if narrow else -4),
-            textcoords="offset points",
-            ha="center",
-            va="top",
-            fontsize="small",
-        )
-    for edge in edges:
-        ax.axvline(edge, color="0.4", linewidth=0.6, linestyle=":")
+    ax.set_xlim(left, right)
+    peak = max(shares.max(initial=0.0), 0.01)
+    ax.set_ylim(0, 1.5 * peak)
+    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
+    ax.set(xlabel="log2 |gradient|", ylabel="share of the elements")
 
+    # What is written depends on the size of the axes, and the other way around.
+    settle(ax)
+    fit_title(ax, _titles(totals[0], name))
+    if shift:
+        legend_below(ax)
+    else:
+        settle(ax)
+    sizes = ("medium", "small", "x-small")
+    shrink([ax.yaxis.label], sizes, ax.bbox.height, along="height")
+    texts = {}
+    for zone in ZONES:
+        before, *after = (_percent(shares_of[zone]) for shares_of in held)
+        texts[zone] = [before, *(f"→ {share}" for share in after)]
+    taken = draw_zones(ax, [left, *edges, right], texts)
     # Room for the names of the zones above the highest bar.
-    top = 1.45 * max(shares.max(initial=0.0), 0.01)
+    top = peak / (1 - min(taken, 0.7))
     ax.set_ylim(0, top)
     ax.set_yticks([y for y in ax.get_yticks() if y <= min(top, 1)] if drawn else [])
-    ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-    ax.set_xlim(left, right)
-    ax.set(xlabel="log2 |gradient|", ylabel="share of the elements")
-    ax.set_title(_title(totals[0], name))
-    if shift:
-        ax.legend(loc="center right", frameon=False)
+    settle(ax)
     return ax
 
 
@@ -161,18 +151,24 @@ def _zones(totals: GradientReport) -> dict[str, float]:
     counts = (totals.underflow, totals.subnormal, normal, totals.overflow)
     return {
         zone: count / max(elements, 1)
-        for zone, count in zip(_ZONES, counts, strict=True)
+        for zone, count in zip(ZONES, counts, strict=True)
     }
 
 
-def _title(totals: GradientReport, name: str) -> str:
+def _titles(totals: GradientReport, name: str) -> list[str]:
+    """Return a title in one line, and broken into more."""
     nonfinite = totals.nan + totals.inf
-    parts = [f"{totals.size:,} gradients in the range of {name}"]
+    size, where = f"{totals.size:,} gradients", f"in the range of {name}"
+    parts = []
     if totals.zero:
         parts.append(f"{_percent(totals.zero / totals.size)} zero already")
     if nonfinite:
         parts.append(f"{nonfinite:,} NaN or inf")
-    return ", ".join(parts)
+    rest = ", ".join(parts)
+    if not rest:
+        return [f"{size} {where}", f"{size}\n{where}"]
+    lines = [f"{size} {where}, {rest}", f"{size} {where},\n{rest}"]
+    return [*lines, f"{size}\n{where},\n{rest}"]
 
 
 def _percent(share: float) -> str:

@@ -2,14 +2,33 @@
 
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
 from .._validation import check_concrete, describe
-from ._common import BLUE, RED, TRACED, new_axes
+from ._common import (
+    BLUE,
+    BROWN,
+    GREEN,
+    ORANGE,
+    PINK,
+    RED,
+    SKY,
+    TRACED,
+    VIOLET,
+    new_axes,
+)
+from ._fit import legend_below, settle
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+_SKIPPED = "skipped step"
+# None is the color of the text, on a light or a dark background.
+_COLORS = (BLUE, ORANGE, GREEN, PINK, None, BROWN, SKY, VIOLET)
+# Dashes show a run that lies on another, and tell runs apart in grey.
+_DASHES = ("-", (0, (5, 1.5)), (0, (6, 1.5, 1.2, 1.5)), (0, (1.2, 1)))
 
 
 def plot_loss_scale(
@@ -20,12 +39,18 @@ def plot_loss_scale(
 ) -> "Axes":
     """Draw the loss scale over the steps, on a log2 axis, with skipped steps marked.
 
-    Call it once more with the same ``ax`` and another ``label`` to compare runs.
+    The scale that step ``i`` used is drawn from ``i`` to ``i + 1``; a skipped step is
+    marked at ``i``. The legend is below the axes.
+
+    Call it once more with the same ``ax`` and another ``label`` to compare runs. Each
+    run takes its own color and dashes, up to eight, unless ``style`` names a color.
 
     Args:
         scales: the scale that each step used, of shape ``(steps,)``, above 0.
-        skipped: one boolean a step, whether it was skipped, of the same shape.
-        ax: the matplotlib ``Axes`` to draw on; by default those of a new figure.
+        skipped: whether each step was skipped, as booleans or as 0 and 1, of the same
+            shape.
+        ax: the matplotlib ``Axes`` to draw on; by default those of a new figure. If
+            their figure has no layout engine, its margins grow until the labels fit.
         style: passed on to ``Axes.step``, such as ``label`` or ``color``.
 
     Returns:
@@ -34,7 +59,8 @@ def plot_loss_scale(
     Raises:
         ImportError: if matplotlib is not installed.
         ValueError: if ``scales`` is not one-dimensional, or holds something other than
-            numbers above 0; if ``skipped`` is not of its shape, or not boolean.
+            numbers above 0; if ``skipped`` is not of its shape, or holds something
+            other than booleans, 0 and 1; if either is being traced.
 
     Examples:
         >>> import optax_lossscale as ls
@@ -43,39 +69,95 @@ def plot_loss_scale(
         'log'
     """
     check_concrete("scales", scales, TRACED)
-    values = np.asarray(scales)
-    numeric = np.issubdtype(values.dtype, np.number)
-    if values.ndim != 1 or not numeric or not np.all((values > 0) & (values < np.inf)):
-        raise ValueError(
-            "`scales` must be numbers above 0, one for each step, got "
-            f"{describe(scales)}. Collect `get_loss_scale(state)` before each update."
-        )
-    flags = np.zeros(len(values), bool) if skipped is None else np.asarray(skipped)
-    if flags.shape != values.shape or flags.dtype != bool:
-        raise ValueError(
-            f"`skipped` must be {len(values)} booleans, one for each scale, got "
-            f"{describe(skipped)}. A step was skipped if `grads_finite` of the state "
-            "after it is False."
-        )
+    check_concrete("skipped", skipped, TRACED)
+    values = _scales(scales)
+    flags = _flags(skipped, len(values))
     ax = new_axes() if ax is None else ax
-    steps = np.arange(len(values))
-    (line,) = ax.step(steps, values, where="post", **{"color": BLUE, **style})
+    # The last value is repeated, so that its step is as wide as the others.
+    levels = np.append(values, values[-1:])
+    steps = np.arange(len(levels))
+    (line,) = ax.step(steps, levels, where="post", **_styled(ax, style))
     if flags.any():
         names = ax.get_legend_handles_labels()[1]
         ax.plot(
-            steps[flags],
+            np.flatnonzero(flags),
             values[flags],
             linestyle="none",
             marker="x",
             color=RED,
             zorder=line.get_zorder() + 1,
-            label=None if "skipped step" in names else "skipped step",
+            label=None if _SKIPPED in names else _SKIPPED,
         )
     ax.set_yscale("log", base=2)
     ax.margins(y=0.15)
-    ax.locator_params(axis="x", integer=True)  # steps are whole
+    _whole_ticks(ax)
     ax.set(xlabel="step", ylabel="loss scale")
     ax.grid(alpha=0.3)
     if ax.get_legend_handles_labels()[1]:
-        ax.legend(frameon=False)
+        legend_below(ax, last=_SKIPPED)
+    else:
+        settle(ax)
     return ax
+
+
+def _scales(scales: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    values = np.asarray(scales)
+    if values.ndim == 1 and _is_real(values):
+        numbers = values.astype(np.float64)
+        if np.all((numbers > 0) & (numbers < np.inf)):
+            return numbers
+    raise ValueError(
+        "`scales` must be numbers above 0, one for each step, got "
+        f"{describe(scales)}. Collect `get_loss_scale(state)` before each update."
+    )
+
+
+def _flags(skipped: npt.ArrayLike | None, steps: int) -> npt.NDArray[np.bool_]:
+    flags = np.zeros(steps, bool) if skipped is None else np.asarray(skipped)
+    if flags.shape == (steps,):
+        if flags.dtype == bool:
+            return flags
+        if _is_real(flags) and np.all((flags == 0) | (flags == 1)):
+            return flags == 1
+    raise ValueError(
+        f"`skipped` must be {steps} booleans, one for each scale, or 0 and 1 in their "
+        f"place, got {describe(skipped)}. A step was skipped if `grads_finite` of the "
+        "state after it is False."
+    )
+
+
+def _is_real(values: npt.NDArray[Any]) -> bool:
+    """Tell whether an array has a type of real numbers, such as bfloat16."""
+    kinds = jnp.floating, jnp.integer
+    return any(jnp.issubdtype(values.dtype, kind) for kind in kinds)
+
+
+def _styled(ax: "Axes", style: dict[str, Any]) -> dict[str, Any]:
+    """Return the style by full names, with a color and dashes if it has no color.
+
+    The color is the first of those that the fewest lines on the axes have.
+    """
+    from matplotlib.cbook import normalize_kwargs
+    from matplotlib.colors import to_rgb
+    from matplotlib.lines import Line2D
+
+    style = normalize_kwargs(style, Line2D)
+    if style.get("color") is not None:
+        return style
+    foreground = ax.xaxis.label.get_color()
+    colors = [foreground if color is None else color for color in _COLORS]
+    lines = np.array([to_rgb(line.get_color()) for line in ax.lines]).reshape(-1, 1, 3)
+    distances = np.linalg.norm(lines - [to_rgb(color) for color in colors], axis=-1)
+    uses = np.sum(distances < 0.2, axis=0)  # a color near to another is no other
+    choice = int(uses.argmin())
+    dashes = _DASHES[(choice + uses[choice]) % len(_DASHES)]
+    return {"linestyle": dashes, **style, "color": colors[choice]}
+
+
+def _whole_ticks(ax: "Axes") -> None:
+    """Put ticks at whole steps, unless the user placed them."""
+    from matplotlib.ticker import MaxNLocator
+
+    locator = ax.xaxis.get_major_locator()
+    if isinstance(locator, MaxNLocator):
+        locator.set_params(integer=True)

@@ -105,15 +105,6 @@ def test_it_is_drawn_on_the_axes_given():
     assert plot_range(GRADS, ax=given) is given
 
 
-def test_no_text_lies_on_another():
-    for grads, dtype in ((GRADS, "float16"), (GRADS, "bfloat16"), ({}, "float8_e5m2")):
-        axes = plot_range(grads, loss_scale=16.0, dtype=dtype)
-        axes.figure.canvas.draw()
-        boxes = [text.get_window_extent() for text in axes.texts]
-        for i, box in enumerate(boxes):
-            assert not any(box.overlaps(other) for other in boxes[i + 1 :]), dtype
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

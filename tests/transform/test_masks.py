@@ -396,3 +396,22 @@ def test_updates_of_a_type_without_a_zero_are_refused():
     )
     with pytest.raises(ValueError, match="type that has a zero.*float8_e8m0fnu"):
         tx.update(ONE, tx.init(ONE))
+
+
+def test_what_addition_itself_changes_can_be_kept():
+    """XLA on CPU flushes subnormal numbers, and float32 holds no 2**24 + 1."""
+    params = [
+        jnp.array([3e-45, 1.0], jnp.float32),
+        jnp.array([1e-40, 1.0], jnp.bfloat16),
+        jnp.array([2**24 + 1, 1], jnp.int32),
+        jnp.array([6e-8, 1.0], jnp.float16),
+    ]
+    tx = ls.with_loss_scaling(optax.identity())
+    grads = [jnp.full(2, jnp.nan)] * 4
+    updates, state = tx.update(grads, tx.init(params), params)
+    new_params = jax.jit(optax.apply_updates)(params, updates)
+    pairs = zip(new_params, params, strict=True)
+    flushed = jax.default_backend() == "cpu"
+    kept = [np.asarray(p).tobytes() == np.asarray(q).tobytes() for p, q in pairs]
+    assert kept == [not flushed, not flushed, False, True]
+    assert_same_bits(ls.keep_if_applied(state, new_params, params), params)
