@@ -21,7 +21,7 @@ class Limits(NamedTuple):
     Attributes:
         zero: the largest that becomes zero.
         normal: the least that becomes a normal number.
-        overflow: the least that is more than the type can hold.
+        overflow: the least float64 that is more than the type can hold.
     """
 
     zero: float
@@ -54,5 +54,5 @@ def _limits_of(name: str) -> Limits:
     tie = largest + 2.0 ** (math.frexp(largest)[1] - 2 - info.nmant)
     overflow = tie
     if math.isfinite(rounded(tie)):
-        overflow = float(np.nextafter(np.float32(tie), np.float32(math.inf)))
+        overflow = math.nextafter(tie, math.inf)
     return Limits(least / 2, float(info.tiny) - least / 2, overflow)

@@ -119,10 +119,15 @@ def test_the_signatures_are_the_contract():
     assert "*, axis_name" in signature("with_loss_scaling")
     assert "*, max_consecutive_skips" in signature("check_loss_scale")
     assert "*, max_consecutive_skips" in signature("watch_loss_scale")
+    check = ["state", "max_consecutive_skips", "report"]
+    assert names("check_loss_scale") == check
+    watch = ["state", "max_consecutive_skips", "every", "grads", "on_error"]
+    assert names("watch_loss_scale") == [*watch, "axis_name"]
     report = ["grads", "loss_scale", "dtype", "axis_name"]
     assert names("gradient_report") == report
     assert "*, loss_scale" in signature("gradient_report")
-    assert names("suggest_loss_scale") == ["grads", "dtype", "headroom"]
+    suggestion = ["grads", "dtype", "headroom", "min_scale", "max_scale"]
+    assert names("suggest_loss_scale") == suggestion
     assert "*, dtype" in signature("suggest_loss_scale")
     assert "state: Any, *, argnums" in signature("value_and_grad")
     assert "state: Any, *, argnums" in signature("grad")
@@ -136,6 +141,8 @@ def test_the_signatures_are_the_contract():
         *("nan", "inf", "zero", "underflow", "subnormal", "overflow"),
         *("max_abs", "size"),
     )
+    suggested = ("loss_scale", "rescued", "lost", "informative")
+    assert ls.SuggestedLossScale._fields == suggested
 
 
 def test_importing_needs_neither_the_extras_nor_the_test_packages():

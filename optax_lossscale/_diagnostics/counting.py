@@ -1,7 +1,10 @@
 """Count the elements of arrays by what a narrow type makes of them, on the device."""
 
 import functools
+import itertools
 import math
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,81 +15,175 @@ from .._tree import dtype_of, wide_dtype
 
 LARGEST_COUNT = np.iinfo(np.int32).max
 
+# Counts that may not fit int32 have two digits, high * 2**14 + low, each an int32.
+# Those of 2**17 arrays or devices can be added up digit by digit.
+_BITS = 14
+
+_INF = int(np.float32(np.inf).view(np.int32))
+
+_Operands = list[jax.Array]
+
 
 @functools.partial(jax.jit, static_argnames="limits")
 def measure(
     leaves: list[jax.Array | None], scale: jax.Array, limits: Limits
 ) -> tuple[jax.Array, jax.Array]:
-    """Return int32 counts of shape (7, leaves), as the fields go, and ``max_abs``."""
-    counts, max_abs = zip(*(_leaf(x, scale, limits) for x in leaves), strict=True)
-    return jnp.stack(counts, axis=1), jnp.stack(max_abs)
+    """Return counts in two digits, of shape (2, 7, leaves), and ``max_abs``.
+
+    They are nan, inf, zero, underflow, subnormal, overflow and size. Nothing here has a
+    derivative.
+    """
+    leaves, scale = jax.lax.stop_gradient((leaves, scale))
+    sums, max_abs = zip(*(_leaf(x, scale, limits) for x in leaves), strict=True)
+    nan, nonfinite, zero, to_zero, to_subnormal, to_overflow, size = jnp.stack(sums, 2)
+    counts = (
+        *(nan, nonfinite - nan, zero - nonfinite),
+        *(to_zero - zero, to_subnormal - to_zero, to_overflow, size),
+    )
+    return jnp.stack(_carried(*jnp.stack(counts, axis=1))), jnp.stack(max_abs)
+
+
+@jax.jit
+def as_int32(counts: jax.Array) -> jax.Array:
+    """Join the two digits, which stand first; what does not fit is the largest."""
+    low, high = _carried(*counts)
+    return jnp.where(high < 2 ** (31 - _BITS), (high << _BITS) | low, LARGEST_COUNT)
+
+
+@jax.jit
+def as_float32(counts: jax.Array) -> jax.Array:
+    """Join the two digits, which stand first, and round."""
+    low, high = counts.astype(jnp.float32)
+    return high * 2.0**_BITS + low
+
+
+@jax.jit
+def total(counts: jax.Array) -> jax.Array:
+    """Sum int32 counts over the first axis; what does not fit is the largest."""
+    digits = jnp.stack(_carried(counts, jnp.zeros_like(counts)))
+    return as_int32(jnp.sum(digits, axis=1, dtype=jnp.int32))
 
 
 @functools.partial(jax.jit, static_argnames="limits")
 def _leaf(
     x: jax.Array | None, scale: jax.Array, limits: Limits
 ) -> tuple[jax.Array, jax.Array]:
-    """Measure one array; compiled, so that arrays of one shape are traced once."""
+    """Return the sums of one array and its maximum.
+
+    Compiled, so that arrays of one shape are traced once.
+    """
     if x is None:
-        return jnp.zeros(7, jnp.int32), jnp.zeros((), jnp.float32)
+        return jnp.zeros((7, 2), jnp.int32), jnp.zeros((), jnp.float32)
     x = jnp.asarray(x, wide_dtype(dtype_of(x)))
-    magnitude = jnp.abs(x)
-    if jnp.iscomplexobj(x):  # newer jax takes inf for inf and NaN
-        magnitude = jnp.where(jnp.isnan(x), jnp.nan, magnitude)
-    scaled = magnitude * scale.astype(magnitude.dtype)
-    # A limit outside of the normal numbers would be taken for zero, or overflow.
-    wide = jnp.finfo(magnitude.dtype)
-    normal_limit = max(limits.normal, float(wide.tiny))
-    overflow_limit = limits.overflow if limits.overflow <= float(wide.max) else math.inf
-    # Counted upwards from zero, the fewest comparisons: NaN fails all but the first.
-    flags = (
-        magnitude != magnitude,
-        magnitude == math.inf,
+    parts = [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
+    parts = [jnp.abs(part) for part in parts]
+    bits = [_float32_bits(part) for part in parts]
+    nan = functools.reduce(jnp.logical_or, [b > _INF for b in bits])
+    finite = functools.reduce(jnp.logical_and, [b < _INF for b in bits])
+    # Under fast math XLA compares floats as if all were finite: zeros stand for others.
+    parts = [jnp.where(finite, part, 0) for part in parts]
+    magnitude = _magnitude(parts)
+    scale = scale.astype(magnitude.dtype)
+    scaled = _magnitude([part * scale for part in parts])
+    # A limit below the normal numbers would be taken for zero.
+    normal_limit = max(limits.normal, float(jnp.finfo(scaled.dtype).tiny))
+    # Counted upwards from zero, the fewest comparisons.
+    flags = [
+        nan,
+        ~finite,
         magnitude == 0,
         scaled <= limits.zero,
         scaled < normal_limit,
-        scaled >= overflow_limit,
-    )
-    finite = jnp.where(magnitude < math.inf, magnitude, 0)
-    finite = jnp.minimum(finite, float(jnp.finfo(jnp.float32).max)).astype(jnp.float32)
-    sums, max_abs = _sums_and_max(flags, finite)
-    nan, inf, zero, to_zero, to_subnormal, to_overflow = sums
-    counts = (
-        *(nan, inf, zero),
-        *(to_zero - zero, to_subnormal - to_zero, to_overflow - inf),
-    )
-    size = jnp.asarray(min(x.size, LARGEST_COUNT), jnp.int32)
-    return jnp.stack([*map(total, counts), size]), jnp.max(max_abs)
+        _overflows(scaled, limits),
+    ]
+    return _sums_and_max(flags, magnitude)
 
 
-def _sums_and_max(
-    flags: tuple[jax.Array, ...], x: jax.Array
-) -> tuple[list[jax.Array], jax.Array]:
-    """Count flags and take the maximum of one more array, all in one pass.
+def _float32_bits(x: jax.Array) -> jax.Array:
+    """Return the bits of a positive number: above those of infinity for NaN."""
+    if x.dtype == jnp.float64:
+        # What is finite stays so, and TPUs do not tell the bits of a float64.
+        x = (x * 2.0**-900).astype(jnp.float32)
+    return jax.lax.bitcast_convert_type(x, jnp.int32)
+
+
+def _magnitude(parts: list[jax.Array]) -> jax.Array:
+    """Return the absolute value of a number from those of its parts."""
+    if len(parts) == 1:
+        return parts[0]
+    # XLA divides zero by zero for that of a complex zero, which fast math does not see.
+    longer, shorter = jnp.maximum(*parts), jnp.minimum(*parts)
+    ratio = shorter / jnp.maximum(longer, float(jnp.finfo(longer.dtype).tiny))
+    return longer * jnp.sqrt(1 + ratio * ratio)
+
+
+def _overflows(scaled: jax.Array, limits: Limits) -> jax.Array:
+    """Return which magnitudes, some of them infinite, have come to the limit."""
+    if scaled.dtype == jnp.float64 and math.isfinite(limits.overflow):
+        return scaled >= limits.overflow
+    with np.errstate(over="ignore"):
+        limit = np.float32(limits.overflow)
+    if float(limit) < limits.overflow:
+        limit = np.nextafter(limit, np.float32(np.inf))
+    return _float32_bits(scaled) >= int(limit.view(np.int32))
+
+
+def _sums_and_max(flags: list[jax.Array], x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Count flags, and all elements, and take the maximum of one more array.
+
+    The sums are in two digits, of shape (7, 2); the maximum is a finite float32.
 
     XLA CPU makes one vectorized loop of a reduction with many operands, and a slow one
-    of each of many reductions. Where counts may not fit, only one axis is reduced.
+    of each of many reductions. To carry digits takes ten times as long: where counts
+    may not fit, the longest axis along which they do is reduced before.
     """
-    fits = x.size <= LARGEST_COUNT
-    axes = tuple(range(x.ndim)) if fits else (int(np.argmax(x.shape)),)
+    # Integers have the order of positive floats, and no NaN to look for.
+    bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+    operands = [*(flag.astype(jnp.int32) for flag in flags), bits]
+    if _fits(x.size):
+        *sums, maximum = _reduce(_add, operands, range(x.ndim))
+        low = jnp.stack([*sums, jnp.asarray(x.size, jnp.int32)])
+        digits = jnp.stack([low, jnp.zeros_like(low)], axis=1)
+    else:
+        operands.insert(-1, jnp.ones_like(operands[0]))
+        short = [axis for axis, length in enumerate(x.shape) if _fits(length)]
+        if short:
+            longest = max(short, key=lambda axis: x.shape[axis])
+            operands = _reduce(_add, operands, [longest])
+        *sums, maximum = operands
+        pairs = [_carried(low, jnp.zeros_like(low)) for low in sums]
+        operands = [*itertools.chain(*pairs), maximum]
+        *sums, maximum = _reduce(_add_digits, operands, range(maximum.ndim))
+        digits = jnp.stack(sums).reshape(-1, 2)
+    maximum = jnp.minimum(maximum, _INF - 1)
+    return digits, jax.lax.bitcast_convert_type(maximum, jnp.float32)
 
-    def combine(left: list[jax.Array], right: list[jax.Array]) -> list[jax.Array]:
-        sums = [a + b for a, b in zip(left[:-1], right[:-1], strict=True)]
-        return [*sums, jnp.maximum(left[-1], right[-1])]
 
-    operands = [*(flag.astype(jnp.int32) for flag in flags), x]
-    starts = [np.zeros((), operand.dtype) for operand in operands]
-    *sums, maximum = jax.lax.reduce(operands, starts, combine, axes)
-    return sums, maximum
-
-
-def total(counts: jax.Array, axis: int | None = None) -> jax.Array:
-    """Sum counts; where the sum wraps around in int32, return the largest instead."""
-    approximate = jnp.sum(counts, axis, dtype=jnp.float32)
-    return saturated(jnp.sum(counts, axis, dtype=jnp.int32), approximate)
+def _reduce(
+    combine: Callable[[_Operands, _Operands], _Operands],
+    operands: _Operands,
+    axes: Iterable[int],
+) -> _Operands:
+    starts = [np.zeros((), np.int32)] * len(operands)
+    return list(jax.lax.reduce(operands, starts, combine, tuple(axes)))
 
 
-def saturated(number: jax.Array, approximate: jax.Array) -> jax.Array:
-    # From 2**31 to 2**32 it has become negative; beyond, the rough sum tells.
-    wrapped = (number < 0) | (approximate > 3e9)
-    return jnp.where(wrapped, LARGEST_COUNT, number)
+def _add(left: _Operands, right: _Operands) -> _Operands:
+    sums = [a + b for a, b in zip(left[:-1], right[:-1], strict=True)]
+    return [*sums, jnp.maximum(left[-1], right[-1])]
+
+
+def _add_digits(left: _Operands, right: _Operands) -> _Operands:
+    *sums, maximum = _add(left, right)
+    pairs = [_carried(*pair) for pair in zip(sums[::2], sums[1::2], strict=True)]
+    return [*itertools.chain(*pairs), maximum]
+
+
+def _carried(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Bring the lower digit into its range, which begins at 0."""
+    return low & (2**_BITS - 1), high + (low >> _BITS)
+
+
+def _fits(number: Any) -> bool:
+    """Return whether int32 holds a number of elements; a symbolic one might not."""
+    return isinstance(number, int) and number <= LARGEST_COUNT

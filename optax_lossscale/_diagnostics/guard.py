@@ -8,14 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._find import get_loss_scale_state
+from .._finite import AxisName, check_axis_name
+from .._jax_internals import is_staging
 from .._state import LossScaleState
 from .._validation import check_concrete, check_count, describe
 from .report import GradientReport, check_gradients, gradient_report
-from .table import check_report, format_report
+from .stopped import is_due, stop_message
+from .table import check_report
 
 
 class LossScaleError(RuntimeError):
-    """Raised by `check_loss_scale`: steps are skipped and none is applied.
+    """Raised by the guards: steps are skipped, and none is applied.
 
     Examples:
         >>> import optax_lossscale as ls
@@ -76,32 +79,8 @@ def check_loss_scale(
     )
     if report is not None:
         check_report(report)
-    host_state = jax.device_get(scale_state)
-    # Of an ensemble, the member that stands still for longest.
-    worst = np.unravel_index(
-        np.argmax(host_state.consecutive_skips), np.shape(host_state.consecutive_skips)
-    )
-    skips, skipped, scale = (
-        np.asarray(x)[worst]
-        for x in (
-            host_state.consecutive_skips,
-            host_state.skipped_steps,
-            host_state.loss_scale,
-        )
-    )
-    if skips > limit:
-        table = ""
-        if report is not None:
-            table = f"\nThe last gradients:\n{format_report(report, limit=5)}"
-        member = f" of member {', '.join(map(str, worst))}" if worst else ""
-        raise LossScaleError(
-            f"The last {skips} steps{member} were all skipped, more than "
-            f"`max_consecutive_skips`={limit}, and {skipped} in all; the loss scale is "
-            f"{scale:g}. If it has come to its floor, no scale cures the gradients: "
-            "look for a NaN in the data, the loss or the parameters, or lower the "
-            "learning rate. If it is still falling, start from a lower one."
-            f"{table}"
-        )
+    if np.any(is_due(jax.device_get(scale_state.consecutive_skips), limit)):
+        raise LossScaleError(stop_message(scale_state, limit, report))
 
 
 def watch_loss_scale(
@@ -111,6 +90,7 @@ def watch_loss_scale(
     every: int = 1,
     grads: Any = None,
     on_error: Callable[[LossScaleError], None] | None = None,
+    axis_name: AxisName | None = None,
 ) -> None:
     """Do in a compiled loop what `check_loss_scale` does on the host.
 
@@ -119,12 +99,15 @@ def watch_loss_scale(
     ``jax.debug.callback``, and nothing waits for that. A GPU may have to bring the
     decision itself to the host, as that of any ``jax.lax.cond``: where that matters,
     nest two scans and call this in the outer one. ``jax.vmap`` runs both sides of a
-    branch, and so the host in every step: of an ensemble give the state of all members,
-    outside of it, without ``grads``.
+    branch, and so calls the host in every step: for an ensemble, call this outside of
+    it with the state of all members, without ``grads``. Outside of compiled functions
+    this waits for the device and decides on the host, as `check_loss_scale` does.
 
-    Without ``on_error`` the error ends the program: jax raises a
-    ``jax.errors.JaxRuntimeError`` with the text of the `LossScaleError` in it when the
-    results are waited for. They are lost then, as are arguments that were donated.
+    Without ``on_error`` the error ends the compiled program. XLA passes no exception
+    on: you get a ``jax.errors.JaxRuntimeError`` with the text of the `LossScaleError`
+    in it, from the call or when the results are waited for. jax logs the error as well.
+    The results are lost then, as are arguments that were donated. To raise the
+    `LossScaleError` itself, keep it, and raise it on the host as in the first example.
 
     Args:
         state: the optimizer state after the update, or whatever
@@ -137,30 +120,50 @@ def watch_loss_scale(
             It is computed only when there is one, but compiled with the loop.
         on_error: called on the host with the `LossScaleError`, in place of raising it:
             to log it, to save something, to set a flag.
+        axis_name: inside ``shard_map``, ``pmap`` or ``vmap``, the name of the mapped
+            axis, or a tuple of names, along which the state is the same everywhere.
+            Only the first device along them calls the host, and ``grads`` are its own.
+            Without it every device calls.
 
     Returns:
         Nothing.
 
     Raises:
+        LossScaleError: outside of compiled functions, if more steps were skipped.
         ValueError: if ``state`` has no loss scale or more than one,
             ``max_consecutive_skips`` or ``every`` is no count, ``grads`` can be no tree
-            of gradients, or ``on_error`` cannot be called.
+            of gradients, ``on_error`` cannot be called, or ``axis_name`` is not bound
+            here.
 
     Examples:
         >>> import jax
         >>> import optax_lossscale as ls
         >>> rule, errors = ls.DynamicLossScale(), []
-        >>> def step(state, flag):
-        ...     state = rule.update(state, flag)
-        ...     ls.watch_loss_scale(
-        ...         state, max_consecutive_skips=2, on_error=errors.append
-        ...     )
-        ...     return state, None
+        >>> def train(state, flags, on_error):
+        ...     def step(state, flag):
+        ...         state = rule.update(state, flag)
+        ...         ls.watch_loss_scale(
+        ...             state, max_consecutive_skips=2, on_error=on_error
+        ...         )
+        ...         return state, None
+        ...     return jax.lax.scan(step, state, flags)[0]
+        >>> train = jax.jit(train, static_argnames="on_error")
         >>> flags = jax.numpy.array([False, False, False, True])
-        >>> state, _ = jax.jit(lambda s: jax.lax.scan(step, s, flags))(rule.init())
+        >>> state = train(rule.init(), flags, on_error=errors.append)
         >>> jax.effects_barrier()
-        >>> print(errors[0])
-        The last 3 steps were all skipped, ...
+        >>> if errors:
+        ...     raise errors[0]
+        Traceback (most recent call last):
+        ...
+        optax_lossscale.LossScaleError: The last 3 steps were all skipped, ...
+
+        Without ``on_error`` jax raises its own error:
+
+        >>> try:
+        ...     state = jax.block_until_ready(train(rule.init(), flags, on_error=None))
+        ... except jax.errors.JaxRuntimeError as error:
+        ...     print("LossScaleError: The last 3 steps were all" in str(error))
+        True
     """
     limit = _check_limit(max_consecutive_skips)
     every = check_count(
@@ -173,25 +176,49 @@ def watch_loss_scale(
         )
     if grads is not None:
         check_gradients("grads", grads)
-    scale_state = get_loss_scale_state(state)
+    if axis_name is not None:
+        check_axis_name(axis_name)
+    scale_state, grads = jax.tree.map(
+        _without_derivative, (get_loss_scale_state(state), grads)
+    )
 
-    def on_host(scale_state: LossScaleState, report: GradientReport | None) -> None:
-        try:
-            check_loss_scale(scale_state, max_consecutive_skips=limit, report=report)
-        except LossScaleError as error:
-            if on_error is None:
-                raise
-            on_error(error)
+    def tell_host(
+        due: Any, scale_state: LossScaleState, report: GradientReport | None
+    ) -> None:
+        # ``jax.vmap`` calls for every member.
+        if not due:
+            return
+        error = LossScaleError(stop_message(scale_state, limit, report))
+        if on_error is None:
+            raise error
+        on_error(error)
 
-    def call_host() -> None:
-        report = None
-        if grads is not None:
-            report = gradient_report(grads, loss_scale=scale_state.loss_scale)
-        jax.debug.callback(on_host, scale_state, report)
+    def report() -> GradientReport | None:
+        if grads is None:
+            return None
+        return gradient_report(grads, loss_scale=scale_state.loss_scale)
 
-    beyond = scale_state.consecutive_skips - limit
-    due = (beyond > 0) & ((beyond - 1) % every == 0)
-    jax.lax.cond(jnp.any(due), call_host, lambda: None)
+    skips = scale_state.consecutive_skips
+    if not _is_traced((scale_state, grads)) and not is_staging():
+        if np.any(is_due(jax.device_get(skips), limit, every)):
+            tell_host(True, scale_state, report())
+        return
+    due = jnp.any(is_due(skips, limit, every))
+    if axis_name is not None:
+        due &= jax.lax.axis_index(axis_name) == 0
+    jax.lax.cond(
+        due,
+        lambda: jax.debug.callback(tell_host, due, scale_state, report()),
+        lambda: None,
+    )
+
+
+def _without_derivative(x: Any) -> Any:
+    return jax.lax.stop_gradient(x) if isinstance(x, jax.core.Tracer) else x
+
+
+def _is_traced(tree: Any) -> bool:
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
 def _check_limit(max_consecutive_skips: int) -> int:

@@ -7,17 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._finite import AxisName, across
 from .._precision import limits_of
-from .._tree import AxisName, across, dtype_of, is_inexact
+from .._tree import dtype_of, is_inexact
 from .._validation import check_scale, describe
-from .counting import measure, saturated, total
+from .counting import as_int32, measure, total
 
 
 class GradientReport(NamedTuple):
     """How the elements of gradients fare, as trees like the gradients.
 
     Each leaf is an array of shape ``()``. Counts are int32 and stay at 2**31 - 1 when
-    there are more. No element is in two of them: those in none are normal numbers.
+    there are more. No element is counted twice; those in no count are normal numbers.
 
     Attributes:
         nan: how many elements are NaN.
@@ -27,7 +28,8 @@ class GradientReport(NamedTuple):
         subnormal: how many become subnormal numbers there, which hold fewer digits.
         overflow: how many are finite, but not in the type at the scale.
         max_abs: float32, the largest absolute value of the finite elements, 0 if there
-            are none. It is not multiplied by the scale.
+            are none, the largest float32 if it is beyond. It is not multiplied by the
+            scale.
         size: how many elements there are; 0 for what is not floating-point.
 
     Examples:
@@ -58,7 +60,7 @@ class GradientReport(NamedTuple):
 
         return _combined(
             self,
-            lambda counts: total(stacked(counts, jnp.int32), axis=0),
+            lambda counts: total(stacked(counts, jnp.int32)),
             lambda maxima: jnp.max(stacked(maxima, jnp.float32), axis=0, initial=0),
         )
 
@@ -101,22 +103,23 @@ def gradient_report(
     gradients a lower or higher scale would lose. It compiles, and returns arrays on the
     device without waiting for it; `format_report` makes a table of them.
 
-    What the backward pass has already rounded to zero is counted as zero: to see what a
+    Elements that the backward pass has rounded to zero count as zero. To see what a
     type would lose, give gradients that were computed in float32, or at a high scale.
     float32 numbers below 2**-126 count as zero where the device takes them for it, as
-    XLA does on CPU.
+    XLA does on CPU. A report is a constant to functions that are differentiated.
 
     Args:
         grads: true (unscaled) gradients, any pytree of arrays, sharded ones too. Leaves
             that are not floating-point are passed over, with a size of 0. Complex
-            elements count by their absolute value.
+            elements count by their absolute value, as NaN if either part is NaN, else
+            as infinite if either part is.
         loss_scale: what the loss is multiplied by, a number or an array of shape
             ``()``.
         dtype: the floating-point type to which the scaled gradients are rounded, or its
             name.
-        axis_name: the mapped axis, or a tuple of them, over whose devices
-            (``shard_map``, ``pmap``) or members (``vmap``) the counts are added up, of
-            gradients of which each has its own or its own part.
+        axis_name: the mapped axis, or a tuple of them, along which the gradients differ
+            or are split. The counts of all devices (``shard_map``, ``pmap``) or members
+            (``vmap``) along it are added up.
 
     Returns:
         A `GradientReport`; one without leaves if ``grads`` has none.
@@ -148,17 +151,18 @@ def gradient_report(
     if not leaves:
         return GradientReport(*(grads for _ in GradientReport._fields))
     scale = jnp.asarray(loss_scale, jnp.float32)
-    counts, max_abs = measure(
-        [x if is_inexact(x) else None for x in leaves], scale, limits
-    )
-    if axis_name is not None:
-        approximate = across(jax.lax.psum, counts.astype(jnp.float32), axis_name)
-        counts = saturated(across(jax.lax.psum, counts, axis_name), approximate)
-        max_abs = across(jax.lax.pmax, max_abs, axis_name)
+    counts, max_abs = measure(measurable(leaves), scale, limits)
+    counts = as_int32(across(jax.lax.psum, counts, axis_name))
+    max_abs = across(jax.lax.pmax, max_abs, axis_name)
     nan, inf, zero, underflow, subnormal, overflow, size, max_abs = (
         jax.tree.unflatten(structure, list(column)) for column in (*counts, max_abs)
     )
     return GradientReport(nan, inf, zero, underflow, subnormal, overflow, max_abs, size)
+
+
+def measurable(leaves: list[Any]) -> list[Any]:
+    """Put None in the place of what holds no floating-point numbers."""
+    return [x if is_inexact(x) else None for x in leaves]
 
 
 def check_gradients(name: str, tree: Any) -> None:
@@ -166,9 +170,9 @@ def check_gradients(name: str, tree: Any) -> None:
     arrays = jax.Array | np.ndarray | np.generic | int | float | complex
     if isinstance(tree, arrays) and jnp.ndim(tree) == 0:
         raise ValueError(
-            f"`{name}` must be a tree of gradients, got the single number "
-            f"{describe(tree)}. Is it the loss? A single parameter goes into a "
-            "container, as {'x': gradient}."
+            f"`{name}` must be a tree of gradients, got one number: {describe(tree)}. "
+            "Is it the loss? Put the gradient of a single parameter into a container, "
+            "as in {'x': gradient}."
         )
     pairs = jax.tree_util.tree_leaves_with_path(tree)
     for path, leaf in pairs:

@@ -50,9 +50,9 @@ class _Row(NamedTuple):
 def format_report(report: GradientReport, limit: int = 20) -> str:
     """Draw up a report as a table: one array a row, the worst first.
 
-    Worst are those with the largest share of NaN and inf, then of overflow, of
-    underflow, of subnormal numbers and of zeros. A count comes with its share of the
-    array's elements; ``-`` is none. It fetches the report, and so waits for the device.
+    The worst have the largest share of NaN and inf, then of overflow, of underflow, of
+    subnormal numbers and of zeros. A count comes with its share of the array's
+    elements; ``-`` is none. It fetches the report, and so waits for the device.
 
     Args:
         report: what `gradient_report` returned.
@@ -118,8 +118,8 @@ def check_report(report: GradientReport) -> None:
     )
     if any(np.shape(x) != () for x in jax.tree.leaves(report)):
         raise ValueError(
-            "`report` must hold one number in each leaf, got arrays. Of an ensemble "
-            "format one member: `jax.tree.map(lambda x: x[0], report)`."
+            "`report` must hold one number in each leaf, got arrays. For an ensemble, "
+            "format one member at a time: `jax.tree.map(lambda x: x[0], report)`."
         )
 
 

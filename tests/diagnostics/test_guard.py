@@ -1,9 +1,12 @@
 """check_loss_scale and watch_loss_scale."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ls
 
@@ -22,10 +25,7 @@ def test_it_raises_at_one_step_more_than_allowed():
     ls.check_loss_scale(opt_state, max_consecutive_skips=3)
     with pytest.raises(ls.LossScaleError) as error:
         ls.check_loss_scale(opt_state, max_consecutive_skips=2)
-    message = str(error.value)
-    assert message.startswith("The last 3 steps were all skipped, more than ")
-    assert "`max_consecutive_skips`=2, and 3 in all; the loss scale is 32." in message
-    assert "lower the learning rate" in message
+    assert str(error.value).startswith("The last 3 steps were all skipped, more than ")
 
 
 def test_the_default_lets_the_scale_come_down_from_anywhere():
@@ -58,14 +58,13 @@ def test_a_state_without_a_scale_is_refused():
 
 
 REPORT = ls.gradient_report({"w": jnp.array([1.0, jnp.nan]), "b": jnp.ones(2)})
+REPORT_TABLE = ls.format_report(REPORT)
 
 
 def test_the_error_shows_the_last_report():
     with pytest.raises(ls.LossScaleError) as error:
         ls.check_loss_scale(after(3), max_consecutive_skips=2, report=REPORT)
-    first, *rest = str(error.value).split("\n")
-    assert first.startswith("The last 3 steps") and rest[0] == "The last gradients:"
-    assert "\n".join(rest[1:]) == ls.format_report(REPORT)
+    assert str(error.value).endswith(f"\nThe last gradients:\n{REPORT_TABLE}")
     ls.check_loss_scale(after(3), max_consecutive_skips=3, report=REPORT)
     with pytest.raises(ValueError, match="`report` must be a GradientReport"):
         ls.check_loss_scale(after(0), report={"w": 1})
@@ -77,11 +76,8 @@ def test_of_an_ensemble_the_worst_member_counts():
     for _ in range(4):
         state = jax.vmap(rule.update)(state, jnp.array([True, False, True]))
     ls.check_loss_scale(state, max_consecutive_skips=4)
-    with pytest.raises(ls.LossScaleError) as error:
+    with pytest.raises(ls.LossScaleError, match="^The last 4 steps of member 1 were"):
         ls.check_loss_scale(state, max_consecutive_skips=3)
-    message = str(error.value)
-    assert message.startswith("The last 4 steps of member 1 were all skipped")
-    assert "4 in all; the loss scale is 2048." in message
 
 
 def test_inside_of_a_compiled_function_it_refers_to_the_other():
@@ -173,9 +169,10 @@ def test_an_ensemble_is_watched_as_a_whole():
 
 def test_while_training_goes_on_the_host_is_not_called(monkeypatch):
     calls = []
+    callback = jax.debug.callback
     monkeypatch.setattr(
-        "optax_lossscale._diagnostics.guard.check_loss_scale",
-        lambda *args, **_: calls.append(args),
+        "jax.debug.callback",
+        lambda tell, *args: callback(lambda *args: calls.append(args), *args),
     )
     scan(FLAGS, max_consecutive_skips=5)
     assert calls == []
@@ -183,12 +180,15 @@ def test_while_training_goes_on_the_host_is_not_called(monkeypatch):
     assert len(calls) == 1
 
 
-def test_a_compiled_loop_ends_with_the_text_of_the_error():
-    with pytest.raises(RuntimeError) as error:
+def test_a_compiled_loop_ends_with_the_text_of_the_error(caplog):
+    with pytest.raises(jax.errors.JaxRuntimeError) as error:
         scan(FLAGS, max_consecutive_skips=3, grads=True)
     message = str(error.value)
     assert "LossScaleError: The last 4 steps were all skipped, more than" in message
     assert "['w']     3  3 100%" in message
+    # jax has no better way, and logs it besides.
+    assert error.value.__cause__ is None is error.value.__context__
+    assert "LossScaleError: The last 4 steps were all skipped" in caplog.text
     # And the next one runs as if nothing had been.
     scan(FLAGS, max_consecutive_skips=5)
 
@@ -210,11 +210,33 @@ def test_the_report_is_computed_only_when_there_is_an_error():
     assert not any("measure" in str(e) for e in jaxpr.eqns if e is not cond)
 
 
-def test_without_compiling_it_raises_as_well():
-    errors = []
-    ls.watch_loss_scale(after(3), max_consecutive_skips=2, on_error=errors.append)
-    jax.effects_barrier()
-    assert len(errors) == 1
+def test_without_compiling_it_raises_the_error_itself():
+    for skips, error in ((3, ls.LossScaleError), (1, None)):
+        state = RULE.init()._replace(consecutive_skips=jnp.int32(skips))
+        grads = {"w": jnp.array([1.0, jnp.nan]), "b": jnp.ones(2)}
+        with pytest.raises(error) if error else contextlib.nullcontext() as caught:
+            ls.watch_loss_scale(state, max_consecutive_skips=2, grads=grads)
+        assert not error or str(caught.value).endswith(REPORT_TABLE)
+
+
+def test_without_compiling_every_and_on_error_keep_their_meaning():
+    errors, state = [], RULE.init()
+    for _ in range(7):
+        state = RULE.update(state, False)
+        ls.watch_loss_scale(
+            state, max_consecutive_skips=2, every=2, on_error=errors.append
+        )
+    assert skips(errors) == [3, 5, 7]
+
+
+def test_without_compiling_nothing_is_compiled(caplog):
+    state, grads = RULE.init(), [jnp.ones(3)]
+    ls.watch_loss_scale(state, grads=grads)
+    with jax.log_compiles():
+        ls.watch_loss_scale(state, grads=grads)
+        assert not caplog.records
+        jax.jit(lambda x: x + 1)(1)
+        assert caplog.records
 
 
 def test_an_ensemble_and_devices_each_speak_for_themselves():
@@ -241,6 +263,81 @@ def test_an_ensemble_and_devices_each_speak_for_themselves():
     sharded = jax.shard_map(per_device, mesh=mesh, in_specs=specs, out_specs=specs)
     run(sharded, states)
     assert skips(errors) == [5, 6, 7]
+
+
+STOPPED = RULE.init()._replace(consecutive_skips=jnp.int32(7))
+
+
+def watch_mapped(map_over_devices, axis_name):
+    """How many errors there are of one state on all devices."""
+    errors = []
+
+    def watch(x, state):
+        ls.watch_loss_scale(
+            state,
+            max_consecutive_skips=4,
+            grads=[x],
+            on_error=errors.append,
+            axis_name=axis_name,
+        )
+        return x
+
+    jax.block_until_ready(map_over_devices(watch)(jnp.ones(8), STOPPED))
+    jax.effects_barrier()
+    return len(errors)
+
+
+def shard_map(watch):
+    types = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=types)
+    return jax.jit(
+        jax.shard_map(watch, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
+    )
+
+
+def pmap(watch):
+    return jax.pmap(watch, axis_name="x", in_axes=(0, None))
+
+
+def vmap(watch):
+    return jax.jit(jax.vmap(watch, axis_name="x", in_axes=(0, None)))
+
+
+@pytest.mark.parametrize(
+    ("map_over_devices", "axis_name", "expected"),
+    [
+        *((shard_map, None, 8), (shard_map, "x", 2), (shard_map, ("x", "y"), 1)),
+        *((pmap, None, 8), (pmap, "x", 1), (vmap, "x", 1)),
+    ],
+)
+def test_of_one_state_on_all_devices_the_first_speaks(
+    map_over_devices, axis_name, expected
+):
+    assert watch_mapped(map_over_devices, axis_name) == expected
+
+
+@pytest.mark.parametrize("axis_name", ["z", ("x", "z"), 0])
+def test_an_axis_that_is_not_there_is_refused(axis_name):
+    message = "`axis_name` must name an axis of the surrounding"
+    with pytest.raises(ValueError, match=message):
+        watch_mapped(shard_map, axis_name)
+    with pytest.raises(ValueError, match=message):
+        ls.watch_loss_scale(STOPPED, axis_name=axis_name)
+
+
+def test_members_that_are_not_due_are_silent_under_vmap():
+    errors = []
+    states = jax.tree.map(lambda x: jnp.stack([x] * 4), STOPPED)
+    states = states._replace(consecutive_skips=jnp.arange(3, 7))
+
+    def watch(state):
+        ls.watch_loss_scale(
+            state, max_consecutive_skips=3, every=2, on_error=errors.append
+        )
+        return state
+
+    run(jax.vmap(watch), states)
+    assert skips(errors) == [4, 6]
 
 
 @pytest.mark.parametrize(

@@ -15,35 +15,49 @@ from jax.sharding import PartitionSpec as P
 from report_oracle import host, oracle
 
 import optax_lossscale as ls
+from optax_lossscale._diagnostics import counting
 
 DTYPES = ["float16", "bfloat16", "float8_e5m2", "float8_e4m3fn", "float32"]
 
 
 LARGEST_COUNT = 2**31 - 1
+LARGEST = float(np.finfo(np.float32).max)
 
 
-def around(x):
-    """The float32 numbers next to a limit, and it."""
-    x = np.float32(x)
-    return [np.nextafter(x, np.float32(0)), x, np.nextafter(x, np.float32(np.inf))]
+def around(x, wide):
+    """The numbers of a type next to a limit, and it."""
+    x = wide(x)
+    return [np.nextafter(x, wide(0)), x, np.nextafter(x, wide(np.inf))]
 
 
+def odd(x):
+    """A float64 as a float32 that is rounded further as if it were the float64."""
+    rounded = np.float32(x)
+    if float(rounded) == x or rounded.view(np.int32) % 2:
+        return rounded
+    return np.nextafter(rounded, np.float32(np.inf if x > rounded else 0))
+
+
+@pytest.mark.parametrize("wide", [np.float32, np.float64])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_elements_at_the_limits_are_counted_as_rounding_has_it(dtype):
+def test_elements_at_the_limits_are_counted_as_rounding_has_it(dtype, wide):
     info = jnp.finfo(dtype)
     largest, tiny = float(info.max), float(info.tiny)
     least = float(info.smallest_subnormal)
     # The ties to zero, to the least normal number and to what lies beyond the largest.
     ulp = 2.0 ** (math.frexp(largest)[1] - 1 - info.nmant)
     limits = [least / 2, least, tiny - least / 2, tiny, largest, largest + ulp / 2]
-    elements = [y for x in limits if x < 2.0**127 for y in around(x)]
+    top = float(np.finfo(wide).max) / 2
+    elements = [y for x in limits if x < top for y in around(x, wide)]
     # Smaller ones XLA takes for zero on CPU, the type itself has them as subnormal.
-    elements = [x for x in elements if x >= 2.0**-126] + [0.0, np.nan, np.inf, -np.inf]
-    for x in elements:
-        x = np.array([x, -x], np.float32)
-        report = host(ls.gradient_report({"w": x}, dtype=dtype))
-        expected = oracle(x, 1.0, dtype)
-        assert {k: v["w"] for k, v in report._asdict().items()} == expected, x
+    elements = [x for x in elements if x >= np.finfo(wide).tiny]
+    for x in elements + [0.0, np.nan, np.inf, -np.inf]:
+        with enable_x64(wide is np.float64):
+            report = host(ls.gradient_report([np.array([x, -x], wide)], dtype=dtype))
+        rounded = x if np.isnan(x) or dtype == "float32" else odd(x)
+        expected = oracle(np.array([rounded, -rounded]), 1.0, dtype)
+        del expected["max_abs"]
+        assert {k: getattr(report, k)[0] for k in expected} == expected, x
 
 
 @given(
@@ -115,7 +129,7 @@ def test_an_empty_tree_has_an_empty_report(empty):
     assert jax.tree.leaves(report) == [] and report.nan == empty
     assert set(host(report.totals)) == {0}
     suggested = host(ls.suggest_loss_scale(empty))
-    assert suggested == ls.SuggestedLossScale(1.0, 0.0, 0.0)
+    assert suggested == ls.SuggestedLossScale(2.0**15, 0.0, 0.0, False)
 
 
 def test_float64_is_measured_as_such():
@@ -123,9 +137,31 @@ def test_float64_is_measured_as_such():
         x = np.array([1e-300, 1.0, 1e300])
         report = host(ls.gradient_report([x], loss_scale=2.0, dtype="float64"))
         assert report.underflow == report.overflow == report.subnormal == [0]
-        assert report.max_abs == [float(np.finfo(np.float32).max)]
+        assert report.max_abs == [LARGEST]
         report = host(ls.gradient_report([x]))
         assert report.underflow == report.overflow == [1]
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "complex128"])
+@pytest.mark.parametrize(
+    ("element", "count"),
+    [
+        *((complex(3e38, -3e38), "overflow"), (complex(0, 7e4), "overflow")),
+        *((complex(3, 4), None), (complex(1e-9, 1e-9), "underflow"), (0j, "zero")),
+        *((complex(np.inf, 0), "inf"), (complex(1, -np.inf), "inf")),
+        *((complex(np.inf, np.nan), "nan"), (complex(np.nan, 1), "nan")),
+    ],
+)
+def test_complex_elements_count_by_their_absolute_value(element, count, dtype):
+    with enable_x64(dtype == "complex128"):
+        report = host(ls.gradient_report([np.array([element, 0, 1], dtype)]))
+    counts = {k: v[0] for k, v in report._asdict().items() if k != "max_abs"}
+    expected = {**dict.fromkeys(counts, 0), "zero": 1, "size": 3}
+    if count is not None:
+        expected[count] += 1
+    assert counts == expected
+    finite = abs(element) if count not in ("nan", "inf") else 1
+    assert report.max_abs == [pytest.approx(min(max(finite, 1), LARGEST), rel=1e-6)]
 
 
 def test_counts_that_do_not_fit_stay_at_the_largest():
@@ -139,6 +175,31 @@ def test_counts_that_do_not_fit_stay_at_the_largest():
     for many in (2, 3, 4, 5, 9):
         assert totals(*[LARGEST_COUNT] * many) == LARGEST_COUNT
     assert totals(2**30, 2**30) == totals(*[2**30] * 4, 5) == LARGEST_COUNT
+
+
+@pytest.mark.parametrize(("members", "fits"), [(2**16, True), (2**17, False)])
+def test_sums_over_members_that_do_not_fit_stay_at_the_largest(members, fits):
+    grads = jnp.full(2**15 - 1, jnp.nan)
+    count = members * grads.size if fits else LARGEST_COUNT
+
+    def report(_):
+        return ls.gradient_report([grads], axis_name="m")
+
+    summed = jax.vmap(report, axis_name="m")(jnp.zeros(members))
+    assert set(np.asarray(summed.nan[0])) == set(np.asarray(summed.size[0])) == {count}
+
+
+@pytest.mark.parametrize("shape", [(5, 6, 7), (43,), (160, 131)])
+def test_arrays_that_do_not_fit_are_counted_digit_by_digit(shape, monkeypatch):
+    # What is compiled for these shapes stays so, and right.
+    monkeypatch.setattr(counting, "_fits", lambda number: number <= 10)
+    x = np.resize(np.float32([1, np.nan, 0, np.inf, 1e-9, 1e9, 1e-6]), shape)
+    expected = {**oracle(x, 1.0, "float16"), "max_abs": 1e9}
+    if shape[0] % 8 == 0:
+        mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+        x = jax.device_put(x, NamedSharding(mesh, P("x")))
+    report = host(ls.gradient_report({"w": x}))
+    assert {k: v["w"] for k, v in report._asdict().items()} == expected
 
 
 @pytest.mark.slow
@@ -232,16 +293,22 @@ def test_nothing_waits_for_the_device():
 @pytest.mark.parametrize(
     ("grads", "message"),
     [
-        (1.5, "`grads` must be a tree of gradients, got the single number 1.5. Is it"),
-        (jnp.float32(2), "`grads` must be a tree of gradients, got the single number"),
-        (True, "`grads` must be a tree of gradients, got the single number True"),
+        (1.5, "`grads` must be a tree of gradients, got one number: 1.5. Is it the"),
+        (
+            jnp.float32(2),
+            r"got one number: an array of dtype float32 and shape \(\). Is it the",
+        ),
+        (True, "`grads` must be a tree of gradients, got one number: True. Is it"),
         (
             {"a": jnp.arange(3)},
             "must hold floating-point gradients, got none: int32 at",
         ),
         (np.arange(3), "must hold floating-point gradients, got none: int64 at its ro"),
         ({"a": [1.0, "b"]}, r"must hold arrays alone, got 'b' at \['a'\]\[1\]. Leave"),
-        ([jax.ShapeDtypeStruct((2,), float)], r"must hold arrays alone, got an array"),
+        (
+            [jax.ShapeDtypeStruct((2,), float)],
+            r"must hold arrays alone, got a jax.ShapeD",
+        ),
     ],
 )
 def test_what_is_no_tree_of_gradients_is_refused(function, grads, message):

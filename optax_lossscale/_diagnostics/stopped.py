@@ -1,0 +1,51 @@
+"""When training has stopped, and what to say then."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._state import LossScaleState
+from .report import GradientReport
+from .table import format_report
+
+_ADVICE = """
+Look at the loss before it is scaled.
+- It is NaN or infinite: no scale cures that. Look at the data and the parameters, or \
+lower the learning rate.
+- It is finite, and the scale is at its floor: the same.
+- It is finite, and the scale is still falling: start from a lower one.
+- It is finite, but multiplied by an earlier scale: the gradient function was built \
+from an earlier state, and its program holds that scale as a constant. Build it inside \
+of the step, from the state that the step is passed."""
+
+
+def is_due(consecutive_skips: Any, limit: int, every: int = 1) -> Any:
+    """Return whether to speak: at the first skip too many, and once every so many."""
+    beyond = consecutive_skips - limit
+    return (beyond > 0) & ((beyond - 1) % every == 0)
+
+
+def stop_message(
+    scale_state: LossScaleState, limit: int, report: GradientReport | None
+) -> str:
+    """Say how long nothing has been applied, and what may be the cause."""
+    skips, skipped, scale = jax.device_get(
+        (
+            scale_state.consecutive_skips,
+            scale_state.skipped_steps,
+            scale_state.loss_scale,
+        )
+    )
+    # Of an ensemble, the member that stands still for longest.
+    worst = np.unravel_index(np.argmax(skips), np.shape(skips))
+    skips, skipped, scale = (np.asarray(x)[worst] for x in (skips, skipped, scale))
+    member = f" of member {', '.join(map(str, worst))}" if worst else ""
+    text = (
+        f"The last {skips} steps{member} were all skipped, more than "
+        f"`max_consecutive_skips`={limit}, and {skipped} in all. The loss scale is "
+        f"{scale:g}.{_ADVICE}"
+    )
+    if report is not None:
+        text += f"\nThe last gradients:\n{format_report(report, limit=5)}"
+    return text

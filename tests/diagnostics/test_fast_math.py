@@ -1,0 +1,57 @@
+"""Under XLA's fast math, which takes no number for NaN or infinite."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from helpers import ROOT, enable_x64, worker_environment
+from report_oracle import host
+
+import optax_lossscale as ls
+
+FLAGS = ["--xla_cpu_enable_fast_math=true"] + [
+    f"--xla_cpu_fast_math_honor_{name}=false" for name in ("nans", "infs", "functions")
+]
+DTYPES = ["float32", "float16", "float8_e5m2", "complex64", "float64"]
+
+
+def results():
+    """Reports and a suggestion, as tuples."""
+    ordinary = [1.0, 0.0, -3.0, 2.0**-14, 2.0**14, 2.0**-16]
+    elements = [*ordinary, np.nan, np.inf, -np.inf]
+    with enable_x64(True):
+        grads = [
+            np.resize(np.array(elements), 64 + i).astype(jnp.dtype(dtype))
+            for i, dtype in enumerate(DTYPES)
+        ]
+        grads[3].imag[::7] = np.nan
+        grads[3][1] = complex(3e38, 3e38)
+        # Limits among the normal numbers of all of them, and none at all.
+        narrow = jax.jit(lambda g: ls.gradient_report(g, dtype="float8_e4m3fn"))
+        report, wide = narrow(grads), ls.gradient_report(grads, dtype="float64")
+        suggested = ls.suggest_loss_scale(grads, dtype="float8_e5m2")
+        return [tuple(host(x)) for x in (report, wide, report.totals, suggested)]
+
+
+def test_fast_math_changes_no_count():
+    path = os.pathsep.join([str(ROOT / "tests"), str(Path(ls.__file__).parents[1])])
+    output = subprocess.run(
+        [sys.executable, __file__],
+        env=worker_environment(XLA_FLAGS=" ".join(FLAGS), PYTHONPATH=path),
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    expected = results()
+    assert ast.literal_eval(output) == expected
+    nan, inf, zero, underflow, _, overflow, *_ = expected[2]
+    assert min(nan, inf, zero, underflow, overflow) > 0
+
+
+if __name__ == "__main__":
+    print(results())

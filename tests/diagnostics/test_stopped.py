@@ -1,0 +1,57 @@
+"""What the guard says."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import optax_lossscale as ls
+
+MESSAGE = """\
+The last 3 steps were all skipped, more than `max_consecutive_skips`=2, and 4 in all. \
+The loss scale is 16.
+Look at the loss before it is scaled.
+- It is NaN or infinite: no scale cures that. Look at the data and the parameters, or \
+lower the learning rate.
+- It is finite, and the scale is at its floor: the same.
+- It is finite, and the scale is still falling: start from a lower one.
+- It is finite, but multiplied by an earlier scale: the gradient function was built \
+from an earlier state, and its program holds that scale as a constant. Build it inside \
+of the step, from the state that the step is passed."""
+
+
+def message(state, **arguments):
+    with pytest.raises(ls.LossScaleError) as error:
+        ls.check_loss_scale(state, max_consecutive_skips=2, **arguments)
+    return str(error.value)
+
+
+def test_the_whole_message():
+    rule = ls.DynamicLossScale(init_scale=2.0**8)
+    state = rule.init()
+    for flag in (False, True, False, False, False):
+        state = rule.update(state, flag)
+    assert message(state) == MESSAGE
+    report = ls.gradient_report([jnp.array([1.0, jnp.nan])])
+    table = ls.format_report(report)
+    assert message(state, report=report) == f"{MESSAGE}\nThe last gradients:\n{table}"
+
+
+def test_it_does_not_say_that_the_scale_has_moved():
+    """A loss that is NaN leaves it where it was."""
+    state = ls.DynamicLossScale().init().record(False).record(False).record(False)
+    assert "The loss scale is 32768.\n" in message(state)
+
+
+def test_of_an_ensemble_it_names_the_member_and_its_numbers():
+    rule = ls.DynamicLossScale()
+    states = jax.tree.map(lambda x: jnp.stack([x] * 4).reshape(2, 2), rule.init())
+    skips = jnp.array([[0, 4], [7, 1]])
+    states = states._replace(
+        loss_scale=jnp.array([[1.0, 2.0], [4.0, 8.0]]),
+        consecutive_skips=skips,
+        skipped_steps=skips + 1,
+    )
+    assert message(states).startswith(
+        "The last 7 steps of member 1, 0 were all skipped, more than "
+        "`max_consecutive_skips`=2, and 8 in all. The loss scale is 4.\n"
+    )
