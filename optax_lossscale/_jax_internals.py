@@ -31,7 +31,7 @@ def is_staging() -> bool:
 
     Eager ``jax.vmap`` and derivatives trace too, but run what they do not map.
     """
-    return isinstance(jnp.zeros(()), jax.core.Tracer)
+    return isinstance(_new_array(), jax.core.Tracer)
 
 
 def is_in_jit() -> bool:
@@ -40,7 +40,7 @@ def is_in_jit() -> bool:
     ``jax.lax.scan`` and the like stage too, but called eagerly they are traced anew in
     every call, and take in what the function closes over as it is then.
     """
-    trace = getattr(jnp.zeros(()), "_trace", None)
+    trace = getattr(_new_array(), "_trace", None)
     while trace is not None:
         debug_info = getattr(getattr(trace, "frame", None), "debug_info", None)
         if getattr(debug_info, "traced_for", None) in ("jit", "pmap"):
@@ -66,3 +66,9 @@ def varying_axes(x: jax.Array) -> frozenset[Any]:
             "optax_lossscale, or install an earlier jax."
         )
     return axes
+
+
+def _new_array() -> jax.Array:
+    """Return an array that is traced where all operations are."""
+    with jax.transfer_guard("allow"):  # the user may have forbidden it
+        return jnp.zeros(())

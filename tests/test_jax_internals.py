@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from optax_lossscale._jax_internals import varying_axes
+from optax_lossscale._jax_internals import is_in_jit, is_staging, varying_axes
 
 
 def test_the_axes_are_those_along_which_an_array_differs():
@@ -29,3 +29,9 @@ def test_a_jax_that_does_not_tell_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "typeof", lambda x: types.SimpleNamespace(shape=()))
     with pytest.raises(RuntimeError, match="no longer says along which .*earlier jax"):
         varying_axes(jnp.ones(()))
+
+
+def test_to_ask_whether_operations_are_staged_moves_nothing_that_is_forbidden():
+    with jax.transfer_guard("disallow"):
+        assert not is_staging() and not is_in_jit()
+    assert jax.jit(lambda: is_staging() and is_in_jit())()

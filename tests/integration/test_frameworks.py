@@ -294,6 +294,8 @@ def test_jaxs_differentiator_leaves_the_statistics_of_nnx_as_they_were():
     grads = ls.grad(lambda model: jnp.mean(model(x) ** 2), optimizer)(model)
     assert np.any(grads.linear.kernel)
     assert_same_bits(nnx.state(model, nnx.BatchStat), before)
+    with pytest.raises(TypeError, match="uint32"):
+        ls.grad(lambda model: jnp.mean(model(x) ** 2), optimizer)(Noisy(0.5))
     model(x)
     assert not np.array_equal(
         *map(jax.tree.leaves, (nnx.state(model, nnx.BatchStat), before))
