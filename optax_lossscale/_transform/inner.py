@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from .._tree import same_structure
-from .types import keep_types
+from .types import as_narrow_as, keep_types
 
 
 def with_extra_args(
@@ -75,6 +75,7 @@ def update(
             f"{new} at {path}, where it was given {old}. A state that grows can be "
             "neither masked nor carried by `scan`: give it its final shape in `init`."
         )
+    new_updates = as_narrow_as(new_updates, updates, params)
     return new_updates, keep_types(new_state, inner_state)
 
 

@@ -78,6 +78,25 @@ def keep_types(new_state: optax.OptState, state: optax.OptState) -> optax.OptSta
     return jax.tree.map(as_before, new_state, state)
 
 
+def as_narrow_as(
+    new_updates: optax.Updates, updates: optax.Updates, params: optax.Params | None
+) -> optax.Updates:
+    """Return updates in half precision where gradients and parameters are both.
+
+    Optax returns them so. Here the moments between the two are float32.
+    """
+    if not same_structure(new_updates, updates) or not same_structure(updates, params):
+        return new_updates
+
+    def leaf(new: Any, update: Any, param: Any) -> Any:
+        dtype = dtype_of(update)
+        half = is_inexact(update) and jnp.finfo(dtype).bits < 32
+        narrow = half and dtype_of(param) == dtype and _rank(new) > _rank(update)
+        return jnp.asarray(new, dtype) if narrow else new
+
+    return jax.tree.map(leaf, new_updates, updates, params)
+
+
 def _is_open(x: Any) -> bool:
     """Return whether an update may well widen a leaf: a number, or half precision."""
     weak = isinstance(x, bool | int | float | complex) or getattr(x, "weak_type", False)

@@ -64,7 +64,9 @@ def with_loss_scaling(
     ``init`` makes the state of ``inner`` as for float32 parameters where these are
     narrower, since true gradients are float32: the moments of float16 parameters take
     as much memory as those of float32 ones. Types asked for by name, such as
-    ``mu_dtype`` of ``optax.adam``, are kept.
+    ``mu_dtype`` of ``optax.adam``, are kept. Where gradients are as narrow as their
+    parameters, updates are too, and the moments may be: keep what ``inner.init``
+    returns by ``tx.init(params)._replace(inner_state=inner.init(params))``.
 
     Args:
         inner: the optimizer, any Optax transformation.

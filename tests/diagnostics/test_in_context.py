@@ -22,7 +22,12 @@ DERIVATIVES = {
 
 @pytest.mark.parametrize(
     ("derivative", "jit"),
-    [("grad", False), ("jvp", False), ("hessian", True), ("checkpoint", True)],
+    [
+        ("grad", False),
+        ("checkpoint", True),
+        pytest.param("jvp", False, marks=pytest.mark.slow),
+        pytest.param("hessian", True, marks=pytest.mark.slow),
+    ],
 )
 def test_inside_of_a_function_that_is_differentiated_they_are_constants(
     derivative, jit, monkeypatch
@@ -56,7 +61,7 @@ def test_inside_of_a_function_that_is_differentiated_they_are_constants(
     "dtypes",
     [
         ("float32", "float16", "bfloat16", "float8_e5m2", "complex64"),
-        ("float64", "complex128"),
+        pytest.param(("float64", "complex128"), marks=pytest.mark.slow),
     ],
 )
 def test_under_strict_promotion_they_are_the_same(dtypes):
@@ -77,7 +82,9 @@ def test_under_strict_promotion_they_are_the_same(dtypes):
     assert suggested == (2.0**12, 0, 0, True) and f"['{dtypes[0]}']" in text
 
 
-@pytest.mark.parametrize("shape", ["b, 4", "2, b, c"])
+@pytest.mark.parametrize(
+    "shape", ["b, 4", pytest.param("2, b, c", marks=pytest.mark.slow)]
+)
 def test_a_program_exported_for_any_size_gives_the_right_counts(shape):
     shape = export.symbolic_shape(shape)
     grads = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}

