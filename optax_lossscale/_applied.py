@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ._find import get_loss_scale_state
 from ._finite import AxisName, all_finite
 from ._state import check_single
-from ._tree import select
+from ._tree import is_inexact, same_structure, select
 
 
 def was_applied(state: Any) -> jax.Array:
@@ -75,11 +75,13 @@ def applied_steps(state: Any, steps: jax.typing.ArrayLike) -> jax.Array:
 def keep_if_applied(
     state: Any, new: Any, old: Any, axis_name: AxisName | None = None
 ) -> Any:
-    """Return new values where the last step was applied and they are finite, else old.
+    """Return new values where the last step was applied, and made no NaN, else old.
 
     The optimizer protects only its own state and the weights. BatchNorm statistics and
     moving averages take the NaN of a forward pass that overflowed, also where the
-    gradients are finite; counters and PRNG keys advance in skipped steps.
+    gradients are finite; counters and PRNG keys advance in skipped steps. What is
+    not finite in ``old``, such as the infinity that a minimum starts from, need not be
+    in ``new``.
 
     Args:
         state: the optimizer state after the step, or whatever `get_loss_scale_state`
@@ -90,7 +92,8 @@ def keep_if_applied(
             (``shard_map``, ``pmap``) or members (``vmap``) ``new`` has to be finite.
 
     Returns:
-        ``new`` or ``old``, as a whole.
+        ``new`` if the step was applied and every element is finite that is finite in
+        ``old``; else ``old``, as a whole.
 
     Raises:
         ValueError: if there is no loss scale in ``state`` or more than one, the
@@ -108,4 +111,11 @@ def keep_if_applied(
         {'mean': Array([0., 0.], dtype=float32)}
     """
     applied = check_single(get_loss_scale_state(state)).grads_finite
-    return select(applied & all_finite(new, axis_name), new, old)
+
+    def compared(new: Any, old: Any) -> Any:
+        if not is_inexact(new) or jnp.shape(new) != jnp.shape(old):
+            return new  # `select` says what is wrong
+        return jnp.where(jnp.isfinite(old), new, jnp.zeros_like(new))
+
+    still = jax.tree.map(compared, new, old) if same_structure(new, old) else new
+    return select(applied & all_finite(still, axis_name), new, old)

@@ -105,7 +105,7 @@ def get_effective_state(state: Any) -> LossScaleState:
     """
     wrappers = tuple(_HIDING)
     for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, wrappers)):
-        if isinstance(node, wrappers) and find_loss_scale_states(node):
+        if isinstance(node, wrappers) and _hides(node, state):
             name, reason = next(v for k, v in _HIDING.items() if isinstance(node, k))
             raise ValueError(
                 "`state` must have the LossScaleState outside of other wrappers, got "
@@ -114,10 +114,38 @@ def get_effective_state(state: Any) -> LossScaleState:
     return check_single(get_loss_scale_state(state))
 
 
+def _hides(node: Any, state: Any) -> bool:
+    """Return whether a wrapper stands between the rule and what it should see."""
+    if not find_loss_scale_states(node):
+        return False
+    if isinstance(node, optax.PartitionState):
+        groups = node.inner_states.values()
+        others = [x for x in groups if not find_loss_scale_states(x)]
+        return not all(map(_is_frozen, others))
+    if isinstance(node, optax.MaskedState):
+        # What is frozen beside it cannot take a NaN.
+        left_out = _nodes(node.inner_state, optax.MaskedNode)
+        frozen = any(map(_is_frozen, _nodes(state, optax.MaskedState)))
+        return bool(left_out) and not frozen
+    return True
+
+
+def _nodes(tree: Any, kind: type) -> list[Any]:
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
+    return [x for x in leaves if isinstance(x, kind)]
+
+
+def _is_frozen(state: Any) -> bool:
+    """Return whether a state is that of ``optax.set_to_zero`` under a mask."""
+    return isinstance(state, optax.MaskedState) and isinstance(
+        state.inner_state, optax.EmptyState
+    )
+
+
 def warn_if_constant(state: LossScaleState) -> None:
     """Warn if the scale is frozen into a program, although its rule moves it."""
     concrete = not any(isinstance(x, jax.core.Tracer) for x in state[:6])
-    if concrete and is_in_jit() and jax.device_get(state.hysteresis_tracker) != 0:
+    if concrete and is_in_jit() and jax.device_get(state.hysteresis_tracker) >= 0:
         warnings.warn(
             f"The loss scale, {jax.device_get(state.loss_scale):g}, is a constant of "
             "the function that is being compiled, since `state` is not among its "

@@ -43,9 +43,10 @@ def all_finite(tree: Any, axis_name: AxisName | None = None) -> jax.Array:
         Array(False, dtype=bool)
     """
     leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x)]
-    finite = jnp.ones((), jnp.bool_)
     if leaves:
         finite = _all_finite(leaves, by_sums=_sums_show_nan())
+    else:
+        finite = jnp.ones((), jnp.bool_)
     return everywhere(finite, axis_name)
 
 
@@ -125,7 +126,11 @@ def _sums_show_nan() -> bool:
     With ``--xla_cpu_enable_fast_math`` in ``XLA_FLAGS`` it takes the difference for 0.
     The flags hold for the whole process, so one small program tells.
     """
-    with jax.ensure_compile_time_eval(), jax.disable_jit(False):
+    with (
+        jax.ensure_compile_time_eval(),
+        jax.disable_jit(False),
+        jax.transfer_guard("allow"),  # the user may have forbidden it
+    ):
         leaves = [np.asarray([1, x], np.float32) for x in (0, np.nan, np.inf)]
         flags = [_all_finite([jax.device_put(x)], True) for x in leaves]
         return bool(np.array_equal(jax.device_get(flags), [True, False, False]))

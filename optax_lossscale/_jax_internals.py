@@ -35,7 +35,7 @@ def is_staging() -> bool:
 
 
 def is_in_jit() -> bool:
-    """Return whether a function that ``jax.jit`` or ``jax.pmap`` compiles is traced.
+    """Return whether a function that is compiled as a whole is being traced.
 
     ``jax.lax.scan`` and the like stage too, but called eagerly they are traced anew in
     every call, and take in what the function closes over as it is then.
@@ -43,7 +43,7 @@ def is_in_jit() -> bool:
     trace = getattr(_new_array(), "_trace", None)
     while trace is not None:
         debug_info = getattr(getattr(trace, "frame", None), "debug_info", None)
-        if getattr(debug_info, "traced_for", None) in ("jit", "pmap"):
+        if getattr(debug_info, "traced_for", None) in ("jit", "pmap", "shard_map"):
             return True
         trace = getattr(trace, "parent_trace", None)
     return False

@@ -19,8 +19,8 @@ class LossScaleState(NamedTuple):
     Attributes:
         loss_scale: float32, what the next loss is multiplied by.
         growth_tracker: int32, finite steps in a row that count towards a growth.
-        hysteresis_tracker: int32, non-finite steps left until the scale backs off; 0
-            from the start where it never does.
+        hysteresis_tracker: int32, non-finite steps left until the scale backs off;
+            -1 where it never does.
         grads_finite: bool, whether the last step was applied: its gradients were
             finite, and whatever else was asked to be.
         skipped_steps: int32, steps skipped in all; saturates.
@@ -58,7 +58,7 @@ class LossScaleState(NamedTuple):
 
         Args:
             loss_scale: the first scale.
-            hysteresis: the first ``hysteresis_tracker``; 0 says that the rule never
+            hysteresis: the first ``hysteresis_tracker``; -1 says that the rule never
                 moves the scale, which may then be a constant of a compiled function.
             memory: what the rule remembers besides.
 
@@ -174,5 +174,5 @@ def _as_type(x: Any, dtype: Any) -> Any:
         return x
     if dtype == jnp.int32 and jnp.issubdtype(jnp.result_type(x), jnp.floating):
         # What NaN and infinity become as integers is not defined.
-        x = jnp.clip(jnp.nan_to_num(jnp.asarray(x, jnp.float32)), 0, 2.0**30)
+        x = jnp.clip(jnp.nan_to_num(jnp.asarray(x, jnp.float32)), -1, 2.0**30)
     return jnp.asarray(x, dtype)

@@ -58,6 +58,14 @@ def test_new_values_are_kept_where_applied_and_finite(grads, new, kept):
     assert_same_bits([result[k] for k in arrays], [kept[k] for k in arrays])
 
 
+def test_what_was_infinite_before_may_be_so_now():
+    old = {"least": jnp.array([jnp.inf, jnp.inf]), "mask": jnp.float32(-jnp.inf)}
+    new = {**old, "least": jnp.array([3.0, jnp.inf])}
+    assert_same_bits(ls.keep_if_applied(after(GOOD), new, old), new)
+    worse = {**new, "least": jnp.array([jnp.nan, 1.0])}
+    assert_same_bits(ls.keep_if_applied(after(GOOD), worse, new), new)
+
+
 def test_with_an_axis_name_the_members_keep_together():
     new = jnp.array([[1.0, 2.0], [jnp.nan, 3.0]])
 

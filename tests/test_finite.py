@@ -128,6 +128,17 @@ def test_an_empty_tree_is_finite(tree):
     assert ls.all_finite(tree) and jax.jit(ls.all_finite)(tree)
 
 
+def test_it_moves_nothing_that_is_forbidden():
+    x = jnp.ones(3)
+    _finite._sums_show_nan.cache_clear()
+    with jax.transfer_guard("disallow_explicit"):
+        compiled = jax.jit(ls.all_finite)(x)
+    _finite._sums_show_nan.cache_clear()
+    with jax.transfer_guard("disallow"):
+        flag = ls.all_finite(x)
+    assert flag and compiled
+
+
 def test_hundreds_of_leaves():
     tree = [jnp.ones(2) for _ in range(300)]
     check = jax.jit(ls.all_finite)

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_same_bits, enable_x64
+from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ls
 
@@ -252,6 +253,14 @@ FROZEN = {
     "in a scan": lambda s: jax.jit(
         lambda xs: jax.lax.scan(lambda c, x: (c, ls.grad(square, s)(x)), 0, xs)
     )(BATCH),
+    "in a shard_map": lambda s: jax.jit(
+        jax.shard_map(
+            ls.grad(square, s),
+            mesh=jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,)),
+            in_specs=P(),
+            out_specs=P(),
+        )
+    )(X),
     "scale_loss": lambda s: jax.jit(lambda w: ls.scale_loss(square(w), s))(X),
     "unscale_grads": lambda s: jax.jit(lambda g: ls.unscale_grads(g, s))(X),
 }
@@ -261,8 +270,9 @@ FROZEN = {
 def test_a_scale_that_is_a_constant_of_the_program_is_warned_of(use):
     with pytest.warns(UserWarning, match="^The loss scale, 32768, is a constant of"):
         use(DYNAMIC)
-    with pytest.warns(UserWarning, match="32768"):
-        use(jax.device_get(DYNAMIC))
+    overflowed = ls.DynamicLossScale().update(DYNAMIC, False)
+    with pytest.warns(UserWarning, match="16384"):
+        use(jax.device_get(overflowed))
 
 
 NOT_FROZEN = {

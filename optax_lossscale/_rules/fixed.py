@@ -61,8 +61,7 @@ class FixedLossScale(LossScale):
         )
 
     def init(self) -> LossScaleState:
-        # It never backs off, so there are no steps left until it does.
-        return LossScaleState.create(first_scale(self.loss_scale), hysteresis=0)
+        return LossScaleState.create(first_scale(self.loss_scale), hysteresis=-1)
 
     @compiled
     def update(

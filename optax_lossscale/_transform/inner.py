@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from .._tree import same_structure
-from .types import as_narrow_as, keep_types
+from .types import as_narrow_as, as_wide_as, keep_types
 
 
 def with_extra_args(
@@ -51,7 +51,7 @@ def update(
     """
     try:
         new_updates, new_state = inner.update(
-            updates, inner_state, params, **extra_args
+            as_wide_as(inner_state, updates, params), inner_state, params, **extra_args
         )
     except Exception as error:
         _check_like_params(inner, inner_state, "updates", updates, error)

@@ -34,11 +34,12 @@ def settled_state(
     def update(params: Any, state: Any) -> Any:
         return inner.update(_wide(params), state, params)[1]
 
-    changed = any(map(_is_open, jax.tree.leaves(first)))
+    is_open = jax.tree.map(_is_open, first)
+    changed = any(jax.tree.leaves(is_open))
     if changed:
-        state, _ = _widened(init, params, state)
+        state, _ = _widened(init, params, state, is_open)
     while changed:
-        state, changed = _widened(update, params, state)
+        state, changed = _widened(update, params, state, is_open)
     return state
 
 
@@ -66,7 +67,7 @@ def keep_types(new_state: optax.OptState, state: optax.OptState) -> optax.OptSta
                 f"{dtype_of(old)}, which cannot hold that. Start it in the wider type "
                 "in `init`, as in `jnp.zeros(())` instead of `0`."
             )
-        if is_inexact(old) and jnp.finfo(dtype_of(old)).bits < 32:
+        if _is_half(old):
             rounded = rounded or f"{where}, from {dtype_of(new)} to {dtype_of(old)}"
     if rounded:
         warnings.warn(
@@ -76,6 +77,22 @@ def keep_types(new_state: optax.OptState, state: optax.OptState) -> optax.OptSta
             stacklevel=6,  # where the update is called
         )
     return jax.tree.map(as_before, new_state, state)
+
+
+def as_wide_as(
+    state: optax.OptState, updates: optax.Updates, params: optax.Params | None
+) -> optax.Updates:
+    """Return gradients in the types for which the state was made.
+
+    A branch of ``jax.lax.cond`` in the optimizer would else return another type than
+    the other. A state that is kept in half precision takes gradients as they are.
+    """
+    floats = [x for x in jax.tree.leaves(state) if is_inexact(x)]
+    if not floats or any(map(_is_half, floats)) or not same_structure(updates, params):
+        return updates
+    return jax.tree.map(
+        lambda g, p: _wide(g) if _are_half(g, p) else g, updates, params
+    )
 
 
 def as_narrow_as(
@@ -89,22 +106,28 @@ def as_narrow_as(
         return new_updates
 
     def leaf(new: Any, update: Any, param: Any) -> Any:
-        dtype = dtype_of(update)
-        half = is_inexact(update) and jnp.finfo(dtype).bits < 32
-        narrow = half and dtype_of(param) == dtype and _rank(new) > _rank(update)
-        return jnp.asarray(new, dtype) if narrow else new
+        narrow = _are_half(update, param) and _rank(new) > _rank(update)
+        return jnp.asarray(new, dtype_of(update)) if narrow else new
 
     return jax.tree.map(leaf, new_updates, updates, params)
+
+
+def _are_half(update: Any, param: Any) -> bool:
+    return _is_half(update) and dtype_of(update) == dtype_of(param)
+
+
+def _is_half(x: Any) -> bool:
+    return is_inexact(x) and jnp.finfo(dtype_of(x)).bits < 32
 
 
 def _is_open(x: Any) -> bool:
     """Return whether an update may well widen a leaf: a number, or half precision."""
     weak = isinstance(x, bool | int | float | complex) or getattr(x, "weak_type", False)
-    return weak or (is_inexact(x) and jnp.finfo(dtype_of(x)).bits < 32)
+    return weak or _is_half(x)
 
 
 def _widened(
-    function: Callable[[Any, Any], Any], params: Any, state: Any
+    function: Callable[[Any, Any], Any], params: Any, state: Any, is_open: Any
 ) -> tuple[Any, bool]:
     """Widen what is wider in the state that a function returns, and say if any was."""
     try:
@@ -114,13 +137,14 @@ def _widened(
         return state, False
     if not same_structure(shapes, state):
         return state, False  # `update` says what is wrong
-    widened = jax.tree.map(_wider, state, shapes)
+    widened = jax.tree.map(_wider, state, shapes, is_open)
     pairs = zip(jax.tree.leaves(widened), jax.tree.leaves(state), strict=True)
     return widened, any(new is not old for new, old in pairs)
 
 
-def _wider(x: Any, shape: Any) -> Any:
-    if _rank(shape) <= _rank(x) or jnp.shape(shape) != jnp.shape(x):
+def _wider(x: Any, shape: Any, is_open: bool) -> Any:
+    same_shape = jnp.shape(shape) == jnp.shape(x)
+    if not (is_open and same_shape and _rank(shape) > _rank(x)):
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, shape.dtype, sharding=x.sharding)

@@ -273,6 +273,27 @@ def test_a_scale_whose_rule_does_not_see_overflows_is_refused(name, chained):
     assert float(ls.get_loss_scale(state)) == 2.0**15
 
 
+def test_what_is_frozen_beside_it_may_stand_outside():
+    """A NaN there becomes zero."""
+    scaled, others = ls.with_loss_scaling(ADAM), {"w": False, "b": True}
+    frozen = optax.partition(
+        {"train": scaled, "freeze": optax.set_to_zero()}, {"w": "train", "b": "freeze"}
+    )
+    beside = optax.chain(
+        optax.masked(scaled, MASK), optax.masked(optax.set_to_zero(), others)
+    )
+    everything = optax.chain(CLIP, optax.masked(scaled, {"w": True, "b": True}))
+    for tx in (frozen, beside, everything):
+        state = tx.init(PARAMS)
+        ls.value_and_grad(lambda p: p["b"], state)
+    params, _ = run(frozen, [BAD])
+    assert ls.all_finite(params)
+    part = optax.partition({"a": scaled, "b": scaled}, {"w": "a", "b": "b"}).init(
+        PARAMS
+    )
+    ls.value_and_grad(lambda p: p["b"], part.inner_states["a"].inner_state)
+
+
 @pytest.mark.parametrize("name", LETTING_PAST)
 def test_the_other_way_round_is_not_refused(name):
     start = PARAMS

@@ -197,3 +197,18 @@ def test_of_narrow_gradients_updates_are_as_narrow_and_moments_may_be(dtype):
         assert_same_types(new_state.inner_state, expected_state)
         wide, _ = tx.update(GRADS, tx.init(params), params)
         assert_same_types(wide, GRADS)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_branches_of_the_optimizer_agree_for_gradients_of_any_type(dtype):
+    params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
+    for wrap in (
+        lambda tx: optax.conditionally_transform(tx, lambda step, **kwargs: step < 1),
+        lambda tx: optax.apply_if_finite(tx, 3),
+    ):
+        tx = ls.with_loss_scaling(wrap(optax.adam(0.1)), ls.FixedLossScale(1.0))
+        for grads in (params, GRADS):
+            state = tx.init(params)
+            for _ in range(2):
+                updates, state = tx.update(grads, state, params)
+                assert_same_types(updates, grads)
