@@ -4,9 +4,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn
+
+_TRACE_STATE = "get_opaque_trace_state"  # jax 0.7 has it in jax.core
 
 
 def bind(eqn: JaxprEqn, args: Iterable[Any]) -> Sequence[Any]:
@@ -24,6 +27,27 @@ def bind(eqn: JaxprEqn, args: Iterable[Any]) -> Sequence[Any]:
     ):
         out = eqn.primitive.bind(*functions, *args, **bind_params)
     return out if eqn.primitive.multiple_results else [out]
+
+
+def bind_while(eqn: JaxprEqn, args: Sequence[Any], proceed: jax.Array) -> Sequence[Any]:
+    """Evaluate a ``while`` loop that is not entered unless ``proceed``."""
+    params = eqn.params
+    consts, carry = (
+        args[: params["cond_nconsts"]],
+        args[params["cond_nconsts"] + params["body_nconsts"] :],
+    )
+    condition = jax.extend.core.jaxpr_as_fun(params["cond_jaxpr"])
+    cond_jaxpr = jax.make_jaxpr(
+        lambda proceed, *args: jnp.logical_and(proceed, *condition(*args))
+    )(proceed, *consts, *carry)
+    gated = eqn.replace(
+        params={
+            **params,
+            "cond_jaxpr": cond_jaxpr,
+            "cond_nconsts": params["cond_nconsts"] + 1,
+        }
+    )
+    return bind(gated, [proceed, *args])
 
 
 def is_staging() -> bool:
@@ -44,6 +68,25 @@ def is_in_jit() -> bool:
     while trace is not None:
         debug_info = getattr(getattr(trace, "frame", None), "debug_info", None)
         if getattr(debug_info, "traced_for", None) in ("jit", "pmap", "shard_map"):
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False
+
+
+def is_differentiated() -> bool:
+    """Return whether a derivative is taken of what is computed here.
+
+    True also where jax no longer tells. Under ``jax.jit`` and the like, derivatives
+    that are taken outside of it cannot be seen.
+    """
+    module = jax.extend.core if hasattr(jax.extend.core, _TRACE_STATE) else jax.core
+    state = getattr(module, _TRACE_STATE)(convention="nnx")
+    reference = getattr(state, "_trace_ref", None)
+    if reference is None:
+        return True
+    trace = reference()
+    while trace is not None:
+        if type(trace).__name__ in ("JVPTrace", "LinearizeTrace"):
             return True
         trace = getattr(trace, "parent_trace", None)
     return False

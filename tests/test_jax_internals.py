@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from optax_lossscale._jax_internals import is_in_jit, is_staging, varying_axes
+from optax_lossscale._jax_internals import (
+    is_differentiated,
+    is_in_jit,
+    is_staging,
+    varying_axes,
+)
 
 
 def test_the_axes_are_those_along_which_an_array_differs():
@@ -35,3 +40,28 @@ def test_to_ask_whether_operations_are_staged_moves_nothing_that_is_forbidden():
     with jax.transfer_guard("disallow"):
         assert not is_staging() and not is_in_jit()
     assert jax.jit(lambda: is_staging() and is_in_jit())()
+
+
+def test_a_derivative_that_is_taken_of_what_is_computed_here_is_seen(monkeypatch):
+    seen = []
+
+    def look(x):
+        seen.append(is_differentiated())
+        return x
+
+    look(1.0)
+    jax.vmap(look)(jnp.ones(2))
+    jax.jit(look)(1.0)
+    assert seen == [False] * 3
+    seen.clear()
+    jax.grad(look)(1.0)
+    jax.jvp(look, (1.0,), (1.0,))
+    jax.jit(jax.grad(look))(1.0)
+    jax.grad(lambda x: jnp.sum(jax.vmap(look)(x)))(jnp.ones(2))
+    assert seen == [True] * 4
+    # Where jax no longer tells it is assumed.
+    module = jax.extend.core
+    monkeypatch.setattr(
+        module, "get_opaque_trace_state", lambda convention: None, raising=False
+    )
+    assert is_differentiated()

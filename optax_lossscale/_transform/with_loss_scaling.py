@@ -77,8 +77,9 @@ def with_loss_scaling(
 
     Returns:
         The transformation. Extra arguments of its ``update`` that ``inner`` takes are
-        passed on unchanged. Two of them, both optional, also decide whether the step
-        is applied, unless the rule never skips:
+        passed on; in a step that is skipped, other numbers may stand in for ``value``
+        and for what is not finite. Two of them, both optional, also decide whether the
+        step is applied, unless the rule never skips:
 
         - ``grads_finite``, one boolean: a flag from elsewhere, joined with the check
           of the gradients made here. Where it is False the step is skipped and the
@@ -148,7 +149,7 @@ def with_loss_scaling(
         scale_state = check_single(state.scale_state)
 
         def inner_update(
-            updates: optax.Updates,
+            updates: optax.Updates, extra_args: dict[str, Any]
         ) -> tuple[optax.Updates, optax.OptState]:
             return update(inner, updates, state.inner_state, params, extra_args)
 
@@ -160,7 +161,7 @@ def with_loss_scaling(
             return update_scale(loss_scale, scale_state, grads_finite, magnitude)
 
         if not loss_scale.skip_nonfinite:
-            new_updates, inner_state = inner_update(updates)
+            new_updates, inner_state = inner_update(updates, extra_args)
             new_scale_state = advance(jnp.ones((), jnp.bool_))
             return new_updates, WithLossScalingState(new_scale_state, inner_state)
 
@@ -177,7 +178,7 @@ def with_loss_scaling(
             apply = grads_finite & value_finite
         _check_agreement(apply, scale_state, axis_name)
         new_updates, inner_state = masked_update(
-            inner_update, apply, updates, state.inner_state
+            inner_update, apply, updates, state.inner_state, extra_args
         )
         new_scale_state = advance(grads_finite)
         if value is not None:

@@ -1,0 +1,62 @@
+"""Which variables of a jaxpr steer it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from optax_lossscale._transform.steering import steering
+
+
+def loop(x):
+    return jax.lax.while_loop(lambda y: y < 9.0, lambda y: y + x, 0.0)
+
+
+def called(x):
+    return jax.pure_callback(np.abs, jax.ShapeDtypeStruct((), x.dtype), x)
+
+
+# What steers, of x and y.
+PROGRAMS = {
+    "arithmetic": ("", lambda x, y: x + y),
+    "loop": ("", lambda x, y: x * loop(y)),
+    "loop with a callback in it": (
+        "",
+        lambda x, y: jax.lax.while_loop(lambda z: z < x, lambda z: called(z + y), 0.0),
+    ),
+    "condition with a callback in it": (
+        "xy",
+        lambda x, y: jax.lax.while_loop(lambda z: called(z) < x, lambda z: z + y, 0.0),
+    ),
+    "nested loop": ("y", lambda x, y: x * jax.jit(loop)(y)),
+    "repetition": (
+        "",
+        lambda x, y: jax.lax.scan(lambda c, _: (c * x + y, None), x, length=3)[0],
+    ),
+    "repeated loop": (
+        "y",
+        lambda x, y: x * jax.lax.scan(lambda c, _: (loop(c), None), y, length=3)[0],
+    ),
+    "branch": ("x", lambda x, y: jax.lax.cond(x > 0, lambda: y, lambda: 2 * y)),
+    "loop in a branch": (
+        "xy",
+        lambda x, y: jax.lax.cond(x > 0, lambda: loop(y), lambda: 2 * y),
+    ),
+    "callback": ("x", lambda x, y: called(x) * y),
+    "debugging callback": ("x", lambda x, y: (jax.debug.print("{}", x), y)),
+    "iterative algorithm": (
+        "x",
+        lambda x, y: jnp.linalg.eigvalsh(x * jnp.ones((2, 2))) * y,
+    ),
+    "on the way": ("x", lambda x, y: jnp.sin(jax.jit(loop)(x + 1)) * y),
+    "vector": ("", lambda x, y: jnp.linalg.norm(x * jnp.arange(3.0)) > y),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_steers_is_found(name):
+    expected, program = PROGRAMS[name]
+    jaxpr = jax.make_jaxpr(program)(1.0, 2.0).jaxpr
+    found = steering(jaxpr)
+    named = zip("xy", jaxpr.invars, strict=True)
+    assert "".join(letter for letter, var in named if var in found) == expected
