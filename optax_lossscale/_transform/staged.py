@@ -173,7 +173,8 @@ def _evaluate(
             values = bind(eqn, args)
         for var, value in zip(eqn.outvars, values, strict=True):
             if var in early:
-                value = jnp.where(apply, value, early[var])
+                # Of one type, so that `jnp.where` would only take longer to trace.
+                value = jax.lax.select_n(apply, early[var], value)
             env[var] = value
     leaves = [read(atom) for atom in jaxpr.outvars]
     first = len(leaves) - len(old_leaves)

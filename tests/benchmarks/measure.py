@@ -37,7 +37,7 @@ def measure(
     for recipe, (init, step) in steps.items():
         own = jax.tree.map(lambda x: x.copy(), params)
         arguments[recipe] = own, init(own)
-        programs[recipe], builds[recipe] = _build(step, *arguments[recipe], batch)
+        programs[recipe], builds[recipe] = build(step, *arguments[recipe], batch)
     rounds = []
     rng = np.random.default_rng(0)
     for _ in range(repeats + 1):
@@ -79,13 +79,19 @@ def run_times(function: Callable[[Any], Any], argument: Any, repeats: int) -> li
     return seconds[1:]
 
 
-def _build(step: Step, *args: Any) -> tuple[Any, tuple[float, float]]:
-    """Trace and compile; the fastest of three, unless that takes long."""
+def build(
+    step: Step,
+    *args: Any,
+    platforms: tuple[str, ...] | None = None,
+    repeats: int = 3,
+) -> tuple[jax.stages.Compiled, tuple[float, float]]:
+    """Trace and compile; return the fastest times of the repeats, one if it is slow."""
     fastest = None
-    for _ in range(3):
+    for _ in range(repeats):
         jax.clear_caches()
         start = time.perf_counter()
-        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(*args)
+        traceable = jax.jit(step, donate_argnums=(0, 1))
+        lowered = traceable.trace(*args).lower(lowering_platforms=platforms)
         traced = time.perf_counter()
         program = lowered.compile()
         seconds = traced - start, time.perf_counter() - traced

@@ -149,3 +149,8 @@ RECIPES = {
     "jmp": jmp_recipe,
     "flax": flax_recipe,
 }
+
+
+def plain_first(names: list[str]) -> list[str]:
+    """Every other recipe is compared with the plain one."""
+    return ["plain", *(name for name in names if name != "plain")]

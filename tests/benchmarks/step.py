@@ -23,19 +23,12 @@ import optax
 import transformer
 from measure import Result, measure, run_times
 from picture import draw
-from recipes import RECIPES
+from recipes import RECIPES, plain_first
+from workload import DTYPES, OPTIMIZERS
 
 import optax_lossscale as ls
 
-OPTIMIZERS = {
-    "sgd": optax.sgd(1e-3),
-    "momentum": optax.sgd(1e-3, momentum=0.9),
-    "adamw": optax.adamw(1e-3),
-    "clip + adamw": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
-    "lion": optax.lion(1e-3),
-}
 LEAVES = [16, 64, 400]
-DTYPES = ["float32", "float16", "bfloat16"]
 CENTRE = ("adamw", 64, "float32")
 
 
@@ -81,7 +74,7 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.transformer is None:
         args.transformer = ["float32", "float16"]
-    args.recipes = ["plain", *(r for r in args.recipes if r != "plain")]
+    args.recipes = plain_first(args.recipes)
     return args
 
 

@@ -1,14 +1,31 @@
 """A small decoder-only transformer, for steps in which the gradients cost something."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import optax
 
-LAYERS, WIDTH, HEADS, VOCABULARY = 4, 256, 4, 512
-BATCH, LENGTH = 8, 64
+HEAD_WIDTH = 64
 
 
-def init(key: jax.Array) -> dict:
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    layers: int
+    width: int
+    vocabulary: int
+    batch: int
+    length: int
+
+
+SMALL = Sizes(layers=4, width=256, vocabulary=512, batch=8, length=64)
+# 21 million parameters.
+LARGE = Sizes(layers=6, width=512, vocabulary=2048, batch=32, length=256)
+
+
+def init(key: jax.Array, sizes: Sizes = SMALL) -> dict:
+    width = sizes.width
+
     def matrix(fan_in: int, fan_out: int) -> jax.Array:
         nonlocal key
         key, subkey = jax.random.split(key)
@@ -16,26 +33,27 @@ def init(key: jax.Array) -> dict:
 
     def layer() -> dict:
         return {
-            "attention_norm": jnp.ones(WIDTH),
-            "qkv": matrix(WIDTH, 3 * WIDTH),
-            "out": matrix(WIDTH, WIDTH),
-            "mlp_norm": jnp.ones(WIDTH),
-            "up": matrix(WIDTH, 4 * WIDTH),
-            "up_bias": jnp.zeros(4 * WIDTH),
-            "down": matrix(4 * WIDTH, WIDTH),
-            "down_bias": jnp.zeros(WIDTH),
+            "attention_norm": jnp.ones(width),
+            "qkv": matrix(width, 3 * width),
+            "out": matrix(width, width),
+            "mlp_norm": jnp.ones(width),
+            "up": matrix(width, 4 * width),
+            "up_bias": jnp.zeros(4 * width),
+            "down": matrix(4 * width, width),
+            "down_bias": jnp.zeros(width),
         }
 
     return {
-        "embedding": matrix(VOCABULARY, WIDTH),
-        "positions": matrix(LENGTH, WIDTH),
-        "layers": [layer() for _ in range(LAYERS)],
-        "head": matrix(WIDTH, VOCABULARY),
+        "embedding": matrix(sizes.vocabulary, width),
+        "positions": matrix(sizes.length, width),
+        "layers": [layer() for _ in range(sizes.layers)],
+        "head": matrix(width, sizes.vocabulary),
     }
 
 
-def tokens(key: jax.Array) -> jax.Array:
-    return jax.random.randint(key, (BATCH, LENGTH + 1), 0, VOCABULARY)
+def tokens(key: jax.Array, sizes: Sizes = SMALL) -> jax.Array:
+    shape = (sizes.batch, sizes.length + 1)
+    return jax.random.randint(key, shape, 0, sizes.vocabulary)
 
 
 def loss_fn(params: dict, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -53,7 +71,7 @@ def loss_fn(params: dict, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def _attention(layer: dict, x: jax.Array) -> jax.Array:
-    shape = (*x.shape[:2], HEADS, WIDTH // HEADS)
+    shape = (*x.shape[:2], -1, HEAD_WIDTH)
     q, k, v = (y.reshape(shape) for y in jnp.split(x @ layer["qkv"], 3, axis=-1))
     # jax.nn.dot_product_attention has no float16 on CPU.
     logits = jnp.einsum("bqhd,bkhd->bhqk", q * q.shape[-1] ** -0.5, k)

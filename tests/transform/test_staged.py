@@ -178,8 +178,12 @@ def finite(x):
 
 
 def ends(step):
-    """A loop that ends if the step is positive."""
-    return jax.lax.while_loop(lambda x: x < 50.0, lambda x: x + step, 0.0)
+    """A loop that ends early if the step is positive."""
+    return jax.lax.while_loop(
+        lambda c: (c[0] < 50.0) & (c[1] < 10**6),
+        lambda c: (c[0] + step, c[1] + 1),
+        (0.0, 0),
+    )[0]
 
 
 ZERO, BAD = jnp.zeros(3), jnp.array([1.0, jnp.nan, 2.0])
@@ -204,8 +208,8 @@ def test_a_skipped_step_ends_whatever_a_loop_or_a_callback_depends_on(name):
     """Masked where it is defined, a new leaf has its old value, here 0."""
 
     def update(g, m):
-        factor = STEERED[name](g, m + 1)
-        return factor * g, (m + 1,)
+        new = m + 1
+        return STEERED[name](g, new) * g, (new,)
 
     inner = transformation(update, ZERO)
     tx = ls.with_loss_scaling(inner)

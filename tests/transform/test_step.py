@@ -149,12 +149,17 @@ def assert_close(actual, expected):
         np.testing.assert_allclose(a, e, rtol=1e-3, atol=1e-6)
 
 
+def adam(learning_rate):
+    return optax.adam(learning_rate, b2=1 - learning_rate / 10)
+
+
 def clipped_adam(learning_rate):
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(learning_rate))
+    clip = optax.clip_by_global_norm(10 * learning_rate)
+    return optax.chain(clip, adam(learning_rate))
 
 
 def centralized_adam(learning_rate):
-    return optax.chain(optax.centralize(), optax.adam(learning_rate))
+    return optax.chain(optax.centralize(), adam(learning_rate))
 
 
 def accumulated_adam(learning_rate):
@@ -176,7 +181,7 @@ GOOD = (0.0, 1.0)
 
 
 def reached(learning_rate, wrap, optimizer, noises):
-    """What training reaches, of the learning rate and the weights it starts from."""
+    """What training reaches; most of its numbers depend on the learning rate."""
     tx = wrap(optimizer(learning_rate))
     params = {
         "w": jnp.array([[1.0, -2.0], [0.5, 0.25]]) * 10 * learning_rate,

@@ -1,0 +1,135 @@
+"""Count what a compiled program does from its text: nothing is run, nothing is timed.
+
+A kernel is an instruction of the ENTRY computation that computes or copies. It moves
+its operands and its results, each a whole array, but a slice reads only what it
+returns. Arrays outside the device's main memory do not count (a TPU's on-chip memory is
+``S(1)`` in a layout), so a prefetch is one read. A conditional counts as its costliest
+branch, a loop as one iteration. Gathers are not looked into; caches are left out.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+FREE = {
+    "after-all",
+    "bitcast",
+    "constant",
+    "get-tuple-element",
+    "opt-barrier",
+    "parameter",
+    "partition-id",
+    "replica-id",
+    "tuple",
+}
+CONTROL_FLOW = {"call", "conditional", "while"}
+_COMPUTATION = re.compile(r"^(ENTRY )?%([\w.-]+) \(.*?$(.*?)^\}", re.M | re.S)
+_INSTRUCTION = re.compile(r"\s*(?:ROOT )?%([\w.-]+) = (.+?) ([a-z][a-z0-9-]*)\((.*)")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
+_ELSEWHERE = re.compile(r"S\([1-9]")
+_CALLED = re.compile(
+    r"(?:to_apply|body|(?:true|false)_computation|branch_computations)="
+    r"\{?(%[\w.-]+(?:, %[\w.-]+)*)"
+)
+_NAME = re.compile(r"%([\w.-]+)")
+_COLLECTIVE = re.compile(
+    r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
+    r"(?:-start)?\("
+)
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+
+
+@dataclasses.dataclass(frozen=True)
+class Counts:
+    """What the text of a program tells."""
+
+    bytes_moved: int = 0  # read from and written to main memory
+    copied_bytes: int = 0  # written by copies within main memory
+    kernels: int = 0
+    estimated_cycles: int = 0  # the TPU compiler's model of its kernels
+    collectives: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Instruction:
+    name: str
+    opcode: str
+    operands: list[str]
+    attributes: str
+    size: int  # bytes of the results
+    main_size: int  # bytes of those in main memory
+
+
+def count(text: str) -> Counts:
+    """Count in the text of a compiled program, as ``as_text`` returns it."""
+    # Long lists carry comments, /*index=5*/, between their elements.
+    text = re.sub(r"/\*.*?\*/", "", text)
+    found = _COMPUTATION.findall(text)
+    computations = {name: list(_instructions(body)) for _, name, body in found}
+    entry = next(name for is_entry, name, _ in found if is_entry)
+    collectives = dict(collections.Counter(_COLLECTIVE.findall(text)))
+    return Counts(**_cost(entry, computations), collectives=collectives)
+
+
+def _cost(
+    computation: str, computations: Mapping[str, list[_Instruction]]
+) -> collections.Counter[str]:
+    instructions = {i.name: i for i in computations[computation]}
+    cost: collections.Counter[str] = collections.Counter()
+    for instruction in instructions.values():
+        if instruction.opcode in CONTROL_FLOW:
+            called = _NAME.findall(" ".join(_CALLED.findall(instruction.attributes)))
+            costs = [_cost(name, computations) for name in called]
+            cost += max(costs, key=lambda c: c["bytes_moved"])
+        elif instruction.opcode not in FREE:
+            cost += _kernel_cost(instruction, instructions)
+    return cost
+
+
+def _kernel_cost(
+    instruction: _Instruction, instructions: Mapping[str, _Instruction]
+) -> collections.Counter[str]:
+    cycles = sum(map(int, _CYCLES.findall(instruction.attributes)))
+    cost = collections.Counter(estimated_cycles=cycles)
+    if not instruction.opcode.endswith(("-done", "-update")):
+        cost["kernels"] = 1
+    if instruction.opcode.endswith(("-start", "-update")):
+        return cost  # it moves when done, since its result repeats its operands
+    source = instruction
+    while source.opcode.endswith(("-done", "-update")):
+        source = instructions[source.operands[0]]
+    read = [instructions[name].main_size for name in source.operands]
+    if source.opcode.startswith(("slice", "dynamic-slice")):
+        read = [min(size, instruction.size) for size in read]
+    cost["bytes_moved"] = sum(read) + instruction.main_size
+    if source.opcode in ("copy", "copy-start") and sum(read):
+        cost["copied_bytes"] = instruction.main_size
+    return cost
+
+
+def _instructions(body: str) -> Iterator[_Instruction]:
+    for line in body.splitlines():
+        if match := _INSTRUCTION.match(line):
+            name, shape, opcode, rest = match.groups()
+            operands, _, attributes = rest.partition("), ")
+            sizes = [
+                (_bytes(dtype, dimensions), layout)
+                for dtype, dimensions, layout in _ARRAY.findall(shape)
+            ]
+            yield _Instruction(
+                name,
+                opcode,
+                _NAME.findall(operands),
+                attributes,
+                size=sum(size for size, _ in sizes),
+                main_size=sum(s for s, at in sizes if not _ELSEWHERE.search(at)),
+            )
+
+
+def _bytes(dtype: str, dimensions: str) -> int:
+    """Return the size of ``f32[4,2]``; tokens and opaque values have none."""
+    width = re.search(r"\d+", dtype.replace("pred", "u8"))
+    elements = math.prod(int(n) for n in dimensions.split(",") if n)
+    return elements * int(width[0]) // 8 if width else 0
