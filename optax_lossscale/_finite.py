@@ -101,12 +101,12 @@ def _nonfinite_score(x: jax.Array, by_sums: bool) -> jax.Array:
     if jnp.iscomplexobj(x):
         real, imag = (_nonfinite_score(part, by_sums) for part in (x.real, x.imag))
         return real + imag
-    if by_sums and (jnp.finfo(x.dtype).bits >= 32 or x.dtype == jnp.bfloat16):
+    if by_sums and jnp.finfo(x.dtype).bits >= 32:
         # x - x is 0 or NaN, so the sum cannot overflow, and XLA CPU, slow at flags,
         # takes sums at memory speed.
-        return jnp.sum(x - x, dtype=wide_dtype(x.dtype)).astype(jnp.float32)
-    # A sum would write float32 copies out first. Of the reductions of flags the
-    # maximum of small integers is the fastest on XLA CPU.
+        return jnp.sum(x - x).astype(jnp.float32)
+    # XLA CPU would write the float32 addends of narrower types out first. Of the
+    # reductions of flags the maximum of small integers is the fastest there.
     return jnp.max(_is_nonfinite(x).astype(jnp.uint8), initial=0).astype(jnp.float32)
 
 

@@ -111,6 +111,16 @@ def varying_axes(x: jax.Array) -> frozenset[Any]:
     return axes
 
 
+def as_varying(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Return an array as different along the mapped axes as another one is."""
+    axes = tuple(varying_axes(like) - varying_axes(x))
+    if not axes:
+        return x
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(x, axes, to="varying")
+    return getattr(jax.lax, "pvary")(x, axes)  # noqa: B009, its name until jax 0.8
+
+
 def _new_array() -> jax.Array:
     """Return an array that is traced where all operations are."""
     with jax.transfer_guard("allow"):  # the user may have forbidden it

@@ -4,52 +4,66 @@ Its results are thrown away, so any number will do. But a line search must not i
 on NaN, and a NaN behind ``jnp.where`` still reaches derivatives of the step.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
+from .._jax_internals import is_staging
 from .._tree import dtype_of, is_inexact
 
 
 class Given(NamedTuple):
-    """What the inner transformation is given and may not be finite; else None."""
+    """The leaves of what the inner transformation is given that may not be finite."""
 
-    grads: optax.Updates
-    value: dict[str, Any]  # the loss, if it is among the extra arguments
-    others: dict[str, Any]
+    grads: list[Any]
+    value: list[Any]  # the loss, if it is among the extra arguments
+    others: list[Any]
 
 
 def split(
     updates: optax.Updates, extra_args: dict[str, Any]
 ) -> tuple[Given, Callable[[Given], tuple[optax.Updates, dict[str, Any]]]]:
     """Return what may not be finite, and a function that puts it back."""
-    names = {name: name == "value" for name in extra_args}
-    trees = Given(
-        updates,
-        {name: extra_args[name] for name in names if names[name]},
-        {name: extra_args[name] for name in names if not names[name]},
-    )
+    value = {name: extra_args[name] for name in extra_args if name == "value"}
+    others = {name: x for name, x in extra_args.items() if name != "value"}
+    flat = [jax.tree.flatten(tree) for tree in (updates, value, others)]
+    is_open = _is_traced if is_staging() else _is_array
+    chosen = [
+        [test(x) for x in leaves]
+        for test, (leaves, _) in zip((is_inexact, is_open, is_open), flat, strict=True)
+    ]
 
     def put_back(given: Given) -> tuple[optax.Updates, dict[str, Any]]:
-        grads, value, others = jax.tree.map(
-            lambda x, new: x if new is None else new, trees, given
-        )
+        trees = []
+        for (leaves, structure), is_new, new in zip(flat, chosen, given, strict=True):
+            rest = iter(new)
+            merged = [
+                next(rest) if is_new_leaf else x
+                for x, is_new_leaf in zip(leaves, is_new, strict=True)
+            ]
+            trees.append(jax.tree.unflatten(structure, merged))
+        grads, value, others = trees
         return grads, {**value, **others}
 
-    grads = jax.tree.map(lambda g: g if is_inexact(g) else None, updates)
-    extras = jax.tree.map(lambda x: x if _is_open(x) else None, trees[1:])
-    return Given(grads, *extras), put_back
+    parts = (
+        list(itertools.compress(leaves, is_new))
+        for (leaves, _), is_new in zip(flat, chosen, strict=True)
+    )
+    return Given(*parts), put_back
 
 
-def _is_open(x: Any) -> bool:
-    """Return whether an extra argument may not be finite; numbers of the host tell."""
-    if not is_inexact(x):
-        return False
-    return isinstance(x, jax.Array) or not np.all(np.isfinite(x))
+def _is_traced(x: Any) -> bool:
+    # What is concrete in a program is meant to be looked at, or one of its constants.
+    return isinstance(x, jax.core.Tracer) and _is_array(x)
+
+
+def _is_array(x: Any) -> bool:
+    is_mutable = isinstance(x, jax.Array) and hasattr(jax.typeof(x), "inner_aval")
+    return isinstance(x, jax.Array) and not is_mutable and is_inexact(x)
 
 
 def sanitized(apply: jax.Array, given: Given, differentiated: bool) -> Given:

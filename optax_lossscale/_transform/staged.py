@@ -27,9 +27,9 @@ import optax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
-from .._jax_internals import bind, bind_while
+from .._jax_internals import as_varying, bind, bind_while
 from .sanitized import Given, sanitized, split
-from .steering import steering
+from .steering import may_be_left_out, may_have_custom_derivatives, steering
 
 Leaves = list[Any]
 
@@ -46,6 +46,8 @@ def staged_update(
     None where the update cannot be evaluated from its jaxpr.
     """
     given, put_back = split(updates, extra_args)
+    # Of the types that sanitized ones have.
+    given = jax.tree.map(lambda x: as_varying(x, apply), given)
     closed_jaxpr, shapes = jax.make_jaxpr(
         lambda given: inner_update(*put_back(given)), return_shape=True
     )(given)
@@ -71,28 +73,26 @@ def _evaluated(
 ) -> Leaves:
     """Return the leaves of the inner updates, and the masked ones of the new state."""
     jaxpr, args = closed_jaxpr.jaxpr, (apply, given, closed_jaxpr.consts, old_leaves)
+
     steers = steering(jaxpr)
+    if not (has_rule := may_have_custom_derivatives(jaxpr)):
+        # Derivatives are then those of the values, so that no NaN may be among them.
+        steers = steers.union(jaxpr.invars)
 
     def fast(apply: jax.Array, given: Given, consts: Leaves, old: Leaves) -> Leaves:
         given = _sanitized_where(steers, jaxpr.invars, apply, given)
         early = _maskable(jaxpr, steers, old)
-        return _evaluate(jaxpr, apply, given, consts, old, early)
+        return _evaluate(jaxpr, steers, apply, given, consts, old, early)
 
     def plain(apply: jax.Array, given: Given, consts: Leaves, old: Leaves) -> Leaves:
         given = sanitized(apply, given, differentiated=True)
-        return _evaluate(jaxpr, apply, given, consts, old, {})
+        return _evaluate(jaxpr, steers, apply, given, consts, old, {})
 
-    function = _with_derivatives_of(plain, fast)
+    function = _with_derivatives_of(plain, fast) if has_rule else fast
     if closed_jaxpr.effects:
         # Try it where nothing is staged: an effect must not happen here and, should
         # the rest fail, in the plain layout again.
-        try:
-            jax.eval_shape(lambda: function(*args))
-        except NotImplementedError:
-            # Of ordered callbacks there are no custom derivatives.
-            steers |= set(jaxpr.invars)
-            function = fast
-            jax.eval_shape(lambda: function(*args))
+        jax.eval_shape(lambda: function(*args))
     return function(*args)
 
 
@@ -149,6 +149,7 @@ def _sanitized_where(
 
 def _evaluate(
     jaxpr: Jaxpr,
+    steers: set[Var],
     apply: jax.Array,
     given: Given,
     consts: Leaves,
@@ -157,7 +158,8 @@ def _evaluate(
 ) -> Leaves:
     """Evaluate a jaxpr, and mask the leaves of the new state, its last outputs.
 
-    Those that ``early`` maps to their old values are masked where they are defined.
+    Those that ``early`` maps to their old values are masked where they are defined. A
+    loop is not entered in a step to be skipped, unless it ``steers`` what follows.
     """
     env = dict(zip(jaxpr.constvars, consts, strict=True))
     env.update(zip(jaxpr.invars, jax.tree.leaves(given), strict=True))
@@ -167,7 +169,7 @@ def _evaluate(
 
     for eqn in jaxpr.eqns:
         args = [read(atom) for atom in eqn.invars]
-        if eqn.primitive.name == "while":
+        if may_be_left_out(eqn) and steers.isdisjoint(eqn.outvars):
             values = bind_while(eqn, args, apply)
         else:
             values = bind(eqn, args)

@@ -9,14 +9,16 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 _STEERED = frozenset({"while", "cond", "pallas_call", "ffi_call"})
 # Iterations of a library, until something converges.
 _ITERATIVE = frozenset({"eig", "eigh", "schur", "svd"})
+# Effects, by the names of their classes, which jax does not export.
+_COLLECTIVE = "NamedAxisEffect"
+_DEBUGGING = frozenset({"DebugEffect", "OrderedDebugEffect"})
 
 
 def steering(jaxpr: Jaxpr) -> set[Var]:
     """Return the variables on which a loop, a branch or an effect depends.
 
     A value that is thrown away in the end may be anything, NaN or out of date, unless
-    it is one of these. Loops of the jaxpr itself do not count, only those inside of
-    its equations: `bind_while` does not enter them in a step that is skipped.
+    it is one of these.
     """
     found: set[Var] = set()
     for eqn in reversed(jaxpr.eqns):
@@ -27,12 +29,31 @@ def steering(jaxpr: Jaxpr) -> set[Var]:
     return found
 
 
+def may_be_left_out(eqn: JaxprEqn) -> bool:
+    """Return whether a loop need not be entered where its results are thrown away.
+
+    A collective in it has to be reached by every device, and ``jax.vmap`` refuses
+    callbacks in a loop that only some members enter.
+    """
+    return eqn.primitive.name == "while" and _effects(eqn) <= _DEBUGGING
+
+
+def may_have_custom_derivatives(jaxpr: Jaxpr) -> bool:
+    """Return whether ``jax.custom_jvp`` may be put around a jaxpr.
+
+    Not around mutable arrays or callbacks that must happen, and of a function with a
+    ``jax.custom_vjp`` there is no forward mode.
+    """
+    return all(
+        _effects(eqn) <= {_COLLECTIVE, *_DEBUGGING}
+        and not eqn.primitive.name.startswith("custom_vjp_call")
+        and all(map(may_have_custom_derivatives, _jaxprs(eqn)))
+        for eqn in jaxpr.eqns
+    )
+
+
 def _steering_operands(eqn: JaxprEqn) -> Sequence[Var | Literal]:
     inside = any(map(_is_steered, _jaxprs(eqn)))
-    if eqn.primitive.name == "while":
-        # The body is not entered. The condition is evaluated once.
-        inside = _is_steered(eqn.params["cond_jaxpr"].jaxpr)
-        return eqn.invars if inside else []
     if eqn.primitive.name == "cond" and not inside:
         return eqn.invars[:1]  # which branch
     return eqn.invars if inside or _steers(eqn) else []
@@ -46,8 +67,12 @@ def _is_steered(jaxpr: Jaxpr) -> bool:
 
 def _steers(eqn: JaxprEqn) -> bool:
     name = eqn.primitive.name
-    is_callback = bool(eqn.effects) or name.endswith("callback")
+    is_callback = bool(_effects(eqn) - {_COLLECTIVE}) or name.endswith("callback")
     return is_callback or name in _STEERED or name in _ITERATIVE
+
+
+def _effects(eqn: JaxprEqn) -> set[str]:
+    return {type(effect).__name__ for effect in eqn.effects}
 
 
 def _jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:

@@ -3,24 +3,43 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from helpers import assert_same_bits, set_mesh
+from helpers import assert_no_update, assert_same_bits, set_mesh
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import optax_lossscale as ls
 from optax_lossscale._transform.sanitized import sanitized, split
 
+
+class Opened:
+    """A node of a tree that wants arrays, whatever the tree is used for."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+jax.tree_util.register_pytree_node(
+    Opened, lambda node: ((node.x,), None), lambda _, xs: Opened(jnp.asarray(xs[0]))
+)
+
 GRADS = {"w": jnp.array([[1.0, jnp.nan, 3.0]]), "n": jnp.arange(2)}
-EXTRA = {
+NUMBERS = {
     "value": jnp.float32(3.0),
-    "batch": (jnp.array([1.0, jnp.inf]), np.array([1.0, 2.0]), "text"),
-    "number": 4.0,
+    "batch": (jnp.array([1.0, jnp.inf]), jnp.arange(3), Opened(jnp.float32(jnp.nan))),
+}
+STATIC = {
+    "array": np.array([1.0, np.nan]),
+    "bound": float("inf"),
+    "dtype": jnp.float32,
+    "other dtype": np.dtype("float16"),
+    "name": "text",
     "value_fn": len,
-    "nothing": None,
 }
 
 
-def given_where(apply, differentiated=False, extra_args=EXTRA):
+def given_where(apply, differentiated=False, extra_args=NUMBERS):
     given, put_back = split(GRADS, extra_args)
     return put_back(sanitized(jnp.array(apply), given, differentiated))
 
@@ -33,26 +52,37 @@ def test_a_step_that_is_applied_is_given_everything_as_it_is():
 
 
 @pytest.mark.parametrize("apply", [True, False])
-def test_what_is_no_array_or_finite_on_the_host_is_passed_on(apply):
-    _, extra_args = given_where(apply)
-    assert extra_args.keys() == EXTRA.keys()
-    assert extra_args["batch"][1] is EXTRA["batch"][1]
-    assert extra_args["batch"][2] == "text"
-    for name in ("number", "value_fn", "nothing"):
-        assert extra_args[name] is EXTRA[name]
+def test_what_is_on_the_host_is_passed_on(apply):
+    _, extra_args = given_where(apply, extra_args=STATIC)
+    assert all(extra_args[name] is x for name, x in STATIC.items())
+
+
+def test_a_program_may_look_at_what_is_concrete_in_it():
+    given = {**STATIC, "mask": jnp.array([0.0, 1.0]), "value": jnp.float32(2.0)}
+
+    def update(updates, state, params=None, *, mask, bound, array, value, **rest):
+        kept = np.flatnonzero(np.asarray(mask)), np.nansum(array), float(value)
+        assert bound == np.inf and kept == ([1], 1.0, 2.0)
+        assert rest == {name: STATIC[name] for name in rest}
+        return updates, state
+
+    tx = ls.with_loss_scaling(
+        optax.GradientTransformationExtraArgs(lambda params: (), update)
+    )
+    state = tx.init(GRADS)
+    assert_no_update(jax.jit(lambda g: tx.update(g, state, **given)[0])(GRADS)["w"])
 
 
 @pytest.mark.parametrize("differentiated", [True, False])
 def test_a_step_that_is_skipped_is_given_finite_numbers(differentiated):
-    bad = {**EXTRA, "value": np.nan, "number": np.float32(np.inf)}
-    for given in (bad, EXTRA):
-        grads, extra_args = given_where(False, differentiated, given)
-        assert grads["n"] is GRADS["n"]
-        assert np.all((grads["w"] != 0) == differentiated)
-        assert extra_args["batch"][0][0] == 1.0  # it was finite
-        assert np.isfinite(extra_args["batch"][0]).all()
-        assert np.isfinite(extra_args["number"])
-        assert 1e37 < extra_args["value"] < np.inf  # any other is better
+    grads, extra_args = given_where(False, differentiated)
+    assert grads["n"] is GRADS["n"]
+    assert np.all((grads["w"] != 0) == differentiated)
+    first, integers, node = extra_args["batch"]
+    assert first[0] == 1.0  # it was finite
+    assert integers is NUMBERS["batch"][1]
+    assert np.isfinite([*first, node.x]).all()
+    assert 1e37 < extra_args["value"] < np.inf  # any other is better
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float8_e5m2", "complex64"])
@@ -61,7 +91,7 @@ def test_where_a_derivative_is_taken_neither_they_nor_their_deviations_are_zero(
     shape, dtype
 ):
     given, _ = split(jnp.full(shape, jnp.nan, dtype), {})
-    x = sanitized(jnp.array(False), given, True).grads
+    [x] = sanitized(jnp.array(False), given, True).grads
     assert x.dtype == dtype and x.shape == shape
     x = x.astype(np.float16 if dtype != "complex64" else dtype)
     assert np.all(x != 0) and np.all(x * x * np.float16(1e-3) != 0)
@@ -76,4 +106,4 @@ def test_they_are_sharded_as_the_gradients_are():
         given, _ = split(grads, {})
         apply = jnp.array(False)
         sane = jax.jit(lambda given: sanitized(apply, given, True))(given)
-    assert sane.grads.sharding.spec == P("a", "b")
+    assert sane.grads[0].sharding.spec == P("a", "b")

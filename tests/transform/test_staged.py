@@ -16,6 +16,7 @@ from helpers import (
     without_keys,
 )
 from jax.experimental import io_callback
+from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ls
 from optax_lossscale._transform import staged
@@ -177,6 +178,10 @@ def finite(x):
     return 1 / x
 
 
+def called(like, x):
+    return jax.pure_callback(finite, like, x, vmap_method="sequential")
+
+
 def ends(step):
     """A loop that ends early if the step is positive."""
     return jax.lax.while_loop(
@@ -194,11 +199,18 @@ STEERED = {
         m[1] > 0, lambda: ends(m[0]), lambda: ends(m[1])
     ),
     "loop on gradients": lambda g, m: ends(jnp.abs(g[1])),
-    "callback": lambda g, m: jax.pure_callback(finite, m, m)[0],
-    "callback on gradients": lambda g, m: jax.pure_callback(finite, g, g + 1)[0],
+    "loop in a loop": lambda g, m: jax.lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, ends(jnp.abs(g[1]))), (0, 0.0)
+    )[1],
+    "callback in a loop": lambda g, m: jax.lax.fori_loop(
+        0, m[0].astype(int), lambda i, x: called(g[0], g[1]), 1.0
+    ),
+    "loop after a loop": lambda g, m: called(m[0], ends(m[0])),
+    "callback": lambda g, m: called(m, m)[0],
+    "callback on gradients": lambda g, m: called(g, g + 1)[0],
     "ordered callback": lambda g, m: io_callback(finite, m, m + g + 1, ordered=True)[0],
     "branch": lambda g, m: jax.lax.cond(
-        m[0] > 0, lambda: 2.0, lambda: jax.pure_callback(finite, m[0], m[0])
+        m[0] > 0, lambda: 2.0, lambda: called(m[0], m[0])
     ),
 }
 
@@ -219,6 +231,81 @@ def test_a_skipped_step_ends_whatever_a_loop_or_a_callback_depends_on(name):
     assert_same_bits(state.inner_state, (ZERO,))
     assert_same_bits(step(ONE, state)[1].inner_state, (ONE,))
     assert_same_bits(step(ONE, state)[0], jax.jit(inner.update)(ONE, (ZERO,))[0])
+
+
+@pytest.mark.parametrize("name", STEERED.keys() - {"ordered callback"})
+def test_so_does_that_of_one_member_of_an_ensemble(name):
+    """Whatever one member computes in a loop or a branch, all of them do."""
+
+    def update(g, m):
+        new = m + 1
+        return STEERED[name](g, new) * g, (new,)
+
+    tx = ls.with_loss_scaling(transformation(update, ZERO))
+    step = jax.jit(jax.vmap(tx.update, in_axes=(0, None)))
+    state = tx.init(ONE)
+    updates, new_state = step(jnp.stack([ONE, BAD]), state)
+    assert_no_update(updates[1])
+    assert_same_bits(new_state.inner_state, (jnp.stack([ONE, ZERO]),))
+    assert_same_bits(updates[0], jax.jit(tx.update)(ONE, state)[0])
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_all_devices_reach_a_collective_in_a_loop(check_vma):
+    """Also where each of them trains a model of its own and one skips its step."""
+
+    def update(g, m):
+        largest = jax.lax.fori_loop(
+            0, m[0].astype(int), lambda i, x: 0 * x + jax.lax.pmax(x, "d"), jnp.sum(m)
+        )
+        return g * largest, (m + 1,)
+
+    tx = ls.with_loss_scaling(transformation(update, ONE))
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    step = jax.jit(
+        jax.shard_map(
+            lambda g, s: jax.tree.map(
+                lambda x: x[None],
+                tx.update(*jax.tree.map(lambda x: x[0], (g, s))),
+            ),
+            mesh=mesh,
+            in_specs=P("d"),
+            out_specs=P("d"),
+            check_vma=check_vma,
+        )
+    )
+    states = jax.tree.map(lambda x: jnp.stack([x] * 4), tx.init(ONE))
+    updates, _ = step(jnp.stack([ONE, BAD, ONE, ONE]), states)
+    assert updates[:, 0].tolist() == [3.0, 0.0, 3.0, 3.0]
+
+
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="has another name")
+def test_an_optimizer_may_have_mutable_arrays():
+    seen = jax.new_ref(ZERO) if hasattr(jax, "new_ref") else None
+
+    def update(g, m):
+        seen[...] = seen[...] + 1
+        own = jax.new_ref(g)
+        own[...] = own[...] * 2
+        return own[...], (m + 1,)
+
+    tx = ls.with_loss_scaling(transformation(update, ZERO))
+    step = jax.jit(tx.update)
+    updates, state = step(BAD, tx.init(ONE))
+    assert_no_update(updates)
+    updates, state = step(ONE, state)
+    assert_same_bits((updates, state.inner_state, seen[...]), (TWO, (ONE,), TWO))
+
+
+def test_derivatives_of_an_ensemble_whose_optimizer_has_a_custom_vjp():
+    inner = transformation(lambda g, m: (m * thrice(g), (m + g,)), ONE)
+    tx = ls.with_loss_scaling(inner)
+
+    def total(x):
+        return jnp.sum(jax.vmap(lambda x: tx.update(x * ONE, tx.init(ONE))[0])(x))
+
+    derivative = jax.jit(jax.grad(total))(jnp.array([1.0, jnp.inf]))
+    assert derivative.tolist() == [9.0, 0.0]
 
 
 def selects(tx, grads):

@@ -19,14 +19,10 @@ def called(x):
 # What steers, of x and y.
 PROGRAMS = {
     "arithmetic": ("", lambda x, y: x + y),
-    "loop": ("", lambda x, y: x * loop(y)),
-    "loop with a callback in it": (
-        "",
-        lambda x, y: jax.lax.while_loop(lambda z: z < x, lambda z: called(z + y), 0.0),
-    ),
-    "condition with a callback in it": (
-        "xy",
-        lambda x, y: jax.lax.while_loop(lambda z: called(z) < x, lambda z: z + y, 0.0),
+    "loop": ("y", lambda x, y: x * loop(y)),
+    "limit of a loop": (
+        "x",
+        lambda x, y: y * jax.lax.while_loop(lambda z: z < x, lambda z: z + 1, 0.0),
     ),
     "nested loop": ("y", lambda x, y: x * jax.jit(loop)(y)),
     "repetition": (
