@@ -80,8 +80,8 @@ def is_differentiated() -> bool:
     that are taken outside of it cannot be seen.
     """
     module = jax.extend.core if hasattr(jax.extend.core, _TRACE_STATE) else jax.core
-    state = getattr(module, _TRACE_STATE)(convention="nnx")
-    reference = getattr(state, "_trace_ref", None)
+    get_state = getattr(module, _TRACE_STATE, lambda convention: None)
+    reference = getattr(get_state(convention="nnx"), "_trace_ref", None)
     if reference is None:
         return True
     trace = reference()
