@@ -233,7 +233,14 @@ def test_a_skipped_step_ends_whatever_a_loop_or_a_callback_depends_on(name):
     assert_same_bits(step(ONE, state)[0], jax.jit(inner.update)(ONE, (ZERO,))[0])
 
 
-@pytest.mark.parametrize("name", [n for n in STEERED if "ordered" not in n])
+@pytest.mark.parametrize(
+    "name",
+    [
+        n if n == "loop in a loop" else pytest.param(n, marks=pytest.mark.slow)
+        for n in STEERED
+        if "ordered" not in n  # which vmap refuses
+    ],
+)
 def test_so_does_that_of_one_member_of_an_ensemble(name):
     """Whatever one member computes in a loop or a branch, all of them do."""
 
