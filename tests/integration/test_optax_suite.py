@@ -14,7 +14,7 @@ import pytest
     "module, least",
     [
         ("optax._src.alias_test", 500),
-        ("optax.contrib._common_test", 200),
+        pytest.param("optax.contrib._common_test", 200, marks=pytest.mark.longest),
         ("optax._src.float64_test", 20),
         ("optax._src.sharding_test", 20),
     ],
