@@ -88,7 +88,7 @@ FAULTS = [Fault(*fault) for fault in (
     ("_transform/staged.py", "        and uses[var] == 1\n", "", "transform/test_staged.py::test_both_layouts_agree_on_every_construct"),
     ("_transform/staged.py", "        and var.aval == jax.typeof(old)\n", "", "transform/test_shard_map.py::test_a_leaf_whose_type_a_mask_would_change_is_masked_at_the_end"),
     ("_transform/masks.py", "jax.core.Tracer) and is_staging():", "jax.core.Tracer):", "transform/test_staged.py::test_an_inner_transformation_may_look_at_numbers_where_there_are_some"),
-    ("_transform/staged.py", "if closed_jaxpr.effects:", "if False:", "transform/test_staged.py::test_effects_happen_once_in_a_step"),
+    ("_transform/staged.py", "if closed_jaxpr.effects:", "if False:", "transform/test_staged.py::test_what_cannot_be_evaluated_again_is_masked_in_the_plain_layout"),
     ("_transform/sanitized.py", "jnp.where(apply, g, stand_in(g))", "g", "transform/test_sanitized.py::test_a_step_that_is_skipped_is_given_finite_numbers"),
     ("_transform/staged.py", "leaves[i] = jnp.where(apply, leaves[i], old)", "pass", "transform/test_optimizers.py::test_a_wrapped_optimizer"),
     ("_transform/staged.py", "                value = jax.lax.select_n(apply, early[var], value)\n", "                pass\n", "transform/test_optimizers.py::test_a_wrapped_optimizer"),
