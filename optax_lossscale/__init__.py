@@ -19,6 +19,7 @@ Two lines of a train step change::
 - Rules, which say how the scale changes: `DynamicLossScale` (the default),
   `FixedLossScale`, `HeadroomLossScale`, `LogNormalLossScale`, `TolerantLossScale`,
   those of other systems in `presets`, and your own, derived from `LossScale`.
+- float16 parameters: `with_master_weights`.
 - State: `get_loss_scale`, `get_loss_scale_state`, `was_applied`, `applied_steps`,
   `LossScaleState`.
 - Loops that differentiate by themselves: `scale_loss`, `unscale_grads`.
@@ -45,6 +46,7 @@ from ._rules.headroom import HeadroomLossScale
 from ._rules.log_normal import LogNormalLossScale
 from ._rules.tolerant import TolerantLossScale
 from ._state import LossScaleState
+from ._transform.master_weights import MasterWeightsState, with_master_weights
 from ._transform.with_loss_scaling import WithLossScalingState, with_loss_scaling
 from ._tree import select
 
@@ -59,6 +61,7 @@ __all__ = [
     "LossScale",
     "LossScaleError",
     "LossScaleState",
+    "MasterWeightsState",
     "SuggestedLossScale",
     "TolerantLossScale",
     "WithLossScalingState",
@@ -82,6 +85,7 @@ __all__ = [
     "was_applied",
     "watch_loss_scale",
     "with_loss_scaling",
+    "with_master_weights",
 ]
 
 _set_home(__name__, __all__)

@@ -90,10 +90,24 @@ def check_axis_name(axis_name: AxisName) -> None:
 
 @functools.partial(jax.jit, static_argnames="by_sums")
 def _all_finite(leaves: list[jax.Array], by_sums: bool) -> jax.Array:
-    scores = jnp.stack([_nonfinite_score(x, by_sums) for x in leaves])
+    return _are_zero([_nonfinite_score(x, by_sums) for x in leaves])
+
+
+def none_is_true(flags: list[jax.Array]) -> jax.Array:
+    """Return whether all elements of some boolean arrays are False."""
+    return _are_zero([_any(x) for x in flags]) if flags else jnp.ones((), jnp.bool_)
+
+
+def _are_zero(scores: list[jax.Array]) -> jax.Array:
+    stacked = jnp.stack(scores)
     # A flag that is cheap to combine would be combined again, from all leaves, in the
     # mask of every leaf: XLA fuses cheap operations into each consumer. A dot it keeps.
-    return jnp.vdot(scores, scores) == 0
+    return jnp.vdot(stacked, stacked) == 0
+
+
+def _any(flags: jax.Array) -> jax.Array:
+    # Of the reductions of flags the maximum of small integers is the fastest on CPUs.
+    return jnp.max(flags.astype(jnp.uint8), initial=0).astype(jnp.float32)
 
 
 def _nonfinite_score(x: jax.Array, by_sums: bool) -> jax.Array:
@@ -105,12 +119,11 @@ def _nonfinite_score(x: jax.Array, by_sums: bool) -> jax.Array:
         # x - x is 0 or NaN, so the sum cannot overflow, and XLA CPU, slow at flags,
         # takes sums at memory speed.
         return jnp.sum(x - x).astype(jnp.float32)
-    # XLA CPU would write the float32 addends of narrower types out first. Of the
-    # reductions of flags the maximum of small integers is the fastest there.
-    return jnp.max(_is_nonfinite(x).astype(jnp.uint8), initial=0).astype(jnp.float32)
+    # XLA CPU would write the float32 addends of narrower types out first.
+    return _any(is_nonfinite(x))
 
 
-def _is_nonfinite(x: jax.Array) -> jax.Array:
+def is_nonfinite(x: jax.Array) -> jax.Array:
     """Compare bits, of which no compiler assumes that there are no NaN."""
     if jnp.finfo(x.dtype).bits < 16:
         x = x.astype(jnp.float32)  # the small types write NaN and infinity in many ways

@@ -105,6 +105,25 @@ def same_structure(tree: Any, other: Any) -> bool:
     return structure == jax.tree.structure(other)
 
 
+def difference(tree: Any, other: Any) -> tuple[str, str, str] | None:
+    """Return where a tree differs from another in structure or shapes, if it does."""
+    shapes = [list(map(jnp.shape, jax.tree.leaves(x))) for x in (tree, other)]
+    if shapes[0] == shapes[1] and same_structure(tree, other):
+        return None
+    new, old = _shapes(tree), _shapes(other)
+    for path in {**old, **new}:
+        if old.get(path) != new.get(path):
+            return path, new.get(path, "no array"), old.get(path, "none")
+    return None
+
+
+def _shapes(tree: Any) -> dict[str, str]:
+    return {
+        jax.tree_util.keystr(path): f"an array of shape {jnp.shape(leaf)}"
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }
+
+
 def is_inexact(x: Any) -> bool:
     """Return whether a leaf is an array or number that can hold a NaN."""
     number = hasattr(x, "dtype") or isinstance(x, float | complex)

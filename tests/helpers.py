@@ -131,6 +131,15 @@ def assert_same_types(actual: Any, expected: Any) -> None:
     assert types(actual) == types(expected)
 
 
+def transformation(update: Any, *state: Any) -> optax.GradientTransformation:
+    """A stateful transformation from a function of gradients and states."""
+
+    def update_fn(updates: Any, state: Any, params: Any = None) -> Any:
+        return update(updates, *state)
+
+    return optax.GradientTransformation(lambda params: state, update_fn)
+
+
 def without_keys(tree: Any) -> Any:
     """Replace typed PRNG keys by their data."""
 

@@ -107,7 +107,10 @@ def test_the_signatures_are_the_contract():
     def names(name):
         return list(inspect.signature(getattr(ls, name)).parameters)
 
-    assert names("with_loss_scaling") == ["inner", "loss_scale", "axis_name"]
+    scaling = ["inner", "loss_scale", "axis_name", "check_updates"]
+    assert names("with_loss_scaling") == scaling
+    assert names("with_master_weights") == ["inner", "dtype"]
+    assert ls.MasterWeightsState._fields == ("master_weights", "inner_state")
     gradient = ["fun", "state", "argnums", "has_aux", "holomorphic", "allow_int"]
     assert names("value_and_grad") == names("grad") == gradient
     assert names("scale_loss") == ["loss", "state"]

@@ -1,40 +1,14 @@
 """Call the wrapped transformation, and hold it and its caller to their types."""
 
-import inspect
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from .._tree import same_structure
+from .._tree import difference, dtype_of, is_inexact, same_structure
+from .master_weights import has_master_weights
 from .types import as_narrow_as, as_wide_as, keep_types
-
-
-def with_extra_args(
-    inner: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
-    """Make a transformation take extra arguments, and drop what it does not know."""
-    # By parameters and not by type: optax.MultiSteps takes extra arguments and has
-    # another type; optax.contrib.sam has the type and takes but one of them.
-    parameters = list(inspect.signature(inner.update).parameters.values())
-    known = {p.name for p in parameters[3:]}
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-
-    def is_taken(name: str) -> bool:
-        # `grads_finite` is meant for us. A line search would hand it to the loss.
-        return name in known or (takes_all and name != "grads_finite")
-
-    def update_fn(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, optax.OptState]:
-        taken = {name: x for name, x in extra_args.items() if is_taken(name)}
-        return inner.update(updates, state, params, **taken)
-
-    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
 
 def update(
@@ -54,7 +28,9 @@ def update(
             as_wide_as(inner_state, updates, params), inner_state, params, **extra_args
         )
     except Exception as error:
-        _check_like_params(inner, inner_state, "updates", updates, error)
+        if params is not None or not has_master_weights(inner_state):
+            grads = _as_types_of(params, updates)
+            _check_like_params(inner, inner_state, "updates", grads, error)
         if params is not None:
             _check_like_params(inner, inner_state, "params", params, error)
         raise
@@ -65,17 +41,20 @@ def update(
             "`optax.monitor` is known to change it in the first step; chain it outside "
             "of `with_loss_scaling`."
         )
-    difference = _difference(new_state, inner_state)
-    if difference:
+    found = difference(new_state, inner_state)
+    if found:
         # Gradients of other shapes may broadcast against the moments.
-        _check_like_params(inner, inner_state, "updates", updates, None)
-        path, new, old = difference
+        grads = _as_types_of(params, updates)
+        _check_like_params(inner, inner_state, "updates", grads, None)
+        path, new, old = found
         raise ValueError(
             "`inner` must return a state of the shapes that it is given, but returns "
             f"{new} at {path}, where it was given {old}. A state that grows can be "
             "neither masked nor carried by `scan`: give it its final shape in `init`."
         )
-    new_updates = as_narrow_as(new_updates, updates, params)
+    if not has_master_weights(inner_state):
+        # With them updates are differences, which must not be rounded.
+        new_updates = as_narrow_as(new_updates, updates, params)
     return new_updates, keep_types(new_state, inner_state)
 
 
@@ -87,12 +66,12 @@ def _check_like_params(
     cause: Exception | None,
 ) -> None:
     """Refuse a tree of which ``init`` would make a state unlike the one given."""
-    difference = _difference_made(inner, inner_state, tree)
-    if difference and cause is not None:
+    found = _difference_made(inner, inner_state, tree)
+    if found and cause is not None:
         # Per-example gradients, as for differential privacy, are of the right model.
-        difference = _difference_made(inner, inner_state, _first_example(tree))
-    if difference:
-        path, new, old = difference
+        found = _difference_made(inner, inner_state, _first_example(tree))
+    if found:
+        path, new, old = found
         raise ValueError(
             f"`{name}` and `state` must belong together, but for a tree like `{name}` "
             f"`init` returns {new} at {path}, where `state` has {old}. Pass gradients, "
@@ -107,7 +86,22 @@ def _difference_made(inner: Any, inner_state: Any, tree: Any) -> Any:
         made = jax.eval_shape(inner.init, tree)
     except Exception:
         return None  # Not every transformation takes gradients of its parameters' tree.
-    return _difference(made, inner_state)
+    return difference(made, inner_state)
+
+
+def _as_types_of(params: Any, updates: Any) -> Any:
+    """Return gradients in the types of their parameters.
+
+    Of which parameters there are master weights depends on their types.
+    """
+    if not same_structure(updates, params):
+        return updates
+
+    def leaf(g: Any, p: Any) -> Any:
+        both = is_inexact(g) and is_inexact(p)
+        return jax.ShapeDtypeStruct(jnp.shape(g), dtype_of(p)) if both else g
+
+    return jax.tree.map(leaf, updates, params)
 
 
 def _first_example(tree: Any) -> Any:
@@ -116,23 +110,3 @@ def _first_example(tree: Any) -> Any:
     if len(sizes) != 1 or () in sizes:
         return tree
     return jax.eval_shape(lambda tree: jax.tree.map(lambda x: x[0], tree), tree)
-
-
-def _difference(new_state: Any, state: Any) -> tuple[str, str, str] | None:
-    """Return where a state differs from another in structure or shapes, if it does."""
-    if list(map(jnp.shape, jax.tree.leaves(new_state))) == list(
-        map(jnp.shape, jax.tree.leaves(state))
-    ) and same_structure(new_state, state):
-        return None
-    new, old = _shapes(new_state), _shapes(state)
-    for path in {**old, **new}:
-        if old.get(path) != new.get(path):
-            return path, new.get(path, "no array"), old.get(path, "none")
-    return None
-
-
-def _shapes(tree: Any) -> dict[str, str]:
-    return {
-        jax.tree_util.keystr(path): f"an array of shape {jnp.shape(leaf)}"
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }

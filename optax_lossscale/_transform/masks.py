@@ -20,29 +20,50 @@ from .staged import staged_update
 
 
 def masked_update(
-    inner_update: Callable[..., tuple[optax.Updates, optax.OptState]],
+    inner_update: Callable[..., Any],
     apply: jax.Array,
     updates: optax.Updates,
     inner_state: optax.OptState,
     extra_args: dict[str, Any],
-) -> tuple[optax.Updates, optax.OptState]:
+) -> tuple[jax.Array, optax.Updates, optax.OptState]:
     """Update where a step is to be applied; elsewhere return zeros and the old state.
 
     The inner transformation always runs, so that a collective inside it is reached by
-    every device. ``inner_update`` takes the gradients and the extra arguments.
+    every device. ``inner_update`` takes the gradients and the extra arguments. It
+    returns whether its results may be used, or None if nobody asks, the updates and
+    the new state. What comes back first is whether the step is applied.
     """
     result = None
     if isinstance(apply, jax.core.Tracer) and is_staging():
         result = staged_update(inner_update, apply, updates, inner_state, extra_args)
     if result is None:
-        given, put_back = split(updates, extra_args)
-        given = sanitized(apply, given, is_differentiated())
-        new_updates, new_state = inner_update(*put_back(given))
-        result = new_updates, select(apply, new_state, inner_state)
-    new_updates, new_state = result
+        result = _plain_update(inner_update, apply, updates, inner_state, extra_args)
+    apply, new_updates, new_state = result
     # Zeros like the output: the inner transformation may return another tree.
     zeros = jax.tree.map(_zeros_like, new_updates)
-    return select(apply, new_updates, zeros), new_state
+    return apply, select(apply, new_updates, zeros), new_state
+
+
+def _plain_update(
+    inner_update: Callable[..., Any],
+    apply: jax.Array,
+    updates: optax.Updates,
+    inner_state: optax.OptState,
+    extra_args: dict[str, Any],
+) -> tuple[jax.Array, optax.Updates, optax.OptState]:
+    given, put_back = split(updates, extra_args)
+    differentiated = is_differentiated()
+
+    def update(apply: jax.Array) -> Any:
+        return inner_update(*put_back(sanitized(apply, given, differentiated)))
+
+    usable, new_updates, new_state = update(apply)
+    if usable is not None:
+        apply &= usable
+        if differentiated:
+            # A NaN behind a mask would reach the derivatives.
+            _, new_updates, new_state = update(apply)
+    return apply, new_updates, select(apply, new_state, inner_state)
 
 
 def _zeros_like(x: Any) -> Any:

@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._finite import AxisName
+from .._jax_internals import varying_axes
 from .._rules.base import LossScale
 from .._rules.soundness import own_memory
 from .._state import LossScaleState, check_single
@@ -31,6 +33,23 @@ def init_scale(rule: LossScale) -> LossScaleState:
             f"{describe(state)} from {rule!r}. Return `LossScaleState.create(scale)`."
         )
     return check_single(state)
+
+
+def check_agreement(
+    apply: jax.Array, scale_state: LossScaleState, axis_name: AxisName | None
+) -> None:
+    """Refuse decisions that differ between the devices of a ``shard_map``."""
+    axes = varying_axes(apply) - varying_axes(scale_state.loss_scale)
+    if axes:
+        raise ValueError(
+            "`axis_name` must name every mapped axis along which gradients differ, and "
+            "with `check_updates` parameters or state, "
+            f"here {sorted(axes, key=str)}, got {axis_name!r}. Else some devices "
+            "would skip a step that others apply, and their states would drift apart. "
+            "Add the axis, or average the gradients before `update`; where each "
+            "device trains a model of its own, let its `scale_state` differ too, with "
+            "`jax.lax.pcast(scale_state, axis, to='varying')`."
+        )
 
 
 def update_scale(

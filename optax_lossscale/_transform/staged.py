@@ -15,33 +15,31 @@ That holds for values. Where derivatives are taken, the plain layout is evaluate
 behind a mask reaches them, and so does a square root of a moment that is still 0.
 """
 
-import collections
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
+from jax.extend.core import ClosedJaxpr, Var
 
-from .._jax_internals import as_varying, bind, bind_while
+from .._jax_internals import as_varying
+from .evaluation import Leaves, maskable, masked
 from .sanitized import Given, sanitized, split
-from .steering import may_be_left_out, may_have_custom_derivatives, steering
-
-Leaves = list[Any]
+from .steering import may_have_custom_derivatives, steering
 
 
 def staged_update(
-    inner_update: Callable[..., tuple[optax.Updates, optax.OptState]],
+    inner_update: Callable[..., Any],
     apply: jax.Array,
     updates: optax.Updates,
     inner_state: optax.OptState,
     extra_args: dict[str, Any],
-) -> tuple[optax.Updates, optax.OptState] | None:
-    """Return the inner updates, of use where ``apply``, and the masked new state.
+) -> tuple[jax.Array, optax.Updates, optax.OptState] | None:
+    """Return whether to apply the step, the inner updates, and the masked new state.
 
     None where the update cannot be evaluated from its jaxpr.
     """
@@ -51,9 +49,9 @@ def staged_update(
     closed_jaxpr, shapes = jax.make_jaxpr(
         lambda given: inner_update(*put_back(given)), return_shape=True
     )(given)
-    old_leaves = jax.tree.leaves(inner_state)
+    old_leaves, is_checked = jax.tree.leaves(inner_state), shapes[0] is not None
     try:
-        leaves = _evaluated(closed_jaxpr, apply, given, old_leaves)
+        leaves = _evaluated(closed_jaxpr, apply, given, old_leaves, is_checked)
     except Exception as error:
         reason = str(error).partition("\n")[0]
         warnings.warn(
@@ -64,14 +62,23 @@ def staged_update(
             stacklevel=4,  # where the update is called
         )
         return None
-    new_updates, new_state = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
-    return new_updates, new_state
+    usable, new_updates, new_state = jax.tree.unflatten(
+        jax.tree.structure(shapes), leaves
+    )
+    return usable if is_checked else apply, new_updates, new_state
 
 
 def _evaluated(
-    closed_jaxpr: ClosedJaxpr, apply: jax.Array, given: Given, old_leaves: Leaves
+    closed_jaxpr: ClosedJaxpr,
+    apply: jax.Array,
+    given: Given,
+    old_leaves: Leaves,
+    is_checked: bool,
 ) -> Leaves:
-    """Return the leaves of the inner updates, and the masked ones of the new state."""
+    """Return the leaves of the inner updates, and the masked ones of the new state.
+
+    Before them stands whether the step is applied, if that ``is_checked``.
+    """
     jaxpr, args = closed_jaxpr.jaxpr, (apply, given, closed_jaxpr.consts, old_leaves)
 
     steers = steering(jaxpr)
@@ -81,12 +88,16 @@ def _evaluated(
 
     def fast(apply: jax.Array, given: Given, consts: Leaves, old: Leaves) -> Leaves:
         given = _sanitized_where(steers, jaxpr.invars, apply, given)
-        early = _maskable(jaxpr, steers, old)
-        return _evaluate(jaxpr, steers, apply, given, consts, old, early)
+        early = maskable(jaxpr, steers, old)
+        return masked(jaxpr, steers, apply, given, consts, old, early, is_checked)
 
     def plain(apply: jax.Array, given: Given, consts: Leaves, old: Leaves) -> Leaves:
-        given = sanitized(apply, given, differentiated=True)
-        return _evaluate(jaxpr, steers, apply, given, consts, old, {})
+        def masked_at_the_end(apply: jax.Array) -> Leaves:
+            sane = sanitized(apply, given, differentiated=True)
+            return masked(jaxpr, steers, apply, sane, consts, old, {}, is_checked)
+
+        leaves = masked_at_the_end(apply)
+        return masked_at_the_end(leaves[0]) if is_checked else leaves
 
     function = _with_derivatives_of(plain, fast) if has_rule else fast
     if closed_jaxpr.effects:
@@ -123,11 +134,10 @@ def _with_derivatives_of(
                 ]
                 return derived(*jax.tree.unflatten(structure, leaves))
 
-            return jax.jvp(
-                along,
-                ([x for x, moved in zip(primals, moves, strict=True) if moved],),
-                ([t for t, moved in zip(tangents, moves, strict=True) if moved],),
+            moving, directions = (
+                list(itertools.compress(x, moves)) for x in (primals, tangents)
             )
+            return jax.jvp(along, (moving,), (directions,))
 
         return evaluate(*leaves)
 
@@ -145,69 +155,3 @@ def _sanitized_where(
     rows = zip(variables, leaves, sane, strict=True)
     chosen = [s if var in steers else x for var, x, s in rows]
     return jax.tree.unflatten(structure, chosen)
-
-
-def _evaluate(
-    jaxpr: Jaxpr,
-    steers: set[Var],
-    apply: jax.Array,
-    given: Given,
-    consts: Leaves,
-    old_leaves: Leaves,
-    early: dict[Var, Any],
-) -> Leaves:
-    """Evaluate a jaxpr, and mask the leaves of the new state, its last outputs.
-
-    Those that ``early`` maps to their old values are masked where they are defined. A
-    loop is not entered in a step to be skipped, unless it ``steers`` what follows.
-    """
-    env = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, jax.tree.leaves(given), strict=True))
-
-    def read(atom: Var | Literal) -> Any:
-        return atom.val if isinstance(atom, Literal) else env[atom]
-
-    for eqn in jaxpr.eqns:
-        args = [read(atom) for atom in eqn.invars]
-        if may_be_left_out(eqn) and steers.isdisjoint(eqn.outvars):
-            values = bind_while(eqn, args, apply)
-        else:
-            values = bind(eqn, args)
-        for var, value in zip(eqn.outvars, values, strict=True):
-            if var in early:
-                # Of one type, so that `jnp.where` would only take longer to trace.
-                value = jax.lax.select_n(apply, early[var], value)
-            env[var] = value
-    leaves = [read(atom) for atom in jaxpr.outvars]
-    first = len(leaves) - len(old_leaves)
-    for i, old in enumerate(old_leaves, first):
-        atom = jaxpr.outvars[i]
-        if isinstance(atom, Literal) or atom not in early:
-            leaves[i] = jnp.where(apply, leaves[i], old)
-    return leaves
-
-
-def _maskable(
-    jaxpr: Jaxpr, steers: set[Var], old_leaves: Sequence[Any]
-) -> dict[Var, Any]:
-    """Map the variables that are masked where they are defined to the old values.
-
-    The others are masked at the end: inputs passed through and constants, which no
-    equation defines; a variable that is two leaves of the state, with two old values;
-    one whose type the mask would change; one that a loop waits for, or a branch or an
-    effect depends on; and single numbers, which cost nothing: a count that is still 0
-    would be divided by.
-    """
-    defined = {var for eqn in jaxpr.eqns for var in eqn.outvars}
-    atoms = jaxpr.outvars[len(jaxpr.outvars) - len(old_leaves) :]
-    uses = collections.Counter(x for x in atoms if not isinstance(x, Literal))
-    return {
-        var: old
-        for var, old in zip(atoms, old_leaves, strict=True)
-        if not isinstance(var, Literal)
-        and var in defined
-        and uses[var] == 1
-        and var not in steers
-        and jnp.ndim(old) > 0
-        and var.aval == jax.typeof(old)
-    }

@@ -9,6 +9,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 _STEERED = frozenset({"while", "cond", "pallas_call", "ffi_call"})
 # Iterations of a library, until something converges.
 _ITERATIVE = frozenset({"eig", "eigh", "schur", "svd"})
+_CONTRACTING = frozenset({"dot_general", "conv_general_dilated"})
 # Effects, by the names of their classes, which jax does not export.
 _COLLECTIVE = "NamedAxisEffect"
 _DEBUGGING = frozenset({"DebugEffect", "OrderedDebugEffect"})
@@ -36,6 +37,24 @@ def may_be_left_out(eqn: JaxprEqn) -> bool:
     callbacks in a loop that only some members enter.
     """
     return eqn.primitive.name == "while" and _effects(eqn) <= _DEBUGGING
+
+
+def may_be_repeated(eqn: JaxprEqn) -> bool:
+    """Return whether an equation computes little more than it writes.
+
+    No reductions, loops and products of matrices, and nothing with an effect.
+    """
+    read, written = (
+        max((getattr(x.aval, "size", 1) for x in atoms), default=1)
+        for atoms in (eqn.invars, eqn.outvars)
+    )
+    return (
+        read <= written
+        and not _effects(eqn)
+        and not _steers(eqn)
+        and eqn.primitive.name not in _CONTRACTING
+        and all(map(may_be_repeated, (e for j in _jaxprs(eqn) for e in j.eqns)))
+    )
 
 
 def may_have_custom_derivatives(jaxpr: Jaxpr) -> bool:

@@ -135,9 +135,14 @@ def _widened(
     except Exception:
         # It may need more arguments to update, or a mapped axis around it.
         return state, False
-    if not same_structure(shapes, state):
-        return state, False  # `update` says what is wrong
-    widened = jax.tree.map(_wider, state, shapes, is_open)
+    # By path: of wide parameters there are no master weights. What else is missing
+    # `update` complains of.
+    shape_at = dict(jax.tree_util.tree_leaves_with_path(shapes))
+    widened = jax.tree_util.tree_map_with_path(
+        lambda path, x, is_open: _wider(x, shape_at.get(path, x), is_open),
+        state,
+        is_open,
+    )
     pairs = zip(jax.tree.leaves(widened), jax.tree.leaves(state), strict=True)
     return widened, any(new is not old for new, old in pairs)
 

@@ -8,15 +8,17 @@ import optax
 
 from .._find import find_loss_scale_states
 from .._finite import AxisName, all_finite, everywhere, max_magnitude
-from .._jax_internals import varying_axes
 from .._rules.base import LossScale
 from .._rules.dynamic import DynamicLossScale
 from .._state import LossScaleState, check_single, recorded
 from .._tree import select
-from .._validation import check_flag, check_value, describe
-from .inner import update, with_extra_args
+from .._validation import check_bool, check_flag, check_value
+from .extra_args import check_inner, with_extra_args
+from .inner import update
 from .masks import masked_update
-from .rule import check_rule, init_scale, update_scale
+from .master_weights import warn_of_float16
+from .outcome import outcome_finite
+from .rule import check_agreement, check_rule, init_scale, update_scale
 from .types import settled_state
 
 
@@ -48,13 +50,16 @@ def with_loss_scaling(
     loss_scale: LossScale = DynamicLossScale(),
     *,
     axis_name: AxisName | None = None,
+    check_updates: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Skip steps whose gradients are not finite, and let them move the loss scale.
 
     A skipped step leaves the state of ``inner`` bit for bit as it was and returns
-    updates of -0.0, which change no bit of a parameter. The gradients passed to
-    ``update`` are true gradients, as `value_and_grad` and `unscale_grads` return them:
-    nothing is divided here.
+    updates of -0.0, which change no bit of a parameter. So no NaN or infinity that is
+    among the gradients gets into either. One that the optimizer itself makes of finite
+    gradients does, unless ``check_updates``. The gradients passed to ``update`` are
+    true gradients, as `value_and_grad` and `unscale_grads` return them: nothing is
+    divided here.
 
     Put it outermost: around clipping, weight decay, schedules, ``optax.MultiSteps``,
     ``optax.masked`` and ``optax.partition``, not inside them. Before it, ``optax.clip``
@@ -66,7 +71,8 @@ def with_loss_scaling(
     as much memory as those of float32 ones. Types asked for by name, such as
     ``mu_dtype`` of ``optax.adam``, are kept. Where gradients are as narrow as their
     parameters, updates are too, and the moments may be: keep what ``inner.init``
-    returns by ``tx.init(params)._replace(inner_state=inner.init(params))``.
+    returns by ``tx.init(params)._replace(inner_state=inner.init(params))``. float16
+    parameters themselves lose small updates: see `with_master_weights`.
 
     Args:
         inner: the optimizer, any Optax transformation.
@@ -74,6 +80,12 @@ def with_loss_scaling(
         axis_name: inside ``shard_map``, ``pmap`` or ``vmap``, the name of the mapped
             axis, or a tuple of names, over which gradients differ: a step is applied
             only if they are finite everywhere. Not needed under ``jit`` alone.
+        check_updates: whether to check what ``inner`` makes of finite gradients, too.
+            A step whose updates, new state, or parameters as ``optax.apply_updates``
+            returns them would hold a new NaN or infinity is skipped. It counts as
+            skipped, but the scale is left alone with the trackers of its next growth
+            and backoff: no scale cures it. Costs another pass over gradients, state
+            and parameters.
 
     Returns:
         The transformation. Extra arguments of its ``update`` that ``inner`` takes are
@@ -92,7 +104,8 @@ def with_loss_scaling(
 
     Raises:
         TypeError: if ``inner`` or ``loss_scale`` is of another kind.
-        ValueError: from ``init``, if ``inner`` scales losses itself; from ``update``,
+        ValueError: if ``check_updates`` is no bool, or the rule skips nothing; from
+            ``init``, if ``inner`` scales losses itself; from ``update``,
             if ``inner`` changes the structure or the shapes of its state or makes
             numbers of another kind of them (floats of integers, say), gradients or
             parameters are of another model than the state, ``value`` or
@@ -100,8 +113,9 @@ def with_loss_scaling(
             devices of a ``shard_map`` would decide differently.
 
     Warns:
-        UserWarning: from ``update``, if the state was not made by ``init`` and keeps in
-            half precision what updates give in float32.
+        UserWarning: from ``init``, if parameters are float16 and ``inner`` keeps no
+            master weights; from ``update``, if the state was not made by ``init`` and
+            keeps in half precision what updates give in float32.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -121,12 +135,26 @@ def with_loss_scaling(
         >>> print(updates, ls.get_loss_scale(opt_state))
         [-0. -0.] 16384.0
 
+        Nor is a second moment that overflows:
+
+        >>> tx = ls.with_loss_scaling(optax.adam(1e-3), check_updates=True)
+        >>> large = jnp.array([1e30, 1.0])
+        >>> updates, opt_state = tx.update(large, tx.init(params), params)
+        >>> print(updates, ls.get_loss_scale(opt_state), ls.was_applied(opt_state))
+        [-0. -0.] 32768.0 False
+
     References:
         Micikevicius et al., `Mixed Precision Training
         <https://arxiv.org/abs/1710.03740>`_, 2017, section 3.2
     """
-    _check_inner(inner)
+    check_inner(inner, "with_loss_scaling")
     check_rule(loss_scale)
+    check_bool("check_updates", check_updates, "True also checks what `inner` makes.")
+    if check_updates and not loss_scale.skip_nonfinite:
+        raise ValueError(
+            f"`check_updates` must be False with {loss_scale!r}, which skips nothing, "
+            "got True. Use a rule that skips, such as `FixedLossScale(1.0)`."
+        )
     inner = with_extra_args(inner)
 
     def init_fn(params: optax.Params) -> WithLossScalingState:
@@ -137,6 +165,7 @@ def with_loss_scaling(
                 "LossScaleState in it. The outer check would hide overflows from the "
                 "inner rule: wrap once, outermost."
             )
+        warn_of_float16(params, inner_state)
         return WithLossScalingState(init_scale(loss_scale), inner_state)
 
     def update_fn(
@@ -152,6 +181,17 @@ def with_loss_scaling(
             updates: optax.Updates, extra_args: dict[str, Any]
         ) -> tuple[optax.Updates, optax.OptState]:
             return update(inner, updates, state.inner_state, params, extra_args)
+
+        def checked_update(
+            updates: optax.Updates, extra_args: dict[str, Any]
+        ) -> tuple[jax.Array | None, optax.Updates, optax.OptState]:
+            new_updates, new_state = inner_update(updates, extra_args)
+            if not check_updates:
+                return None, new_updates, new_state
+            usable = outcome_finite(new_updates, new_state, state.inner_state, params)
+            usable = everywhere(usable, axis_name)
+            check_agreement(usable, scale_state, axis_name)
+            return usable, new_updates, new_state
 
         def advance(grads_finite: jax.Array) -> LossScaleState:
             if not loss_scale.uses_max_magnitude:
@@ -176,15 +216,20 @@ def with_loss_scaling(
             check_value(value)
             value_finite = all_finite(value, axis_name)
             apply = grads_finite & value_finite
-        _check_agreement(apply, scale_state, axis_name)
-        new_updates, inner_state = masked_update(
-            inner_update, apply, updates, state.inner_state, extra_args
+        check_agreement(apply, scale_state, axis_name)
+        applied, new_updates, inner_state = masked_update(
+            checked_update, apply, updates, state.inner_state, extra_args
         )
         new_scale_state = advance(grads_finite)
         if value is not None:
             # No scale cures a loss that is not finite before it is scaled.
             skipped = recorded(scale_state, False)
             new_scale_state = select(value_finite, new_scale_state, skipped)
+        if check_updates:
+            # Nor an optimizer that makes a NaN of finite gradients.
+            skipped = recorded(scale_state, False)
+            innocent = applied | ~grads_finite
+            new_scale_state = select(innocent, new_scale_state, skipped)
         return new_updates, WithLossScalingState(new_scale_state, inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -198,38 +243,3 @@ def _check_state(state: Any) -> None:
             "the checkpointer `init(params)` as the target; if it belongs to the "
             "unwrapped optimizer, use `init(params)._replace(inner_state=...)`."
         )
-
-
-def _check_agreement(
-    apply: jax.Array, scale_state: LossScaleState, axis_name: AxisName | None
-) -> None:
-    """Refuse decisions that differ between the devices of a ``shard_map``."""
-    axes = varying_axes(apply) - varying_axes(scale_state.loss_scale)
-    if axes:
-        raise ValueError(
-            "`axis_name` must name every mapped axis along which gradients differ, "
-            f"here {sorted(axes, key=str)}, got {axis_name!r}. Else some devices "
-            "would skip a step that others apply, and their states would drift apart. "
-            "Add the axis, or average the gradients before `update`; where each "
-            "device trains a model of its own, let its `scale_state` differ too, with "
-            "`jax.lax.pcast(scale_state, axis, to='varying')`."
-        )
-
-
-def _check_inner(inner: Any) -> None:
-    rule = "`inner` must be an Optax gradient transformation, got "
-    if isinstance(inner, LossScale):
-        raise TypeError(
-            f"{rule}the rule {inner!r}. The optimizer comes first: "
-            "`with_loss_scaling(optimizer, rule)`."
-        )
-    has_both = callable(getattr(inner, "init", None)) and callable(
-        getattr(inner, "update", None)
-    )
-    if isinstance(inner, type) or not has_both:
-        advice = (
-            "Call it first, as in `optax.adam(1e-3)`."
-            if callable(inner)
-            else "Pass an optimizer, as in `with_loss_scaling(optax.adam(1e-3))`."
-        )
-        raise TypeError(f"{rule}{describe(inner)}. {advice}")

@@ -2,7 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
+from every_rule import RULES
 
 import optax_lossscale as ls
 
@@ -14,6 +16,10 @@ Look at the loss before it is scaled.
 lower the learning rate.
 - It is finite, and the scale is at its floor: the same.
 - It is finite, and the scale is still falling: start from a lower one.
+- It is finite, and the scale is above its floor and has not fallen: the optimizer \
+makes NaN or infinity of finite gradients, which `check_updates=True` skips. No scale \
+cures that: clip the gradients, raise `eps`, keep moments in float32 and float16 \
+parameters in `with_master_weights`.
 - It is finite, but multiplied by an earlier scale: the gradient function was built \
 from an earlier state, and its program holds that scale as a constant. Build it inside \
 of the step, from the state that the step is passed."""
@@ -40,6 +46,41 @@ def test_it_does_not_say_that_the_scale_has_moved():
     """A loss that is NaN leaves it where it was."""
     state = ls.DynamicLossScale().init().record(False).record(False).record(False)
     assert "The loss scale is 32768.\n" in message(state)
+
+
+OPTIMIZER_MAKES_NAN = """\
+The last gradients were finite, and the scale did not fall. Look at the loss.
+- It is NaN or infinite, and `update` is given it as `value`: no scale cures that. \
+Look at the data and the parameters, or lower the learning rate.
+- It is finite: the optimizer makes NaN or infinity of finite gradients, which \
+`check_updates=True` skips. No scale cures that: clip the gradients, raise `eps`, keep \
+moments in float32 and float16 parameters in `with_master_weights`."""
+
+
+def test_where_gradients_were_finite_it_says_so():
+    """A rule has counted finite steps that an overflow would have made it forget."""
+    tx = ls.with_loss_scaling(optax.adam(0.1), check_updates=True)
+    params = jnp.ones(2)
+    state = tx.init(params)
+    for grads in (1.0, 1e30, 1e30, 1e30):
+        _, state = tx.update(jnp.full(2, grads), state, params)
+    assert OPTIMIZER_MAKES_NAN in message(state)
+    fresh = ls.DynamicLossScale().init().record(False).record(False).record(False)
+    finite, nan = (ls.gradient_report([jnp.array([x])]) for x in (1.0, jnp.nan))
+    assert OPTIMIZER_MAKES_NAN in message(fresh, report=finite)
+    assert OPTIMIZER_MAKES_NAN not in message(fresh, report=nan)
+
+
+SKIPPING = {name: rule for name, rule in RULES.items() if rule.skip_nonfinite}
+
+
+@pytest.mark.parametrize("rule", SKIPPING.values(), ids=SKIPPING)
+def test_where_gradients_overflowed_it_does_not(rule):
+    state = rule.init()
+    args = (jnp.float32(1.0),) if rule.uses_max_magnitude else ()
+    for flag in (True, True, True, False, False, False):
+        state = rule.update(state, flag, *args)
+    assert OPTIMIZER_MAKES_NAN not in message(state)
 
 
 def test_of_an_ensemble_it_names_the_member_and_its_numbers():

@@ -15,7 +15,7 @@ def plain_layout(monkeypatch):
 
     def run(function, *args):
         with monkeypatch.context() as m, pytest.warns(UserWarning, match="slower"):
-            m.setattr(staged, "_evaluate", refuse)
+            m.setattr(staged, "masked", refuse)
             return function(*args)
 
     return run

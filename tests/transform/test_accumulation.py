@@ -11,6 +11,8 @@ from helpers import assert_same_bits, float16_loss, make_step, readme_blocks, tr
 
 import optax_lossscale as ls
 
+pytestmark = pytest.mark.filterwarnings("ignore:. of . parameters are float16")
+
 RULE = ls.DynamicLossScale(init_scale=2.0**10)
 PARAMS = {"w": jnp.array([[0.5, -1.0], [2.0, 0.25]]), "b": jnp.zeros(2)}
 # Windows of four micro-batches of eight.

@@ -9,6 +9,8 @@ from helpers import assert_same_bits
 
 import optax_lossscale as ls
 
+pytestmark = pytest.mark.filterwarnings("ignore:. of . parameters are float16")
+
 NUMBERS = [-0.0, 0.0, 1.0, -1.5, jnp.inf, -jnp.inf]
 
 

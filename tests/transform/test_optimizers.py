@@ -25,6 +25,7 @@ import optax_lossscale as ls
 
 # Warnings of optax about its own factories.
 pytestmark = [
+    pytest.mark.filterwarnings("ignore:. of . parameters are float16"),
     pytest.mark.filterwarnings("ignore:`optimistic_adam` is deprecated"),
     pytest.mark.filterwarnings('ignore:"seed" is deprecated'),
     # L-BFGS writes float32 differences into its float16 memory.

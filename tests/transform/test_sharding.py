@@ -23,6 +23,8 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ls
 
+pytestmark = pytest.mark.filterwarnings("ignore:. of . parameters are float16")
+
 USUAL = ("optax.adafactor", "optax.adamw", "optax.lion", "optax.lbfgs", "optax.sgd")
 
 # What of the mesh shards the batch, the weights and the bias.

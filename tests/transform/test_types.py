@@ -12,6 +12,8 @@ from optax import contrib
 
 import optax_lossscale as ls
 
+pytestmark = pytest.mark.filterwarnings("ignore:. of . parameters are float16")
+
 PARAMS = {"w": jnp.linspace(-1, 1, 8), "b": jnp.zeros(2)}
 HALF = jax.tree.map(lambda x: x.astype(jnp.float16), PARAMS)
 GRADS = jax.tree.map(jnp.ones_like, PARAMS)

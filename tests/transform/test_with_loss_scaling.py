@@ -9,6 +9,8 @@ from helpers import assert_no_update, assert_same_bits, assert_same_types, enabl
 
 import optax_lossscale as ls
 
+pytestmark = pytest.mark.filterwarnings("ignore:. of . parameters are float16")
+
 PARAMS = {"w": jnp.arange(4.0), "b": jnp.ones(())}
 
 

@@ -1,0 +1,54 @@
+"""Take any Optax transformation as the inner one, and hand it what it knows."""
+
+import inspect
+from typing import Any
+
+import optax
+
+from .._rules.base import LossScale
+from .._validation import describe
+
+
+def check_inner(inner: Any, wrapper: str) -> None:
+    rule = "`inner` must be an Optax gradient transformation, got "
+    if isinstance(inner, LossScale):
+        raise TypeError(
+            f"{rule}the rule {inner!r}. The optimizer comes first: "
+            "`with_loss_scaling(optimizer, rule)`."
+        )
+    has_both = callable(getattr(inner, "init", None)) and callable(
+        getattr(inner, "update", None)
+    )
+    if isinstance(inner, type) or not has_both:
+        advice = (
+            "Call it first, as in `optax.adam(1e-3)`."
+            if callable(inner)
+            else f"Pass an optimizer, as in `{wrapper}(optax.adam(1e-3))`."
+        )
+        raise TypeError(f"{rule}{describe(inner)}. {advice}")
+
+
+def with_extra_args(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Make a transformation take extra arguments, and drop what it does not know."""
+    # By parameters and not by type: optax.MultiSteps takes extra arguments and has
+    # another type; optax.contrib.sam has the type and takes but one of them.
+    parameters = list(inspect.signature(inner.update).parameters.values())
+    known = {p.name for p in parameters[3:]}
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+    def is_taken(name: str) -> bool:
+        # `grads_finite` is meant for us. A line search would hand it to the loss.
+        return name in known or (takes_all and name != "grads_finite")
+
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        taken = {name: x for name, x in extra_args.items() if is_taken(name)}
+        return inner.update(updates, state, params, **taken)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update_fn)

@@ -1,0 +1,48 @@
+"""Updates that take narrow parameters exactly to rounded master weights."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._tree import dtype_of
+
+
+def update_to(master: jax.Array, param: Any) -> jax.Array:
+    """Return what, added to a parameter, gives its rounded master weight."""
+    if jnp.iscomplexobj(master):
+        parts = (update_to(part(master), part(param)) for part in (jnp.real, jnp.imag))
+        return jax.lax.complex(*parts)
+    narrow, param = dtype_of(param), jnp.asarray(param, master.dtype)
+    # Added to 0, the master weight itself is rounded, and keeps the sign of a zero.
+    update = jnp.where(param == 0, master, rounded(master, narrow) - param)
+    return update if jnp.finfo(narrow).bits >= 16 else update.astype(narrow)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """Round to the numbers of a narrower type, to nearest, ties to even.
+
+    Two casts would do, but XLA leaves them out: on GPUs and TPUs it computes with more
+    digits where it may. What overflows is rounded as if the exponents went on.
+    """
+    wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
+    digits = wide.nmant - narrow.nmant
+    bits = jax.lax.bitcast_convert_type(x, np.dtype(f"uint{wide.bits}"))
+    odd = (bits >> digits) & 1
+    bits = ((bits + (2 ** (digits - 1) - 1) + odd) >> digits) << digits
+    y = jax.lax.bitcast_convert_type(bits, x.dtype)
+    if narrow.minexp > wide.minexp:
+        least = float(narrow.smallest_subnormal)
+        even = jax.lax.RoundingMethod.TO_NEAREST_EVEN
+        subnormal = jax.lax.round(x * (1 / least), even) * least
+        y = jnp.where(jnp.abs(x) < float(narrow.tiny), subnormal, y)
+    return jnp.where(jnp.isnan(x), x, y)
+
+
+@rounded.defjvp
+def _(dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    # As of a cast.
+    return rounded(*primals, dtype), tangents[0]

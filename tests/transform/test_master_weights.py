@@ -1,0 +1,425 @@
+"""Float32 copies of float16 parameters, in the state of the optimizer."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import serialization
+from helpers import (
+    assert_no_update,
+    assert_same_bits,
+    assert_same_types,
+    enable_x64,
+    make_step,
+)
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_lossscale as ls
+
+KEYS = jax.random.split(jax.random.key(0), 4)
+HALF = jax.tree.map(
+    lambda p: p.astype(jnp.float16),
+    {
+        "w": 0.3 * jax.random.normal(KEYS[0], (8, 16)),
+        "b": jnp.zeros(16),
+        "out": 0.2 * jax.random.normal(KEYS[1], (16, 4)),
+    },
+)
+FLOAT32 = jax.tree.map(lambda p: p.astype(jnp.float32), HALF)
+X = jax.random.normal(KEYS[2], (30, 16, 8)).at[7, 3, 2].set(jnp.inf)
+BATCHES = X, jax.random.normal(KEYS[3], (30, 16, 4))
+GRADS = jax.tree.map(lambda p: jnp.cos(100 * p.astype(jnp.float32)), HALF)
+
+
+def as_half(tree):
+    return jax.tree.map(lambda p: p.astype(jnp.float16), tree)
+
+
+def loss_fn(params, batch):
+    """Computes in float16, whatever the parameters are."""
+    params, (x, y) = as_half(params), batch
+    hidden = jax.nn.relu(x.astype(jnp.float16) @ params["w"] + params["b"])
+    return jnp.mean((hidden @ params["out"] - y.astype(jnp.float16)) ** 2, dtype="f4")
+
+
+def trained(inner, params, loss_scaling=ls.with_loss_scaling):
+    tx = loss_scaling(inner)
+    step = make_step(tx, loss_fn)
+    carry = params, tx.init(params)
+    scan = jax.jit(lambda c: jax.lax.scan(lambda c, b: (step(*c, b), None), c, BATCHES))
+    return scan(carry)[0]
+
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-3),
+    "momentum": optax.sgd(1e-2, momentum=0.9),
+    "lion": optax.lion(1e-4),
+    "clipped adam": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
+    "adam scheduled": optax.adam(optax.cosine_decay_schedule(1e-2, 30)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_run_equals_that_of_float32_parameters_cast_in_the_loss(name):
+    inner = OPTIMIZERS[name]
+    params, state = trained(inner, FLOAT32)
+    half, half_state = trained(ls.with_master_weights(inner), HALF)
+    masters, inner_state = half_state.inner_state
+    assert_same_bits(masters, params)
+    assert_same_bits(half, as_half(params))
+    assert_same_bits(inner_state, state.inner_state)
+    assert_same_bits(half_state.scale_state, state.scale_state)
+    assert int(state.scale_state.skipped_steps) == 1
+
+
+@pytest.mark.filterwarnings("ignore:2 of 2 parameters are float16")
+def test_in_float16_alone_small_updates_are_lost():
+    """What the copies are for."""
+    ones = {"w": jnp.ones(2, jnp.float16), "v": -jnp.ones(2, jnp.float16)}
+
+    def run(inner):
+        tx = ls.with_loss_scaling(inner)
+        params, state = ones, tx.init(ones)
+        for _ in range(10):
+            updates, state = tx.update(ones, state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    assert_same_bits(run(optax.sgd(1e-4)), ones)
+    moved = jax.tree.map(lambda p: p - jnp.float16(1e-3) * p, ones)
+    assert_same_bits(run(ls.with_master_weights(optax.sgd(1e-4))), moved)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_the_parameters_are_the_rounded_master_weights_after_every_step(jit):
+    tx = ls.with_loss_scaling(ls.with_master_weights(optax.adam(0.1)))
+    update = jax.jit(tx.update) if jit else tx.update
+    params, state = HALF, tx.init(HALF)
+    bad = {**GRADS, "b": GRADS["b"].at[2].set(jnp.nan)}
+    for grads in (GRADS, bad, as_half(GRADS)):
+        old = params, state
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        assert_same_bits(params, as_half(state.inner_state.master_weights))
+        assert_same_types(state, old[1])
+        if grads is bad:
+            assert_no_update(updates)
+            assert_same_bits((params, state.inner_state), (old[0], old[1].inner_state))
+
+
+MIXED = {
+    "half": jnp.ones(3, jnp.float16),
+    "float": jnp.ones(3),
+    "bfloat16": jnp.ones((), jnp.bfloat16),
+    "table": jnp.arange(3),
+    "none": None,
+    "complex": jnp.ones(2, jnp.complex64),
+}
+
+
+def test_only_what_is_narrower_is_copied():
+    inner = optax.masked(optax.sgd(1e-4), {k: k != "table" for k in MIXED})
+    tx = ls.with_master_weights(inner)
+    state = tx.init(MIXED)
+    kept = {k for k, m in state.master_weights.items() if jax.tree.leaves(m)}
+    assert kept == {"half", "bfloat16"}
+    assert all(m.dtype == jnp.float32 for m in jax.tree.leaves(state.master_weights))
+    grads = jax.tree.map(jnp.ones_like, MIXED)
+    grads["table"] = jnp.zeros_like(MIXED["table"])
+    updates, state = tx.update(grads, state, MIXED)
+    for name in ("float", "complex"):
+        assert_same_bits(updates[name], -1e-4 * grads[name])
+    assert updates["table"].dtype == jnp.int32 and updates["none"] is None
+    np.testing.assert_array_equal(updates["half"], np.float32(0))  # 0.9999 is 1
+    np.testing.assert_allclose(state.master_weights["half"], 1 - 1e-4, rtol=1e-7)
+
+
+def test_float64_master_weights_of_float32_and_complex64():
+    with enable_x64(True):
+        params = {"z": jnp.array([1 + 2j], jnp.complex64), "w": jnp.ones(2, "f4")}
+        tx = ls.with_master_weights(optax.sgd(1e-9), jnp.float64)
+        state = tx.init(params)
+        grads = {"z": jnp.array([1 - 1j], jnp.complex64), "w": jnp.ones(2, "f4")}
+        for _ in range(100):
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        masters = state.master_weights
+        assert masters["z"].dtype == jnp.complex128 and params["z"].dtype == "complex64"
+        np.testing.assert_allclose(masters["z"], 1 - 1e-7 + (2 + 1e-7) * 1j, rtol=1e-12)
+        assert_same_bits(
+            params, jax.tree.map(lambda m, p: m.astype(p.dtype), masters, params)
+        )
+        assert params["w"][0] < 1
+
+
+def test_float8_parameters_follow_their_master_weights():
+    params = jnp.array([1.0, -0.5], jnp.float8_e4m3fn)
+    tx = ls.with_master_weights(optax.sgd(0.01))
+    state = tx.init(params)
+    for _ in range(30):
+        updates, state = tx.update(jnp.ones(2), state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(state.master_weights, [0.7, -0.8], rtol=1e-5)
+    assert_same_bits(params, state.master_weights.astype(params.dtype))
+
+
+def test_what_goes_in_is_wide():
+    """Line searches are given the loss of wide parameters, and wide gradients."""
+    seen = {}
+
+    def update(updates, state, params=None, *, grad, value, value_fn):
+        seen.update(updates=updates, params=params, grad=grad, value=value)
+        return jax.tree.map(jnp.negative, updates), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda p: jnp.zeros(()), update)
+    tx = ls.with_loss_scaling(ls.with_master_weights(inner))
+    updates, _ = tx.update(
+        *(as_half(GRADS), tx.init(HALF), HALF),
+        grad=as_half(GRADS),
+        value=jnp.float32(1.0),
+        value_fn=lambda params: 0.0,
+    )
+    for name in ("updates", "params", "grad"):
+        assert {x.dtype.name for x in jax.tree.leaves(seen[name])} == {"float32"}
+    assert {u.dtype.name for u in jax.tree.leaves(updates)} == {"float32"}
+
+
+def value_fn(params):
+    return loss_fn(params, jax.tree.map(lambda x: x[0], BATCHES))
+
+
+# Inside the copies, and around them.
+WRAPPED = {
+    "chain": lambda m: optax.chain(optax.clip_by_global_norm(1.0), m(optax.adam(0.01))),
+    "MultiSteps inside": lambda m: m(optax.MultiSteps(optax.adam(0.01), 2)),
+    "MultiSteps around": lambda m: optax.MultiSteps(m(optax.adam(0.01)), 2),
+    "hyperparameters": lambda m: m(optax.inject_hyperparams(optax.adam)(0.01)),
+    "masked": lambda m: optax.masked(
+        m(optax.adam(0.01)), {"w": True, "b": True, "out": True}
+    ),
+    "partition": lambda m: optax.partition(
+        {"a": m(optax.adam(0.01)), "b": m(optax.sgd(0.1))},
+        {"w": "a", "b": "b", "out": "a"},
+    ),
+    "schedule_free": lambda m: m(optax.contrib.schedule_free_adamw(0.01)),
+    "line search": lambda m: m(optax.lbfgs()),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_wrappers_inside_and_around_give_the_run_of_float32(name):
+    def run(tx, params):
+        tx = optax.with_extra_args_support(ls.with_loss_scaling(tx))
+        state = tx.init(params)
+
+        @jax.jit
+        def step(params, state, grads):
+            extra_args = {"value": value_fn(params), "grad": grads}
+            updates, state = tx.update(
+                grads, state, params, **extra_args, value_fn=value_fn
+            )
+            return optax.apply_updates(params, updates), state
+
+        for factor in (1.0, -2.0, np.nan, 0.5, 1.0):
+            params, state = step(params, state, optax.tree.scale(factor, GRADS))
+        return params, state
+
+    params, _ = run(WRAPPED[name](lambda inner: inner), FLOAT32)
+    half, _ = run(WRAPPED[name](ls.with_master_weights), HALF)
+    if name == "line search":  # compiled with other fusions, it rounds otherwise
+        jax.tree.map(lambda h, p: np.testing.assert_allclose(h, p, 1e-2), half, params)
+    else:
+        assert_same_bits(half, as_half(params))
+
+
+def test_state_is_abstract_sharded_saved_and_donated_as_any_other():
+    tx = ls.with_loss_scaling(ls.with_master_weights(optax.adam(1e-2)))
+    state = tx.init(HALF)
+    assert state.inner_state._fields == ("master_weights", "inner_state")
+    shapes = jax.eval_shape(lambda: HALF)
+    assert_same_types(tx.init(shapes), state)
+    assert_same_types(jax.eval_shape(tx.init, shapes), jax.eval_shape(lambda: state))
+    restored = serialization.from_bytes(state, serialization.to_bytes(state))
+    assert_same_bits(restored, state)
+
+    mesh = jax.make_mesh((8,), ("data",))
+    shardings = {"w": P("data"), "b": P(), "out": P(None, None)}
+    shardings = {k: NamedSharding(mesh, spec) for k, spec in shardings.items()}
+    state_shardings = optax.tree.map_params(
+        *(tx, lambda _, sharding: sharding, jax.eval_shape(tx.init, HALF), shardings),
+        transform_non_params=lambda _: NamedSharding(mesh, P()),
+    )
+    assert state_shardings.inner_state.master_weights == shardings
+    placed = jax.device_put(HALF, shardings)
+    sharded = jax.jit(tx.init, out_shardings=state_shardings)(placed)
+    donating = jax.jit(tx.update, donate_argnums=1)
+    updates, new = donating(GRADS, sharded, placed)
+    assert sharded.inner_state.master_weights["w"].is_deleted()
+    masters = new.inner_state.master_weights
+    assert masters["w"].sharding.is_equivalent_to(shardings["w"], 2)
+    expected, _ = tx.update(GRADS, state, HALF)
+    jax.tree.map(lambda u, e: np.testing.assert_allclose(u, e, 1e-6), updates, expected)
+
+
+def test_map_params_skips_what_is_not_copied():
+    """As it does with `optax.masked`, if it is told what is no leaf."""
+    params = {"half": jnp.ones(2, jnp.float16), "float": jnp.ones(2)}
+    tx = ls.with_master_weights(optax.sgd(0.1))
+
+    def is_masked(x):
+        return isinstance(x, optax.MaskedNode)
+
+    mapped = optax.tree.map_params(
+        tx,
+        lambda x, name: x if is_masked(x) else name,
+        tx.init(params),
+        {"half": "a", "float": "b"},
+        is_leaf=is_masked,
+    )
+    assert mapped.master_weights == {"half": "a", "float": optax.MaskedNode()}
+
+
+def test_each_device_may_update_its_own_shard():
+    tx = ls.with_loss_scaling(ls.with_master_weights(optax.adam(1e-2)), axis_name="x")
+    params, grads = HALF["w"], GRADS["w"]
+    bad = grads.at[5, 3].set(jnp.inf)  # on one device
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+
+    def two_steps(params, grads, bad):
+        state = tx.init(params)
+        for g in (grads, bad):
+            updates, state = tx.update(g, state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state.inner_state.master_weights
+
+    new, masters = jax.jit(
+        jax.shard_map(two_steps, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    )(params, grads, bad)
+    assert_same_bits(new, masters.astype(jnp.float16))
+    expected, _ = jax.jit(two_steps_alone)(params, grads)
+    np.testing.assert_allclose(new, expected, rtol=1e-3)
+
+
+def two_steps_alone(params, grads):
+    tx = ls.with_master_weights(optax.adam(1e-2))
+    updates, state = tx.update(grads, tx.init(params), params)
+    return optax.apply_updates(params, updates), state
+
+
+def test_training_can_be_differentiated_as_in_float32():
+    def reached(tx, params, loss_scaling):
+        def train(rate):
+            p, state = params, tx.init(params)
+            for factor in (1.0, jnp.nan, 1.0):
+                grads = optax.tree.scale(factor * rate, GRADS)
+                updates, state = tx.update(grads, state, p)
+                p = optax.apply_updates(p, updates)
+            return sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(p))
+
+        return jax.jit(jax.grad(train))(0.1)
+
+    plain = reached(ls.with_loss_scaling(optax.sgd(0.1)), FLOAT32, None)
+    half = ls.with_loss_scaling(ls.with_master_weights(optax.sgd(0.1)))
+    # The sums of what goes back through float16 parameters are float16.
+    np.testing.assert_allclose(reached(half, HALF, None), plain, rtol=2e-2)
+
+
+def test_a_run_is_resumed_from_float32_weights_and_moments_of_elsewhere():
+    tx = ls.with_loss_scaling(ls.with_master_weights(optax.adam(1e-2)))
+    saved = jax.tree.map(lambda p: p + 1e-5, FLOAT32)
+    moments = jax.tree.map(jnp.abs, GRADS)
+    state = optax.tree.set(tx.init(as_half(saved)), master_weights=saved)
+    # In a call of its own: `set` does not look into a state that it has changed.
+    state = optax.tree.set(state, mu=moments, nu=moments, count=jnp.int32(100))
+    assert_same_types(state, tx.init(HALF))
+    params, inner = FLOAT32, optax.adam(1e-2)
+    inner_state = optax.tree.set(
+        inner.init(params), mu=moments, nu=moments, count=jnp.int32(100)
+    )
+    updates, state = tx.update(GRADS, state, as_half(saved))
+    expected, _ = inner.update(GRADS, inner_state, params)
+    assert_same_bits(
+        state.inner_state.master_weights, optax.apply_updates(saved, expected)
+    )
+
+
+def test_moments_beside_the_copies_are_made_as_for_float32():
+    """What is not inside of `with_master_weights` is settled as without it."""
+    tx = ls.with_loss_scaling(
+        optax.partition(
+            {"copied": ls.with_master_weights(optax.adam(0.1)), "not": optax.adam(0.1)},
+            {"w": "copied", "b": "not", "out": "not"},
+        )
+    )
+    floats = {x.dtype.name for x in jax.tree.leaves(tx.init(HALF)) if x.ndim}
+    assert floats == {"float32"}
+
+
+def test_float16_parameters_alone_are_warned_of_once():
+    params = {"w": jnp.ones(2, jnp.float16), "v": jnp.ones(3, jnp.float16)}
+    message = (
+        r"2 of 2 parameters are float16, the first one at \['v'\], .* 4,000th .*"
+        r"cast them inside the loss, or .*with_loss_scaling\(with_master_weights\("
+    )
+    with pytest.warns(UserWarning, match=message) as record:
+        ls.with_loss_scaling(optax.adam(1e-3)).init(params)
+    assert len(record) == 1 and record[0].filename == __file__
+
+
+@pytest.mark.parametrize(
+    "params, inner",
+    [
+        (HALF, ls.with_master_weights(optax.adam(1e-3))),
+        (HALF, optax.chain(optax.trace(0.9), ls.with_master_weights(optax.sgd(1.0)))),
+        (jax.tree.map(lambda p: p.astype(jnp.bfloat16), HALF), optax.adam(1e-3)),
+        (FLOAT32, optax.adam(1e-3)),
+        ({"steps": jnp.arange(3), "none": None}, optax.set_to_zero()),
+    ],
+)
+def test_other_parameters_are_not_warned_of(params, inner):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ls.with_loss_scaling(inner).init(params)
+
+
+@pytest.mark.parametrize(
+    "dtype, message",
+    [
+        (jnp.float64, "`dtype` must be a type that is enabled, got float64. Call `jax"),
+        (jnp.int32, "`dtype` must be a floating-point type or its name, got"),
+        (None, "`dtype` must be a floating-point type or its name, got None"),
+    ],
+)
+def test_a_dtype_that_cannot_be_is_refused(dtype, message):
+    with pytest.raises(ValueError, match=message):
+        ls.with_master_weights(optax.sgd(0.1), dtype)
+
+
+def test_what_is_no_optimizer_is_refused():
+    with pytest.raises(TypeError, match=r"as in `with_master_weights\(optax.adam"):
+        ls.with_master_weights(1e-3)
+
+
+@pytest.mark.parametrize("around", [lambda tx: tx, ls.with_loss_scaling])
+def test_parameters_must_be_given_and_those_of_the_state(around):
+    tx = around(ls.with_master_weights(optax.adam(1e-3)))
+    state = tx.init(HALF)
+    with pytest.raises(ValueError, match="`params` must be given to `update`"):
+        tx.update(GRADS, state)
+    others = {**HALF, "w": FLOAT32["w"]}
+    with pytest.raises(ValueError, match=r"`params` .*master_weights.*'w'.*|.*'w'"):
+        tx.update(GRADS, state, others)
+    wrong = {**HALF, "b": HALF["b"][:3]}
+    with pytest.raises(ValueError, match=r"an array of shape \(3,\) at .*'b'"):
+        tx.update({**GRADS, "b": GRADS["b"][:3]}, state, wrong)
+
+
+def test_an_error_about_gradients_names_gradients():
+    """float32 gradients, of which there would be no copies, are of the right model."""
+    tx = ls.with_loss_scaling(ls.with_master_weights(optax.adam(1e-3)))
+    with pytest.raises(ValueError, match=r"like `updates` .* shape \(3,\) at .*'b'"):
+        tx.update({**GRADS, "b": GRADS["b"][:3]}, tx.init(HALF), HALF)

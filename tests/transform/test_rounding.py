@@ -1,0 +1,114 @@
+"""Rounding to narrow types, and updates that take parameters there."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import assert_same_bits, enable_x64
+
+from optax_lossscale._transform.rounding import rounded, update_to
+
+HALVES = np.arange(0, 31744, dtype=np.uint16).view(np.float16)  # finite, 0 and above
+RNG = np.random.default_rng(0)
+
+
+def every_kind(dtype):
+    """All numbers of a small type, ties between them, what lies beside, and more."""
+    bits = np.dtype(dtype).itemsize * 8
+    numbers = np.arange(2 ** (bits - 1), dtype=f"uint{bits}").view(np.dtype(dtype))
+    numbers = numbers.astype(np.float32)
+    numbers = np.unique(numbers[np.isfinite(numbers)])
+    numbers = numbers[(numbers == 0) | (numbers >= np.finfo(np.float32).tiny)]
+    ties = (numbers[1:].astype(np.float64) + numbers[:-1]) / 2
+    ties = ties.astype(np.float32)
+    random = RNG.standard_normal(2000) * 2.0 ** RNG.uniform(-40, 18, 2000)
+    beyond = [np.inf, np.nan, 65519.0, 65520.0, 3e38, 2.0**-25, 2.0**-26]
+    x = [numbers, ties, np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.inf)]
+    x = np.concatenate([*x, random, beyond]).astype(np.float32)
+    return np.concatenate([x, -x])
+
+
+@pytest.mark.parametrize(
+    "dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e5m2, jnp.float8_e4m3fn]
+)
+@pytest.mark.parametrize("jit", [False, True])
+def test_rounding_is_that_of_a_cast(dtype, jit):
+    x = jnp.asarray(every_kind(dtype))
+    y = (jax.jit(rounded, static_argnums=1) if jit else rounded)(x, dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = np.asarray(x).astype(dtype)
+    overflows = ~np.isfinite(expected.astype(np.float32))
+    # Not the cast alone: where it is finite, the rounded number is of the narrow type.
+    np.testing.assert_array_equal(
+        np.where(overflows, 0, y), np.where(overflows, 0, expected).astype(np.float32)
+    )
+    signs = np.signbit(y) == np.signbit(np.asarray(x))
+    assert (signs | np.isnan(y)).all()
+    # What overflows is still beyond the largest number, so that a cast overflows too.
+    again = np.asarray(y.astype(dtype)).astype(np.float32)
+    assert (~np.isfinite(again[overflows])).all()
+
+
+def test_float64_is_rounded_to_float32_alike():
+    with enable_x64(True):
+        x = RNG.standard_normal(3000) * 2.0 ** RNG.uniform(-150, 127, 3000)
+        y = rounded(jnp.asarray(x), jnp.float32)
+        keeps = np.abs(x) >= np.finfo(np.float32).tiny  # a CPU flushes the others
+        assert y.dtype == jnp.float64
+        np.testing.assert_array_equal(
+            np.asarray(y)[keeps], x.astype(np.float32)[keeps].astype(np.float64)
+        )
+
+
+def test_the_derivative_is_that_of_a_cast():
+    value, tangent = jax.jvp(lambda x: rounded(x, jnp.float16), (0.1,), (3.0,))
+    assert value == np.float16(0.1) and tangent == 3.0
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_an_update_takes_a_parameter_to_its_rounded_master_weight(jit):
+    """From any float16 number below 1 to any other, and back to bits of zeros."""
+    small = HALVES[HALVES < 1]
+    zeros = np.array([0.0, 1e-30, 2.0**-26], np.float32)
+    params = np.concatenate([RNG.choice(small, 20000), np.zeros(12, np.float16)])
+    params *= RNG.choice([-1, 1], len(params)).astype(np.float16)
+    masters = RNG.standard_normal(20000) * 2.0 ** RNG.uniform(-30, 10, 20000)
+    masters = np.concatenate([masters, zeros, -zeros, zeros, -zeros]).astype(np.float32)
+    update = jax.jit(update_to) if jit else update_to
+    updates = update(jnp.asarray(masters), jnp.asarray(params))
+    assert updates.dtype == jnp.float32
+    new = optax.apply_updates(jnp.asarray(params), updates)
+    np.testing.assert_array_equal(new, masters.astype(np.float16))
+    # From 0 also to the zero of the other sign, if the master weight is not 0.
+    signed = (params == 0) & (masters != 0)
+    assert_same_bits(new[signed], jnp.asarray(masters.astype(np.float16)[signed]))
+
+
+def test_a_weight_that_falls_far_is_off_by_less_than_it_fell_until_the_next_step():
+    """float32 sums cannot do better; one more step can."""
+    params = jnp.asarray(RNG.choice(HALVES[HALVES >= 1], 20000))
+    masters = jnp.asarray(RNG.choice(HALVES, 20000)).astype(jnp.float32)
+    new = optax.apply_updates(params, update_to(masters, params))
+    off = np.asarray(new) != np.asarray(masters.astype(jnp.float16))
+    fell = np.asarray(params, np.float32) / np.maximum(np.asarray(masters), 1e-30)
+    assert off.any() and (fell[off] > 8192).all()
+    error = np.abs(np.asarray(new, np.float32) - np.asarray(masters))
+    assert (error <= 2.0**-24 * np.asarray(params, np.float32)).all()
+    np.testing.assert_array_equal(
+        optax.apply_updates(new, update_to(masters, new)), masters.astype(jnp.float16)
+    )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e5m2, jnp.float8_e4m3fn])
+def test_updates_of_float8_are_float8_and_exact_within_a_factor_of_two(dtype):
+    numbers = np.arange(256, dtype=np.uint8).view(np.dtype(dtype))
+    numbers = numbers[np.isfinite(numbers.astype(np.float32))]
+    params, masters = (jnp.asarray(x.ravel()) for x in np.meshgrid(numbers, numbers))
+    updates = update_to(masters.astype(jnp.float32), params)
+    assert updates.dtype == dtype
+    new = optax.apply_updates(params, updates)
+    p, m = (np.asarray(x, np.float32) for x in (params, masters))
+    near = (p * m > 0) & (abs(p) <= 2 * abs(m)) & (abs(m) <= 2 * abs(p))
+    assert near.sum() > 1000
+    assert_same_bits(new[near], masters[near])
