@@ -1,6 +1,7 @@
 """check_loss_scale and watch_loss_scale."""
 
 import contextlib
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +12,18 @@ from jax.sharding import PartitionSpec as P
 import optax_lossscale as ls
 
 
-def after(skips, rule=ls.DynamicLossScale(init_scale=2.0**8)):  # noqa: B008
+@functools.cache
+def compiled(rule):
     tx = ls.with_loss_scaling(optax.adam(1e-3), rule)
+    return tx.init, jax.jit(tx.update)
+
+
+def after(skips, rule=ls.DynamicLossScale(init_scale=2.0**8)):  # noqa: B008
+    init, update = compiled(rule)
     params = jnp.ones(2)
-    opt_state = tx.init(params)
+    opt_state = init(params)
     for _ in range(skips):
-        _, opt_state = jax.jit(tx.update)(jnp.nan * params, opt_state, params)
+        _, opt_state = update(jnp.nan * params, opt_state, params)
     return opt_state
 
 
@@ -57,15 +64,19 @@ def test_a_state_without_a_scale_is_refused():
         ls.check_loss_scale(optax.adam(1e-3).init(jnp.ones(2)))
 
 
-REPORT = ls.gradient_report({"w": jnp.array([1.0, jnp.nan]), "b": jnp.ones(2)})
-REPORT_TABLE = ls.format_report(REPORT)
+@functools.cache
+def report_and_table():
+    """Not when the file is imported, which every process does."""
+    report = ls.gradient_report({"w": jnp.array([1.0, jnp.nan]), "b": jnp.ones(2)})
+    return report, ls.format_report(report)
 
 
 def test_the_error_shows_the_last_report():
+    report, table = report_and_table()
     with pytest.raises(ls.LossScaleError) as error:
-        ls.check_loss_scale(after(3), max_consecutive_skips=2, report=REPORT)
-    assert str(error.value).endswith(f"\nThe last gradients:\n{REPORT_TABLE}")
-    ls.check_loss_scale(after(3), max_consecutive_skips=3, report=REPORT)
+        ls.check_loss_scale(after(3), max_consecutive_skips=2, report=report)
+    assert str(error.value).endswith(f"\nThe last gradients:\n{table}")
+    ls.check_loss_scale(after(3), max_consecutive_skips=3, report=report)
     with pytest.raises(ValueError, match="`report` must be a GradientReport"):
         ls.check_loss_scale(after(0), report={"w": 1})
 
@@ -117,25 +128,33 @@ def scan(flags, **arguments):
     return run(lambda: jax.lax.scan(step, RULE.init(), flags))
 
 
-@pytest.mark.parametrize(
-    ("limit", "every", "expected"),
-    [
-        (5, 1, []),
-        (4, 1, [5]),
-        (2, 1, [3, 4, 5]),
-        (2, 2, [3, 5]),
-        (1, 3, [2, 2, 5]),
-        (1, 100, [2, 2]),
-        (2**31 - 1, 2**31 - 1, []),
-    ],
-)
-def test_a_compiled_loop_calls_the_host_beyond_the_limit_alone(limit, every, expected):
-    errors = []
-    state, _ = scan(
-        FLAGS, max_consecutive_skips=limit, every=every, on_error=errors.append
-    )
-    assert all(isinstance(error, ls.LossScaleError) for error in errors)
-    assert skips(errors) == expected
+# Limits and intervals, and the skipped steps of which errors speak.
+WATCHED = {
+    (5, 1): [],
+    (4, 1): [5],
+    (2, 1): [3, 4, 5],
+    (2, 2): [3, 5],
+    (1, 3): [2, 2, 5],
+    (1, 100): [2, 2],
+    (2**31 - 1, 2**31 - 1): [],
+}
+
+
+def test_a_compiled_loop_calls_the_host_beyond_the_limit_alone():
+    errors = {key: [] for key in WATCHED}
+
+    def step(state, flag):
+        state = RULE.update(state, flag)
+        for (limit, every), told in errors.items():
+            ls.watch_loss_scale(
+                state, max_consecutive_skips=limit, every=every, on_error=told.append
+            )
+        return state, None
+
+    state, _ = run(lambda: jax.lax.scan(step, RULE.init(), FLAGS))
+    for key, told in errors.items():
+        assert all(isinstance(error, ls.LossScaleError) for error in told)
+        assert skips(told) == WATCHED[key], key
     assert int(state.skipped_steps) == 7
 
 
@@ -216,7 +235,7 @@ def test_without_compiling_it_raises_the_error_itself():
         grads = {"w": jnp.array([1.0, jnp.nan]), "b": jnp.ones(2)}
         with pytest.raises(error) if error else contextlib.nullcontext() as caught:
             ls.watch_loss_scale(state, max_consecutive_skips=2, grads=grads)
-        assert not error or str(caught.value).endswith(REPORT_TABLE)
+        assert not error or str(caught.value).endswith(report_and_table()[1])
 
 
 def test_without_compiling_every_and_on_error_keep_their_meaning():
@@ -268,23 +287,24 @@ def test_an_ensemble_and_devices_each_speak_for_themselves():
 STOPPED = RULE.init()._replace(consecutive_skips=jnp.int32(7))
 
 
-def watch_mapped(map_over_devices, axis_name):
-    """How many errors there are of one state on all devices."""
-    errors = []
+def watch_mapped(map_over_devices, *axis_names):
+    """How many errors there are of one state on all devices, by the axis named."""
+    errors = {axis_name: [] for axis_name in axis_names}
 
     def watch(x, state):
-        ls.watch_loss_scale(
-            state,
-            max_consecutive_skips=4,
-            grads=[x],
-            on_error=errors.append,
-            axis_name=axis_name,
-        )
+        for axis_name, told in errors.items():
+            ls.watch_loss_scale(
+                state,
+                max_consecutive_skips=4,
+                grads=[x],
+                on_error=told.append,
+                axis_name=axis_name,
+            )
         return x
 
     jax.block_until_ready(map_over_devices(watch)(jnp.ones(8), STOPPED))
     jax.effects_barrier()
-    return len(errors)
+    return {axis_name: len(told) for axis_name, told in errors.items()}
 
 
 def shard_map(watch):
@@ -304,16 +324,14 @@ def vmap(watch):
 
 
 @pytest.mark.parametrize(
-    ("map_over_devices", "axis_name", "expected"),
+    ("map_over_devices", "expected"),
     [
-        *((shard_map, None, 8), (shard_map, "x", 2), (shard_map, ("x", "y"), 1)),
-        *((pmap, None, 8), (pmap, "x", 1), (vmap, "x", 1)),
+        (shard_map, {None: 8, "x": 2, ("x", "y"): 1}),
+        *((pmap, {None: 8, "x": 1}), (vmap, {"x": 1})),
     ],
 )
-def test_of_one_state_on_all_devices_the_first_speaks(
-    map_over_devices, axis_name, expected
-):
-    assert watch_mapped(map_over_devices, axis_name) == expected
+def test_of_one_state_on_all_devices_the_first_speaks(map_over_devices, expected):
+    assert watch_mapped(map_over_devices, *expected) == expected
 
 
 @pytest.mark.parametrize("axis_name", ["z", ("x", "z"), 0])

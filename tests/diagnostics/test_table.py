@@ -4,17 +4,19 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import optax_lossscale as ls
 
 GRADS = {
     "layers": [
-        {"w": jnp.full((30, 30), 1e-9), "b": jnp.ones(30)},
-        {"w": jnp.ones((3, 4)).at[1].set(jnp.nan), "b": jnp.full(2, jnp.inf)},
+        {"w": np.full((30, 30), 1e-9), "b": np.ones(30)},
+        {"w": np.array([[1.0] * 4, [np.nan] * 4, [1.0] * 4]), "b": np.full(2, np.inf)},
     ],
-    "o": jnp.full(2000, 1e-6).at[0].set(1.0),
+    "o": np.array([1.0] + [1e-6] * 1999),
 }
+GRADS = jax.tree.map(jnp.float32, GRADS)
 
 
 TABLE = """\
@@ -96,8 +98,8 @@ def test_one_array_and_none():
 
 
 def test_few_and_all_but_few_are_not_none_and_all():
-    grads = jnp.ones(1000).at[:999].set(0.0), jnp.zeros(1000).at[:999].set(1.0)
-    text = ls.format_report(ls.gradient_report(grads))
+    one = np.float32(np.arange(1000) == 999)
+    text = ls.format_report(ls.gradient_report((one, 1 - one)))
     assert "999 >99%" in text and "1 <1%" in text
 
 
@@ -111,7 +113,7 @@ def test_a_traced_report_and_that_of_an_ensemble_are_refused():
     with pytest.raises(ValueError, match="being traced. Return it from the compiled"):
         jax.jit(lambda g: len(ls.format_report(ls.gradient_report(g))))(GRADS)
     members = {"w": jnp.ones((3, 2))}
-    report = jax.vmap(ls.gradient_report)(members)
+    report = jax.jit(jax.vmap(ls.gradient_report))(members)
     with pytest.raises(ValueError, match="must hold one number in each leaf, got"):
         ls.format_report(report)
     member = jax.tree.map(lambda x: x[0], report)
