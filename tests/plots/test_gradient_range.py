@@ -1,6 +1,7 @@
 """plot_gradient_range, and what both plots refuse."""
 
 import builtins
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +29,14 @@ GRADS = {
 }
 
 
+@functools.cache
+def drawn(**arguments):
+    """What several tests only look at; to draw it takes long."""
+    return plot_range(GRADS, **arguments)
+
+
 def test_the_histogram_counts_each_octave_before_and_after():
-    axes = plot_range(GRADS, loss_scale=4.0)
+    axes = drawn(loss_scale=4.0)
     before, after = axes.patches[:2]
     for patch, shift in ((before, 0), (after, 2)):
         values, edges, _ = patch.get_data()
@@ -39,21 +46,21 @@ def test_the_histogram_counts_each_octave_before_and_after():
 
 
 def test_the_zones_name_the_shares():
-    assert zones(plot_range(GRADS, loss_scale=4.0)) == {
+    assert zones(drawn(loss_scale=4.0)) == {
         "lost": ["20.0%", "→ 20.0%"],
         "subnormal": ["20.0%", "→ 20.0%"],
         "normal": ["60.0%", "→ 20.0%"],
         "overflow": ["0%", "→ 40.0%"],
     }
-    assert zones(plot_range(GRADS))["normal"] == ["60.0%"]
-    assert zones(plot_range(GRADS, loss_scale=4.0, dtype="bfloat16"))["normal"] == [
+    assert zones(drawn())["normal"] == ["60.0%"]
+    assert zones(drawn(loss_scale=4.0, dtype="bfloat16"))["normal"] == [
         "100%",
         "→ 100%",
     ]
 
 
 def test_the_zones_are_where_the_type_has_them():
-    axes = plot_range(GRADS)
+    axes = drawn()
     edges = [line.get_xdata()[0] for line in axes.lines]
     np.testing.assert_allclose(edges, [-25, -14, 16], atol=2e-3)
     assert edges[2] == np.log2(65520)
@@ -63,7 +70,7 @@ def test_the_zones_are_where_the_type_has_them():
 
 
 def test_what_is_in_no_bar_is_in_the_title():
-    title = plot_range(GRADS).get_title()
+    title = drawn().get_title()
     assert title == (
         "7 gradients in the range of float16, 14.3% zero already, 1 NaN or inf"
     )
@@ -78,7 +85,7 @@ def test_labels_and_legend():
     assert axes.get_ylabel() == "share of the elements"
     texts = [text.get_text() for text in axes.get_legend().get_texts()]
     assert texts == ["as they are", "times 2^15"]
-    assert plot_range(GRADS).get_legend() is None
+    assert drawn().get_legend() is None
     texts = plot_range(GRADS, loss_scale=jnp.float32(1000.0)).get_legend().get_texts()
     assert texts[1].get_text() == "times 1,000"
 
@@ -88,7 +95,7 @@ def test_labels_and_legend():
 )
 def test_nothing_to_draw_leaves_the_zones(grads):
     axes = plot_range(grads, loss_scale=8.0)
-    axes.figure.canvas.draw()
+    axes.figure.draw_without_rendering()
     assert zones(axes)["lost"] == ["0%", "→ 0%"]
     assert list(axes.get_yticks()) == []
 

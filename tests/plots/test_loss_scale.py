@@ -37,7 +37,7 @@ def test_runs_are_compared_on_the_same_axes():
 def test_the_last_step_is_as_wide_as_the_others():
     axes = plot_scale([8.0])
     np.testing.assert_array_equal(axes.lines[0].get_xdata(), [0, 1])
-    axes.figure.canvas.draw()
+    axes.figure.draw_without_rendering()
     assert axes.lines[0].get_window_extent().width > 0.8 * axes.bbox.width
     assert [tick for tick in axes.get_xticks() if 0 <= tick <= 1] == [0, 1]
     assert plot_scale(np.ones(100)).get_xlim()[1] > 100
@@ -126,12 +126,12 @@ def test_ticks_that_the_user_placed_stay():
 
 def test_a_constant_scale_and_none_at_all_can_be_drawn():
     axes = plot_scale([128.0] * 5)
-    axes.figure.canvas.draw()
+    axes.figure.draw_without_rendering()
     low, high = axes.get_ylim()
     assert low < 128 < high and axes.get_legend() is None
     assert 128 in [y for y in axes.get_yticks() if low < y < high]
-    plot_scale([]).figure.canvas.draw()
-    plot_scale([], []).figure.canvas.draw()
+    plot_scale([]).figure.draw_without_rendering()
+    plot_scale([], []).figure.draw_without_rendering()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int32", "uint8"])
