@@ -69,8 +69,10 @@ def test_what_was_infinite_before_may_be_so_now():
 def test_with_an_axis_name_the_members_keep_together():
     new = jnp.array([[1.0, 2.0], [jnp.nan, 3.0]])
 
+    state = after(GOOD)
+
     def member(new, axis_name):
-        return ls.keep_if_applied(after(GOOD), new, jnp.zeros(2), axis_name)
+        return ls.keep_if_applied(state, new, jnp.zeros(2), axis_name)
 
     apart = jax.vmap(lambda new: member(new, None))(new)
     together = jax.vmap(lambda new: member(new, "i"), axis_name="i")(new)

@@ -84,7 +84,7 @@ def test_what_is_restored_has_the_types_that_were_saved(checkpointer, tmp_path):
         return worker.TX.update(params, opt_state, params)
 
     for trees in (run, restored):
-        step(trees["params"], trees["opt_state"])
+        jax.eval_shape(step, trees["params"], trees["opt_state"])
     assert len(traces) == 1
 
 
