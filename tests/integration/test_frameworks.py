@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import re
 from pathlib import Path
 
 import equinox as eqx
@@ -24,6 +25,12 @@ def readme():
         for block in readme_blocks("python"):
             exec(compile(block, "README.md", "exec"), namespace)
     return {**namespace, "printed": printed.getvalue()}
+
+
+def test_the_first_block_is_a_complete_program(readme):
+    """It finds nothing defined, and prints first."""
+    printed = re.match(r"loss (0\.\d+), loss scale 32768\n", readme["printed"])
+    assert float(printed[1]) < 0.3
 
 
 def test_all_blocks_run_in_order(readme):
@@ -73,7 +80,9 @@ def nnx_(readme):
 
 
 def equinox(readme):
-    model, state = readme["mlp"], readme["mlp_state"]
+    # What was restored is bound to its device, and would be compiled for anew.
+    model, state = readme["mlp"], jax.tree.map(np.asarray, readme["mlp_state"])
+    state = jax.tree.map(jnp.asarray, state)
     while True:
         x, y = yield {
             "params": eqx.filter(model, eqx.is_inexact_array),

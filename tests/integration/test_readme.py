@@ -1,27 +1,14 @@
-"""The README's first program runs as printed, and its tables say what the code says."""
+"""The README's commands, tables and numbers are those of the code."""
 
 import inspect
 import re
-import subprocess
-import sys
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import README, ROOT, WARNINGS_ARE_ERRORS, readme_blocks
+from helpers import README, ROOT, readme_blocks
 
 import optax_lossscale as ls
-
-
-def test_the_first_block_is_a_complete_program():
-    run = subprocess.run(
-        [sys.executable, *WARNINGS_ARE_ERRORS, "-c", readme_blocks("python")[0]],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    printed = re.fullmatch(r"loss (0\.\d+), loss scale 32768\n", run.stdout)
-    assert float(printed[1]) < 0.3
 
 
 def test_there_are_two_commands_for_a_fresh_machine():
