@@ -1,5 +1,6 @@
 """Eight CPU devices, two processes, one cache of programs, fixed Hypothesis cases."""
 
+import gc
 import importlib.metadata
 import importlib.util
 import os
@@ -31,6 +32,11 @@ hypothesis.settings.register_profile(
     "fixed", derandomize=True, deadline=None, database=None, max_examples=50
 )
 hypothesis.settings.load_profile("fixed")
+
+
+def pytest_collection_finish():
+    """Nothing of what has been imported goes away: it is not looked at again."""
+    gc.freeze()
 
 
 def pytest_xdist_auto_num_workers(config):
