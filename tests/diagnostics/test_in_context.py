@@ -68,7 +68,7 @@ def test_under_strict_promotion_they_are_the_same(dtypes):
     def everything():
         grads = {name: jnp.array([1, 0, 2.0**-10], name) for name in dtypes}
         report = ls.gradient_report(grads, loss_scale=2.0**-10)
-        suggested = ls.suggest_loss_scale([grads, grads], min_scale=0.5)
+        suggested = ls.suggest_loss_scale(grads, min_scale=0.5)
         with pytest.raises(ls.LossScaleError) as error:
             ls.watch_loss_scale(STOPPED, max_consecutive_skips=2, grads=grads)
         return host([report, report.totals, suggested]), str(error.value)
