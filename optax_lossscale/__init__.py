@@ -1,4 +1,4 @@
-"""Loss scaling for JAX and Optax: train in float16, and never apply a NaN.
+"""Loss scaling for JAX and Optax: train in float16, and apply no NaN gradient.
 
 Two lines of a train step change::
 

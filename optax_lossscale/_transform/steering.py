@@ -9,7 +9,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 _STEERED = frozenset({"while", "cond", "pallas_call", "ffi_call"})
 # Iterations of a library, until something converges.
 _ITERATIVE = frozenset({"eig", "eigh", "schur", "svd"})
-_CONTRACTING = frozenset({"dot_general", "conv_general_dilated"})
+# What takes long for the numbers that it writes.
+_COSTLY = frozenset(
+    {"cholesky", "conv_general_dilated", "dot_general", "fft", "lu", "qr", "scan"}
+    | {"sort", "triangular_solve", "cumlogsumexp", "cummax", "cummin", "cumprod"}
+    | {"cumsum"}
+)
 # Effects, by the names of their classes, which jax does not export.
 _COLLECTIVE = "NamedAxisEffect"
 _DEBUGGING = frozenset({"DebugEffect", "OrderedDebugEffect"})
@@ -52,7 +57,7 @@ def may_be_repeated(eqn: JaxprEqn) -> bool:
         read <= written
         and not _effects(eqn)
         and not _steers(eqn)
-        and eqn.primitive.name not in _CONTRACTING
+        and eqn.primitive.name not in _COSTLY
         and all(map(may_be_repeated, (e for j in _jaxprs(eqn) for e in j.eqns)))
     )
 

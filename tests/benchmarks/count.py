@@ -2,12 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import hlo
 import jax
-from measure import Step, build
+from measure import Init, Step, build
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Result:
 
 
 def count(
-    steps: Mapping[str, tuple[Callable[[Any], Any], Step]],
+    steps: Mapping[str, tuple[Init, Step]],
     params: Any,
     batch: Any,
     replicated: jax.sharding.Sharding,
@@ -45,9 +45,8 @@ def count(
     """
     programs = {}
     for recipe, (init, step) in steps.items():
-        state = place_state(jax.eval_shape(init, params), params, replicated)
-        arguments = params, state, batch
-        programs[recipe] = build(step, *arguments, platforms=(platform,), repeats=1)
+        own = place_state(jax.eval_shape(init, params), params, replicated)
+        programs[recipe] = build(step, *own, batch, platforms=(platform,), repeats=1)
     leaves = jax.tree.leaves(params)
     # The program is that of one device.
     parameters = sum(math.prod(p.sharding.shard_shape(p.shape)) for p in leaves)

@@ -23,11 +23,12 @@ class Result:
     trace_and_compile_ratio: float
 
 
+Init = Callable[[Any], tuple[Any, Any]]
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 
 
 def measure(
-    steps: Mapping[str, tuple[Callable[[Any], Any], Step]],
+    steps: Mapping[str, tuple[Init, Step]],
     params: Any,
     batch: Any,
     repeats: int,
@@ -36,7 +37,7 @@ def measure(
     programs, arguments, builds = {}, {}, {}
     for recipe, (init, step) in steps.items():
         own = jax.tree.map(lambda x: x.copy(), params)
-        arguments[recipe] = own, init(own)
+        arguments[recipe] = init(own)
         programs[recipe], builds[recipe] = build(step, *arguments[recipe], batch)
     rounds = []
     rng = np.random.default_rng(0)

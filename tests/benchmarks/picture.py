@@ -9,12 +9,14 @@ import numpy as np
 matplotlib.use("agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart.
+# Okabe and Ito's palette and gray, which colour-blind readers can tell apart.
 COLOURS = {
     "plain": "#000000",
     "optax_lossscale": "#0072B2",
     "its masks alone": "#56B4E9",
     "headroom rule": "#CC79A7",
+    "master weights": "#F0E442",
+    "check_updates": "#999999",
     "apply_if_finite": "#009E73",
     "jmp": "#E69F00",
     "flax": "#D55E00",

@@ -1,9 +1,10 @@
 """One train step by each recipe: no loss scaling, this package, and its peers.
 
-A recipe takes an optimizer and a loss, and returns ``init(params) -> state`` and
-``step(params, state, batch) -> (params, state)``. Without a loss the batch is the true
-gradients, and what is left of a recipe is its check, its update and its masks. The
-peers' recipes are those of their own documentation.
+A recipe takes an optimizer and a loss, and returns ``init(params) -> (params, state)``,
+where parameters may change their type, and ``step(params, state, batch) -> (params,
+state)``. Without a loss the batch is the true gradients, and what is left of a recipe
+is its check, its update and its masks. The peers' recipes are those of their own
+documentation.
 """
 
 import functools
@@ -31,22 +32,33 @@ def plain(tx: optax.GradientTransformation, loss_fn: LossFn):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    return tx.init, step
+    return lambda params: (params, tx.init(params)), step
 
 
 def lossscale(
     tx: optax.GradientTransformation,
     loss_fn: LossFn,
     rule: ls.LossScale = DYNAMIC,
+    check_updates: bool = False,
 ):
-    tx = ls.with_loss_scaling(tx, rule)
+    tx = ls.with_loss_scaling(tx, rule, check_updates=check_updates)
 
     def step(params, state, batch):
         grads = ls.grad(loss_fn, state)(params, batch) if loss_fn else batch
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    return tx.init, step
+    return lambda params: (params, tx.init(params)), step
+
+
+def master_weights(tx: optax.GradientTransformation, loss_fn: LossFn):
+    """float16 parameters, of which the optimizer keeps float32 copies."""
+    init, step = lossscale(ls.with_master_weights(tx), loss_fn)
+    return lambda params: init(optax.tree.cast(params, jnp.float16)), step
+
+
+def check_updates(tx: optax.GradientTransformation, loss_fn: LossFn):
+    return lossscale(tx, loss_fn, check_updates=True)
 
 
 def without_check(tx: optax.GradientTransformation, loss_fn: LossFn):
@@ -92,7 +104,7 @@ def jmp_recipe(tx: optax.GradientTransformation, loss_fn: LossFn):
     leaves, structure = jax.tree.flatten(jmp.DynamicLossScale(jnp.float32(INIT_SCALE)))
 
     def init(params):
-        return tx.init(params), jax.tree.map(jnp.asarray, leaves)
+        return params, (tx.init(params), jax.tree.map(jnp.asarray, leaves))
 
     def step(params, state, batch):
         opt_state, loss_scale = state[0], jax.tree.unflatten(structure, state[1])
@@ -115,7 +127,8 @@ def jmp_recipe(tx: optax.GradientTransformation, loss_fn: LossFn):
 def flax_recipe(tx: optax.GradientTransformation, loss_fn: LossFn):
     def init(params):
         scale = jnp.float32(INIT_SCALE)
-        return tx.init(params), DynamicScale(fin_steps=jnp.int32(0), scale=scale)
+        dynamic_scale = DynamicScale(fin_steps=jnp.int32(0), scale=scale)
+        return params, (tx.init(params), dynamic_scale)
 
     def step(params, state, batch):
         opt_state, dynamic_scale = state
@@ -145,6 +158,8 @@ RECIPES = {
     "optax_lossscale": lossscale,
     "its masks alone": without_check,
     "headroom rule": headroom,
+    "master weights": master_weights,
+    "check_updates": check_updates,
     "apply_if_finite": apply_if_finite,
     "jmp": jmp_recipe,
     "flax": flax_recipe,

@@ -33,6 +33,8 @@ def test_the_benchmark_measures_every_recipe(tmp_path):
             "optax_lossscale",
             "its masks alone",
             "headroom rule",
+            "master weights",
+            "check_updates",
             "apply_if_finite",
             "jmp",
             "flax",

@@ -265,6 +265,12 @@ def test_state_is_abstract_sharded_saved_and_donated_as_any_other():
     jax.tree.map(lambda u, e: np.testing.assert_allclose(u, e, 1e-6), updates, expected)
 
 
+def test_a_state_may_be_donated_whose_optimizer_keeps_the_first_parameters():
+    tx = ls.with_loss_scaling(ls.with_master_weights(optax.contrib.prodigy(1.0)))
+    _, state = jax.jit(tx.update, donate_argnums=1)(GRADS, tx.init(HALF), HALF)
+    assert int(state.scale_state.skipped_steps) == 0
+
+
 def test_map_params_skips_what_is_not_copied():
     """As it does with `optax.masked`, if it is told what is no leaf."""
     params = {"half": jnp.ones(2, jnp.float16), "float": jnp.ones(2)}

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optax_lossscale._transform.steering import steering
+from optax_lossscale._transform.steering import may_be_repeated, steering
 
 
 def loop(x):
@@ -56,3 +56,31 @@ def test_what_steers_is_found(name):
     found = steering(jaxpr)
     named = zip("xy", jaxpr.invars, strict=True)
     assert "".join(letter for letter, var in named if var in found) == expected
+
+
+# What a mask may be computed of anew, and what not.
+CHEAP = {
+    "arithmetic": lambda x: 2 * x + 1,
+    "selection": lambda x: jnp.where(x > 0, x, 0),
+    "broadcast": lambda x: jnp.broadcast_to(x, (2, *x.shape)),
+    "nested": jax.jit(lambda x: jnp.sqrt(x) / 3),
+    "softplus": jax.nn.softplus,
+}
+COSTLY = {
+    "sum": jnp.sum,
+    "product of matrices": lambda x: x @ x,
+    "nested": jax.jit(lambda x: jnp.sin(x) @ x),
+    "loop": lambda x: jax.jit(loop)(x[0, 0]) + jnp.ones((3, 3)),
+    "callback": lambda x: called(x[0, 0]) * jnp.ones((3, 3)),
+    "scan": lambda x: jax.lax.scan(lambda c, y: (c + y, c * y), x[0], x),
+    "sort": lambda x: jnp.sort(x),
+}
+
+
+def test_what_may_be_repeated():
+    def all_may(program):
+        jaxpr = jax.make_jaxpr(program)(jnp.ones((3, 3))).jaxpr
+        return all(map(may_be_repeated, jaxpr.eqns))
+
+    assert {name for name, f in CHEAP.items() if all_may(f)} == CHEAP.keys()
+    assert not {name for name, f in COSTLY.items() if all_may(f)}
