@@ -40,6 +40,16 @@ def test_all_blocks_run_in_order(readme):
     assert ls.all_finite((readme["params"], readme["mlp_state"]))
 
 
+def test_the_blocks_on_float16_parameters_do_what_they_say(readme):
+    assert not ls.was_applied(readme["checked_state"])
+    half, weights = readme["half_params"], readme["weights"]
+    assert {p.dtype.name for p in jax.tree.leaves(half)} == {"float16"}
+    assert {w.dtype.name for w in jax.tree.leaves(weights)} == {"float32"}
+    assert_same_bits(half, jax.tree.map(lambda w: w.astype(jnp.float16), weights))
+    resumed, state = readme["resumed_half_state"], readme["half_state"]
+    assert_same_bits(resumed.inner_state, state.inner_state)
+
+
 def test_the_report_is_what_its_block_prints(readme):
     (table,) = readme_blocks("text")
     assert table in readme["printed"]
