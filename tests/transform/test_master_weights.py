@@ -1,5 +1,6 @@
 """Float32 copies of float16 parameters, in the state of the optimizer."""
 
+import re
 import warnings
 
 import jax
@@ -429,8 +430,10 @@ def test_parameters_must_be_given_and_those_of_the_state(around):
         tx.update({**GRADS, "b": GRADS["b"][:3]}, state, wrong)
 
 
-def test_an_error_about_gradients_names_gradients():
+@pytest.mark.parametrize("shape", [(3,), (3, 16)])
+def test_an_error_about_gradients_names_gradients(shape):
     """float32 gradients, of which there would be no copies, are of the right model."""
     tx = ls.with_loss_scaling(ls.with_master_weights(optax.adam(1e-3)))
-    with pytest.raises(ValueError, match=r"like `updates` .* shape \(3,\) at .*'b'"):
-        tx.update({**GRADS, "b": GRADS["b"][:3]}, tx.init(HALF), HALF)
+    message = rf"like `updates` .* shape {re.escape(str(shape))} at .*'b'"
+    with pytest.raises(ValueError, match=message):
+        tx.update({**GRADS, "b": jnp.ones(shape)}, tx.init(HALF), HALF)

@@ -43,14 +43,17 @@ def is_new_and_bad(new, old):
     return (~np.isfinite(new) & (new != old)).any()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in USUAL else pytest.param(name, marks=pytest.mark.slow)
-        for name in [*OPTIMIZERS, *VARIANTS]
-    ],
-)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def cases():
+    """The usual optimizers; the others are slow, or have a job of their own."""
+    for name in [*OPTIMIZERS, *VARIANTS]:
+        for dtype in ("float16", "float32", "bfloat16"):
+            marks = [] if name in USUAL else [pytest.mark.slow]
+            if marks and dtype == "bfloat16":
+                marks += [pytest.mark.longest]
+            yield pytest.param(name, dtype, marks=marks)
+
+
+@pytest.mark.parametrize("name, dtype", list(cases()))
 def test_no_optimizer_puts_anything_bad_anywhere(name, dtype):
     """Whatever the gradients are; without the check most do."""
     tx = ls.with_loss_scaling(make(name), check_updates=True)
@@ -246,7 +249,10 @@ def test_a_forgotten_axis_is_refused():
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_derivatives_are_those_without_the_skipped_step(compiled):
+    """A zero that goes back through an infinite exponential would be NaN."""
     grads = jnp.array([0.1, -0.2, 0.3])
+    exponential = optax.stateless(lambda g, params: jax.tree.map(jnp.exp, g))
+    inner = optax.chain(exponential, optax.sgd(0.1, momentum=0.9))
 
     def reached(tx, factors):
         def train(x):
@@ -260,9 +266,8 @@ def test_derivatives_are_those_without_the_skipped_step(compiled):
         function = jax.value_and_grad(train)
         return (jax.jit(function) if compiled else function)(1.0)
 
-    inner = optax.adam(0.1, eps=1e-2)
     tx = ls.with_loss_scaling(inner, check_updates=True)
-    actual = reached(tx, (1e25, 1.0, 1e25, 1.0))
+    actual = reached(tx, (1e4, 1.0, 1e4, 1.0))
     np.testing.assert_allclose(actual, reached(inner, (1.0, 1.0)), rtol=1e-5)
 
 

@@ -62,7 +62,9 @@ def test_float64_is_rounded_to_float32_alike():
 
 
 def test_the_derivative_is_that_of_a_cast():
-    value, tangent = jax.jvp(lambda x: rounded(x, jnp.float16), (0.1,), (3.0,))
+    value, tangent = jax.jvp(
+        lambda x: rounded(x, jnp.float16), (jnp.float32(0.1),), (jnp.float32(3.0),)
+    )
     assert value == np.float16(0.1) and tangent == 3.0
 
 
