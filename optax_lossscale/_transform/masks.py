@@ -37,33 +37,23 @@ def masked_update(
     if isinstance(apply, jax.core.Tracer) and is_staging():
         result = staged_update(inner_update, apply, updates, inner_state, extra_args)
     if result is None:
-        result = _plain_update(inner_update, apply, updates, inner_state, extra_args)
+        given, put_back = split(updates, extra_args)
+        differentiated = is_differentiated()
+
+        def update(apply: jax.Array) -> Any:
+            return inner_update(*put_back(sanitized(apply, given, differentiated)))
+
+        usable, new_updates, new_state = update(apply)
+        if usable is not None:
+            apply &= usable
+            if differentiated:
+                # A NaN behind a mask would reach the derivatives.
+                _, new_updates, new_state = update(apply)
+        result = apply, new_updates, select(apply, new_state, inner_state)
     apply, new_updates, new_state = result
     # Zeros like the output: the inner transformation may return another tree.
     zeros = jax.tree.map(_zeros_like, new_updates)
     return apply, select(apply, new_updates, zeros), new_state
-
-
-def _plain_update(
-    inner_update: Callable[..., Any],
-    apply: jax.Array,
-    updates: optax.Updates,
-    inner_state: optax.OptState,
-    extra_args: dict[str, Any],
-) -> tuple[jax.Array, optax.Updates, optax.OptState]:
-    given, put_back = split(updates, extra_args)
-    differentiated = is_differentiated()
-
-    def update(apply: jax.Array) -> Any:
-        return inner_update(*put_back(sanitized(apply, given, differentiated)))
-
-    usable, new_updates, new_state = update(apply)
-    if usable is not None:
-        apply &= usable
-        if differentiated:
-            # A NaN behind a mask would reach the derivatives.
-            _, new_updates, new_state = update(apply)
-    return apply, new_updates, select(apply, new_state, inner_state)
 
 
 def _zeros_like(x: Any) -> Any:

@@ -81,11 +81,11 @@ def with_loss_scaling(
             axis, or a tuple of names, over which gradients differ: a step is applied
             only if they are finite everywhere. Not needed under ``jit`` alone.
         check_updates: whether to check what ``inner`` makes of finite gradients, too.
-            A step whose updates, new state, or parameters as ``optax.apply_updates``
-            returns them would hold a new NaN or infinity is skipped. It counts as
-            skipped, but the scale is left alone with the trackers of its next growth
-            and backoff: no scale cures it. Costs another pass over gradients, state
-            and parameters.
+            A step is skipped if a new NaN or infinity would get into the updates, the
+            state, or the parameters as ``optax.apply_updates`` returns them, if
+            ``update`` is given ``params``. The scale is left alone, with the trackers
+            of its next growth and backoff: no scale cures this. It costs another pass
+            over gradients, state and parameters.
 
     Returns:
         The transformation. Extra arguments of its ``update`` that ``inner`` takes are
