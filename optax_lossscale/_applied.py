@@ -15,7 +15,8 @@ def was_applied(state: Any) -> jax.Array:
     """Return whether the last step was applied.
 
     A step is skipped where its gradients, or a ``value`` or ``grads_finite`` that
-    `with_loss_scaling` was given with them, are not finite.
+    `with_loss_scaling` was given with them, are not finite; with ``check_updates`` also
+    where the optimizer makes a NaN or an infinity of them.
 
     Args:
         state: the optimizer state after the step, or whatever `get_loss_scale_state`

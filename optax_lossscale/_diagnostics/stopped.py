@@ -24,9 +24,9 @@ lower the learning rate.
 from an earlier state, and its program holds that scale as a constant. Build it inside \
 of the step, from the state that the step is passed."""
 _ADVICE_WITHOUT_OVERFLOW = f"""
-The last gradients were finite, and the scale did not fall. Look at the loss.
-- It is NaN or infinite, and `update` is given it as `value`: no scale cures that. \
-Look at the data and the parameters, or lower the learning rate.
+The scale has not fallen in these steps: it is not the cause. Look at the loss.
+- It is NaN or infinite: no scale cures that. Look at the data and the parameters, or \
+lower the learning rate.
 - It is finite: {_FINITE_GRADIENTS}"""
 
 
@@ -52,8 +52,8 @@ def stop_message(
     worst = np.unravel_index(np.argmax(numbers[0]), np.shape(numbers[0]))
     skips, skipped, scale, tracker = (np.asarray(x)[worst] for x in numbers)
     # An overflow makes every rule forget the finite steps that it has counted.
-    no_overflow = tracker > 0 or (report is not None and _is_finite(report))
-    advice = _ADVICE_WITHOUT_OVERFLOW if no_overflow else _ADVICE
+    scale_stood_still = tracker > 0 or (report is not None and _is_finite(report))
+    advice = _ADVICE_WITHOUT_OVERFLOW if scale_stood_still else _ADVICE
     member = f" of member {', '.join(map(str, worst))}" if worst else ""
     text = (
         f"The last {skips} steps{member} were all skipped, more than "

@@ -28,11 +28,11 @@ def update(
             as_wide_as(inner_state, updates, params), inner_state, params, **extra_args
         )
     except Exception as error:
+        if params is not None:
+            _check_like_params(inner, inner_state, "params", params, error)
         if params is not None or not has_master_weights(inner_state):
             grads = _as_types_of(params, updates)
             _check_like_params(inner, inner_state, "updates", grads, error)
-        if params is not None:
-            _check_like_params(inner, inner_state, "params", params, error)
         raise
     if not same_structure(new_state, inner_state):
         raise ValueError(
@@ -92,7 +92,7 @@ def _difference_made(inner: Any, inner_state: Any, tree: Any) -> Any:
 def _as_types_of(params: Any, updates: Any) -> Any:
     """Return gradients in the types of their parameters.
 
-    Of which parameters there are master weights depends on their types.
+    The type of a parameter decides whether it has a master weight.
     """
     if not same_structure(updates, params):
         return updates

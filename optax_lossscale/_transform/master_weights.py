@@ -46,30 +46,37 @@ def with_master_weights(
 ) -> optax.GradientTransformationExtraArgs:
     """Optimize a float32 copy of float16 parameters, and round it to them.
 
-    In float16 an update that is smaller than a 4,000th of a weight is lost, and Adam's
-    ``eps=1e-8`` is zero. Here ``inner`` works on master weights: a copy, in ``dtype``,
-    of every parameter that is narrower. It is given their gradients in ``dtype`` too.
-    The updates that come out take the parameters to the rounded master weights:
-    ``optax.apply_updates(params, updates)`` equals ``master_weights`` cast to the types
-    of the parameters. So training is the same, bit for bit, as that of float32
-    parameters that are cast inside the loss.
+    In float16 an update that is smaller than a 4,000th of a weight is lost. Here
+    ``inner`` works on master weights: a copy, in ``dtype``, of every parameter that is
+    narrower. It is given their gradients in ``dtype`` too. The updates that come out
+    take the parameters to the rounded master weights: ``optax.apply_updates(params,
+    updates)`` equals ``master_weights`` cast to the types of the parameters. So
+    training is the same, bit for bit, as that of float32 parameters of which each is
+    cast once inside the loss, before it is used.
 
-    Put it directly inside of `with_loss_scaling`, around everything else: what stands
-    behind it in a chain changes the parameters and not the master weights.
+    Two cases differ. A float16 parameter above 1 that falls to less than an 8,192nd of
+    itself in one step, or a bfloat16 parameter to less than a 65,536th, is off by up to
+    2**-24 of what it was, until the next step: no float32 update could do better. And a
+    float16 parameter whose master weight exceeds 65504 is infinite, and then stays so
+    or becomes NaN. ``with_loss_scaling(..., check_updates=True)`` skips that step.
+
+    Put it directly inside of `with_loss_scaling`, around everything else: a later
+    transformation in a chain changes the parameters but not their master weights. If
+    you change parameters yourself, change the master weights too, or call ``init``
+    again: the next update takes the parameters back to them.
 
     Args:
         inner: the optimizer, any Optax transformation.
-        dtype: the type of the master weights. Parameters that are as wide, integers
-            and None have none, and are updated as by ``inner`` alone. Of complex
-            parameters the parts count.
+        dtype: the type of the master weights. Integers, None, and parameters that are
+            at least as wide have no copy, and are updated as by ``inner`` alone. A
+            complex parameter is as wide as its real part.
 
     Returns:
         The transformation. Its ``update`` needs ``params``. Updates of parameters that
-        have master weights are of type ``dtype``. A float16 parameter above 1 that
-        falls to less than an 8,192nd of itself in one step is off by up to 2**-24 of
-        what it was, until the next step: no float32 update could do better. Updates of
-        float8 parameters, to which JAX adds nothing wider, are float8 and come as near
-        as float8 sums can.
+        have master weights are of type ``dtype``, which ``optax.apply_updates`` adds
+        and casts back; ``equinox.apply_updates`` does not cast. Updates of float8
+        parameters, to which JAX adds nothing wider, are float8 and come as near as
+        float8 sums can.
 
     Raises:
         TypeError: if ``inner`` is no transformation.
@@ -139,10 +146,14 @@ def with_master_weights(
         )
 
         def step(p: Any, master: Any, update: Any) -> Any:
-            return master if _is_absent(master) else optax.apply_updates(master, update)
+            if _is_absent(master) or update is None:
+                return master
+            return optax.apply_updates(master, update)
 
         def to_master(p: Any, master: Any, update: Any) -> Any:
-            return update if _is_absent(master) else update_to(master, p)
+            if _is_absent(master) or update is None:
+                return update
+            return update_to(master, p)
 
         new_masters = jax.tree.map(step, params, masters, new_updates)
         new_updates = jax.tree.map(to_master, params, new_masters, new_updates)
@@ -225,8 +236,9 @@ def _check_params(params: Any, masters: Any, dtype: Any) -> None:
         params,
     )
     found = difference(expected, masters)
-    if found:
-        path, new, old = found
+    if found or not same_structure(expected, masters):
+        structures = jax.tree.structure(expected), jax.tree.structure(masters)
+        path, new, old = found or ("", *structures)
         raise ValueError(
             "`params` must have the structure, the shapes and the types that `init` "
             f"was given, but the master weights of `params` have {new} at "

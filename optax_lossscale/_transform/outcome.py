@@ -12,7 +12,6 @@ from .._finite import is_nonfinite, none_is_true
 from .._tree import dtype_of, is_inexact, same_structure, wide_dtype
 
 
-@jax.jit
 def outcome_finite(
     new_updates: optax.Updates,
     new_state: optax.OptState,
@@ -21,10 +20,20 @@ def outcome_finite(
 ) -> jax.Array:
     """Return whether a step would put no NaN or infinity where none was before.
 
-    Not into the updates, the state, nor the parameters that ``optax.apply_updates``
-    returns: float16 ones overflow where float32 updates do not. What an optimizer
+    It looks at the updates, at the state, and at the parameters that
+    ``optax.apply_updates`` returns: float16 overflows where float32 updates do not.
+    What an optimizer
     starts from, as a line search does from a loss of infinity, may stay as it is.
     """
+    trees = new_updates, new_state, old_state, params
+    # Functions and strings, as in the modules of Equinox, cannot be compiled.
+    return _outcome_finite(*jax.tree.map(lambda x: x if is_inexact(x) else 0, trees))
+
+
+@jax.jit
+def _outcome_finite(
+    new_updates: Any, new_state: Any, old_state: Any, params: Any
+) -> jax.Array:
     applied = same_structure(new_updates, params)
     pairs = (new_updates, params if applied else new_updates)
     flags = (
@@ -66,9 +75,9 @@ def _bad_update(update: Any, param: Any) -> Any:
 
 
 def _joined(updates: Any, state: Any) -> list[jax.Array]:
-    """Join the flags of each parameter, of its update and its moments.
+    """Join the flags of each parameter: those of its update and of its moments.
 
-    So that a moment that the update is made of is not computed, and read, twice.
+    The update is made of the moments, which are then computed and read only once.
     """
     structure: Any = jax.tree.structure(updates)
 
@@ -78,7 +87,7 @@ def _joined(updates: Any, state: Any) -> list[jax.Array]:
     joined, rest = jax.tree.leaves(updates), []
     for tree in jax.tree.leaves(state, is_leaf=is_like_params):
         flags = jax.tree.leaves(tree)
-        if len(flags) != len(joined) or not is_like_params(tree):
+        if not is_like_params(tree):
             rest += flags
             continue
         for i, flag in enumerate(flags):

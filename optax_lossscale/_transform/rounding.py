@@ -16,8 +16,11 @@ def update_to(master: jax.Array, param: Any) -> jax.Array:
         parts = (update_to(part(master), part(param)) for part in (jnp.real, jnp.imag))
         return jax.lax.complex(*parts)
     narrow, param = dtype_of(param), jnp.asarray(param, master.dtype)
+    target = rounded(master, narrow)
+    # An infinity stays: less itself it would be NaN.
+    update = jnp.where(target == param, 0, target - param)
     # Added to 0, the master weight itself is rounded, and keeps the sign of a zero.
-    update = jnp.where(param == 0, master, rounded(master, narrow) - param)
+    update = jnp.where(param == 0, master, update)
     return update if jnp.finfo(narrow).bits >= 16 else update.astype(narrow)
 
 
@@ -26,7 +29,7 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
     """Round to the numbers of a narrower type, to nearest, ties to even.
 
     Two casts would do, but XLA leaves them out: on GPUs and TPUs it computes with more
-    digits where it may. What overflows is rounded as if the exponents went on.
+    digits where it may. What overflows is rounded as if larger exponents existed.
     """
     wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
     digits = wide.nmant - narrow.nmant
@@ -44,5 +47,5 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
 
 @rounded.defjvp
 def _(dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    # As of a cast.
+    # The derivative of a cast.
     return rounded(*primals, dtype), tangents[0]

@@ -42,8 +42,8 @@ def check_agreement(
     axes = varying_axes(apply) - varying_axes(scale_state.loss_scale)
     if axes:
         raise ValueError(
-            "`axis_name` must name every mapped axis along which gradients differ, and "
-            "with `check_updates` parameters or state, "
+            "`axis_name` must name every mapped axis along which gradients differ, or "
+            "with `check_updates` parameters or state do, "
             f"here {sorted(axes, key=str)}, got {axis_name!r}. Else some devices "
             "would skip a step that others apply, and their states would drift apart. "
             "Add the axis, or average the gradients before `update`; where each "

@@ -77,7 +77,7 @@ def _evaluated(
 ) -> Leaves:
     """Return the leaves of the inner updates, and the masked ones of the new state.
 
-    Before them stands whether the step is applied, if that ``is_checked``.
+    With ``is_checked`` the flag that says whether the step is applied comes first.
     """
     jaxpr, args = closed_jaxpr.jaxpr, (apply, given, closed_jaxpr.consts, old_leaves)
 
@@ -92,12 +92,14 @@ def _evaluated(
         return masked(jaxpr, steers, apply, given, consts, old, early, is_checked)
 
     def plain(apply: jax.Array, given: Given, consts: Leaves, old: Leaves) -> Leaves:
-        def masked_at_the_end(apply: jax.Array) -> Leaves:
+        def masked_last(apply: jax.Array, is_checked: bool) -> Leaves:
             sane = sanitized(apply, given, differentiated=True)
             return masked(jaxpr, steers, apply, sane, consts, old, {}, is_checked)
 
-        leaves = masked_at_the_end(apply)
-        return masked_at_the_end(leaves[0]) if is_checked else leaves
+        if is_checked:
+            apply = masked_last(apply, True)[0]
+            return [apply, *masked_last(apply, False)[1:]]
+        return masked_last(apply, False)
 
     function = _with_derivatives_of(plain, fast) if has_rule else fast
     if closed_jaxpr.effects:

@@ -13,7 +13,7 @@ _ITERATIVE = frozenset({"eig", "eigh", "schur", "svd"})
 _COSTLY = frozenset(
     {"cholesky", "conv_general_dilated", "dot_general", "fft", "lu", "qr", "scan"}
     | {"sort", "triangular_solve", "cumlogsumexp", "cummax", "cummin", "cumprod"}
-    | {"cumsum"}
+    | {"cumsum", "random_bits", "threefry2x32"}
 )
 # Effects, by the names of their classes, which jax does not export.
 _COLLECTIVE = "NamedAxisEffect"

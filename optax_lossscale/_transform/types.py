@@ -74,7 +74,7 @@ def keep_types(new_state: optax.OptState, state: optax.OptState) -> optax.OptSta
             f"Every update rounds the state of the wrapped optimizer at {rounded}. "
             "Moments in so few digits may ruin the training. Start from the state that "
             "`init(params)` returns, or cast the old one to its types.",
-            stacklevel=6,  # where the update is called
+            stacklevel=8,  # where the update is called
         )
     return jax.tree.map(as_before, new_state, state)
 
@@ -135,8 +135,7 @@ def _widened(
     except Exception:
         # It may need more arguments to update, or a mapped axis around it.
         return state, False
-    # By path: of wide parameters there are no master weights. What else is missing
-    # `update` complains of.
+    # By path, since wide parameters have no master weights.
     shape_at = dict(jax.tree_util.tree_leaves_with_path(shapes))
     widened = jax.tree_util.tree_map_with_path(
         lambda path, x, is_open: _wider(x, shape_at.get(path, x), is_open),

@@ -135,7 +135,7 @@ def with_loss_scaling(
         >>> print(updates, ls.get_loss_scale(opt_state))
         [-0. -0.] 16384.0
 
-        Nor is a second moment that overflows:
+        A second moment that overflows is no fault of the scale either:
 
         >>> tx = ls.with_loss_scaling(optax.adam(1e-3), check_updates=True)
         >>> large = jnp.array([1e30, 1.0])
@@ -226,7 +226,7 @@ def with_loss_scaling(
             skipped = recorded(scale_state, False)
             new_scale_state = select(value_finite, new_scale_state, skipped)
         if check_updates:
-            # Nor an optimizer that makes a NaN of finite gradients.
+            # No scale cures an optimizer that makes a NaN of finite gradients either.
             skipped = recorded(scale_state, False)
             innocent = applied | ~grads_finite
             new_scale_state = select(innocent, new_scale_state, skipped)

@@ -49,22 +49,24 @@ def test_it_does_not_say_that_the_scale_has_moved():
 
 
 OPTIMIZER_MAKES_NAN = """\
-The last gradients were finite, and the scale did not fall. Look at the loss.
-- It is NaN or infinite, and `update` is given it as `value`: no scale cures that. \
-Look at the data and the parameters, or lower the learning rate.
+The scale has not fallen in these steps: it is not the cause. Look at the loss.
+- It is NaN or infinite: no scale cures that. Look at the data and the parameters, or \
+lower the learning rate.
 - It is finite: the optimizer makes NaN or infinity of finite gradients, which \
 `check_updates=True` skips. No scale cures that: clip the gradients, raise `eps`, keep \
 moments in float32 and float16 parameters in `with_master_weights`."""
 
 
-def test_where_gradients_were_finite_it_says_so():
+def test_where_the_scale_is_not_the_cause_it_says_so():
     """A rule has counted finite steps that an overflow would have made it forget."""
     tx = ls.with_loss_scaling(optax.adam(0.1), check_updates=True)
     params = jnp.ones(2)
-    state = tx.init(params)
-    for grads in (1.0, 1e30, 1e30, 1e30):
-        _, state = tx.update(jnp.full(2, grads), state, params)
-    assert OPTIMIZER_MAKES_NAN in message(state)
+    _, state = tx.update(params, tx.init(params), params)
+    for grads, value in ((1e30, 1.0), (jnp.nan, jnp.nan)):
+        stopped = state
+        for _ in range(3):
+            _, stopped = tx.update(jnp.full(2, grads), stopped, params, value=value)
+        assert OPTIMIZER_MAKES_NAN in message(stopped)
     fresh = ls.DynamicLossScale().init().record(False).record(False).record(False)
     finite, nan = (ls.gradient_report([jnp.array([x])]) for x in (1.0, jnp.nan))
     assert OPTIMIZER_MAKES_NAN in message(fresh, report=finite)

@@ -71,7 +71,7 @@ def test_parameters_of_another_model_are_refused():
 def test_the_state_of_another_optimizer_is_refused():
     tx = ls.with_loss_scaling(optax.adam(0.1))
     state = tx.init(PARAMS)._replace(inner_state=optax.sgd(0.1, 0.9).init(PARAMS))
-    with pytest.raises(ValueError, match="`updates` and `state` must belong together"):
+    with pytest.raises(ValueError, match="`params` and `state` must belong together"):
         tx.update(GRADS, state, PARAMS)
 
 

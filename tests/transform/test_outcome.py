@@ -190,6 +190,18 @@ def test_what_was_not_finite_may_stay_so_and_is_no_obstacle():
     assert finite(None, one, key, key) and outcome_finite((), (), (), None)
 
 
+def test_leaves_that_are_no_arrays_are_no_obstacle():
+    """As the functions in an Equinox module; their gradients are None."""
+    params = {"w": jnp.ones(2), "activation": jax.nn.relu, "name": "mlp"}
+    arrays = {"w": params["w"], "activation": None, "name": None}
+    tx = ls.with_loss_scaling(optax.sgd(1.0), check_updates=True)
+    state = tx.init(arrays)
+    for size, applied in ((1.0, True), (3e38, True)):
+        grads = {**arrays, "w": size * params["w"]}
+        _, new_state = tx.update(grads, state, params)
+        assert bool(ls.was_applied(new_state)) is applied
+
+
 def test_it_is_the_same_in_float64_complex_and_float8():
     with enable_x64(True):
         for dtype, large in (("c16", 1e200), ("f8", 1e200), ("c8", 1e30)):

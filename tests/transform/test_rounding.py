@@ -24,6 +24,7 @@ def every_kind(dtype):
     ties = ties.astype(np.float32)
     random = RNG.standard_normal(2000) * 2.0 ** RNG.uniform(-40, 18, 2000)
     beyond = [np.inf, np.nan, 65519.0, 65520.0, 3e38, 2.0**-25, 2.0**-26]
+    beyond.append(np.array(2**31 - 1, np.int32).view(np.float32))  # another NaN
     x = [numbers, ties, np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.inf)]
     x = np.concatenate([*x, random, beyond]).astype(np.float32)
     return np.concatenate([x, -x])
@@ -100,6 +101,27 @@ def test_a_weight_that_falls_far_is_off_by_less_than_it_fell_until_the_next_step
     np.testing.assert_array_equal(
         optax.apply_updates(new, update_to(masters, new)), masters.astype(jnp.float16)
     )
+
+
+def test_a_bfloat16_weight_may_fall_to_a_65536th_of_itself():
+    params = jnp.asarray(2.0 ** RNG.uniform(-3, 3, 20000), jnp.bfloat16)
+    masters = params.astype(jnp.float32) * jnp.asarray(
+        2.0 ** RNG.uniform(-20, 3, 20000), jnp.float32
+    )
+    new = optax.apply_updates(params, update_to(masters, params))
+    off = np.asarray(new) != np.asarray(masters.astype(jnp.bfloat16))
+    fell = np.asarray(params, np.float32) / np.asarray(masters)
+    assert off.any() and (fell[off] > 65536).all()
+    error = np.abs(np.asarray(new - masters.astype(jnp.bfloat16), np.float32))
+    assert (error <= 2.0**-23 * np.asarray(params, np.float32)).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e5m2])
+def test_an_infinite_parameter_stays(dtype):
+    """As in a mask of -inf."""
+    params = jnp.array([-jnp.inf, jnp.inf, 0.0], dtype)
+    updates = update_to(params.astype(jnp.float32), params)
+    assert_same_bits(optax.apply_updates(params, updates), params)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e5m2, jnp.float8_e4m3fn])

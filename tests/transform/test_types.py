@@ -162,8 +162,10 @@ def test_a_state_that_is_given_in_half_precision_is_warned_of():
     inner = optax.sgd(0.1, momentum=0.9)
     tx = ls.with_loss_scaling(inner)
     state = tx.init(HALF)._replace(inner_state=inner.init(HALF))
-    with pytest.warns(UserWarning, match=r"\[0\].trace\['b'\], from float32 to fl"):
+    message = r"\[0\].trace\['b'\], from float32 to fl"
+    with pytest.warns(UserWarning, match=message) as record:
         _, new_state = tx.update(GRADS, state, HALF)
+    assert record[0].filename == __file__
     assert_same_types(new_state, state)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
