@@ -11,11 +11,8 @@ from helpers import assert_same_bits, make_step, train
 import optax_lossscale as ls
 
 PARAMS = {"w": jnp.arange(32.0).reshape(8, 4) / 32, "b": jnp.zeros(4)}
-# numpy's, because every process imports this, and jax would compile for it.
-X = np.random.default_rng(0).normal(size=(5, 16, 8)).astype(np.float32)
-BAD_X = X.copy()
-BAD_X[2, 11, 3] = np.nan  # in the part of one device alone
-X, BAD_X = map(jnp.asarray, (X, BAD_X))
+X = jax.random.normal(jax.random.key(0), (5, 16, 8))
+BAD_X = X.at[2, 11, 3].set(jnp.nan)  # in the part of one device alone
 BATCHES = {"good": X, "bad": BAD_X}
 RULE = ls.DynamicLossScale(growth_interval=2)
 ADAM = optax.adam(1e-2)

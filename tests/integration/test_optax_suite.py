@@ -13,7 +13,7 @@ import pytest
 @pytest.mark.parametrize(
     "module, least",
     [
-        ("optax._src.alias_test", 500),
+        pytest.param("optax._src.alias_test", 500, marks=pytest.mark.longest),
         pytest.param("optax.contrib._common_test", 200, marks=pytest.mark.longest),
         ("optax._src.float64_test", 20),
         ("optax._src.sharding_test", 20),
