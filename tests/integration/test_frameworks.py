@@ -46,6 +46,8 @@ def test_the_blocks_on_float16_parameters_do_what_they_say(readme):
     assert {p.dtype.name for p in jax.tree.leaves(half)} == {"float16"}
     assert {w.dtype.name for w in jax.tree.leaves(weights)} == {"float32"}
     assert_same_bits(half, jax.tree.map(lambda w: w.astype(jnp.float16), weights))
+    sizes = [w.size for w in jax.tree.leaves(weights)]
+    assert sum(x.nbytes for x in jax.tree.leaves((half, weights))) == 6 * sum(sizes)
     resumed, state = readme["resumed_half_state"], readme["half_state"]
     assert_same_bits(resumed.inner_state, state.inner_state)
 
@@ -319,3 +321,36 @@ def test_jaxs_differentiator_leaves_the_statistics_of_nnx_as_they_were():
     assert not np.array_equal(
         *map(jax.tree.leaves, (nnx.state(model, nnx.BatchStat), before))
     )
+
+
+def test_float16_models_follow_their_master_weights():
+    tx = ls.with_loss_scaling(ls.with_master_weights(optax.adam(1e-2)))
+    x = jnp.ones((4, 8), jnp.float16)
+
+    def loss_of(model):
+        return jnp.mean(jax.vmap(model)(x).astype(jnp.float32) ** 2)
+
+    def half(tree):
+        return jax.tree.map(lambda p: p.astype(jnp.float16), tree)
+
+    mlp = eqx.nn.MLP(8, 1, 16, 1, key=jax.random.key(0))
+    params, static = eqx.partition(mlp, eqx.is_inexact_array)
+    params = half(params)
+    state = tx.init(params)
+    first = loss_of(eqx.combine(params, static))
+    for _ in range(5):
+        grads = ls.grad(lambda p: loss_of(eqx.combine(p, static)), state)(params)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    assert loss_of(eqx.combine(params, static)) < first
+    assert_same_bits(params, half(optax.tree.get(state, "master_weights")))
+
+    model = nnx.Linear(8, 1, param_dtype=jnp.float16, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    first = loss_of(model)
+    for _ in range(5):
+        grads = nnx.grad(lambda m: ls.scale_loss(loss_of(m), optimizer))(model)
+        optimizer.update(model, ls.unscale_grads(grads, optimizer))
+    assert loss_of(model) < first
+    masters = jax.tree.leaves(optimizer.opt_state.inner_state.master_weights)
+    assert_same_bits(jax.tree.leaves(nnx.state(model)), half(masters))

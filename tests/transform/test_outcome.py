@@ -340,6 +340,16 @@ def test_a_line_search_is_made_once():
     assert searched(True) == searched(False) > 1
 
 
+def test_without_it_only_gradients_are_checked():
+    def reductions(**arguments):
+        tx = ls.with_loss_scaling(optax.adam(0.1), **arguments)
+        step = jax.jit(tx.update).lower(PARAMS, tx.init(PARAMS), PARAMS)
+        return step.as_text().count("stablehlo.reduce(")
+
+    assert reductions() == reductions(check_updates=False) == len(PARAMS)
+    assert reductions(check_updates=True) > len(PARAMS)
+
+
 @pytest.mark.parametrize(
     "rule, value, message",
     [
