@@ -22,8 +22,8 @@ def outcome_finite(
 
     It looks at the updates, at the state, and at the parameters that
     ``optax.apply_updates`` returns: float16 overflows where float32 updates do not.
-    What an optimizer
-    starts from, as a line search does from a loss of infinity, may stay as it is.
+    What an optimizer starts from, as a line search does from a loss of infinity, may
+    stay as it is.
     """
     trees = new_updates, new_state, old_state, params
     # Functions and strings, as in the modules of Equinox, cannot be compiled.

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from helpers import ROOT, enable_x64, worker_environment
 from report_oracle import host
 
@@ -43,6 +44,7 @@ def results():
         return [tuple(host(x)) for x in everything(grads)]
 
 
+@pytest.mark.slow
 def test_fast_math_changes_no_count():
     path = os.pathsep.join([str(ROOT / "tests"), str(Path(ls.__file__).parents[1])])
     output = subprocess.run(

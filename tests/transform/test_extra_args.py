@@ -158,6 +158,7 @@ def test_transformations_that_take_neither_are_spared_them():
         tx.update(GRADS, tx.init(PARAMS), PARAMS, **extra_args)
 
 
+@pytest.mark.slow
 def test_a_line_search_is_spared_the_flag():
     """It hands all extra arguments to the loss, and refuses those it does not name."""
     tx = ls.with_loss_scaling(optax.lbfgs())

@@ -45,7 +45,7 @@ CHOOSES_OTHERWISE = ("optax.lbfgs", "float16")
 
 # What most people use, and what is made in a way of its own.
 USUAL = {
-    *("optax.adafactor", "optax.adamw", "optax.adan", "optax.lbfgs", "optax.lion"),
+    *("optax.adafactor", "optax.adamw", "optax.adan", "optax.lion"),
     *("optax.sgd", "adam scheduled", "clip + adamw", "momentum"),
 }
 

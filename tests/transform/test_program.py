@@ -87,6 +87,7 @@ def test_the_plain_layout_would_fail_the_guards(plain_layout):
     assert masked.memory_analysis().temp_size_in_bytes > 0.5 * parameters
 
 
+@pytest.mark.slow
 @guarded
 def test_the_program_grows_linearly_with_the_leaves(name):
     tx = ls.with_loss_scaling(make(name))

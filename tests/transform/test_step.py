@@ -229,13 +229,8 @@ DERIVATIVES = {
 }
 
 
-@pytest.mark.parametrize(
-    "noises, derivative",
-    [
-        pytest.param(*case, id=n, marks=() if "inside" in n else pytest.mark.slow)
-        for n, case in DERIVATIVES.items()
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("noises, derivative", DERIVATIVES.values(), ids=DERIVATIVES)
 def test_derivatives_of_every_kind_are_those_without_the_skipped_steps(
     noises, derivative
 ):

@@ -187,7 +187,9 @@ def test_a_settled_state_costs_no_second_look():
         assert len(calls) == tried
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [jnp.float16, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)]
+)
 def test_of_narrow_gradients_updates_are_as_narrow_and_moments_may_be(dtype):
     params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
     for inner in (optax.adam(0.1), optax.sgd(0.1, 0.9)):
