@@ -23,6 +23,8 @@ Two lines of a train step change::
 - State: `get_loss_scale`, `get_loss_scale_state`, `was_applied`, `applied_steps`,
   `LossScaleState`.
 - Loops that differentiate by themselves: `scale_loss`, `unscale_grads`.
+- Beyond one scale: `scale_backward` has one for each block of a network,
+  `value_and_grad_with_retries` repeats a step at a lower one instead of skipping it.
 - What the optimizer does not see, such as BatchNorm statistics: `keep_if_applied`,
   `all_finite`, `select`.
 - Diagnosis: `gradient_report`, `format_report`, `suggest_loss_scale`,
@@ -37,7 +39,10 @@ from ._diagnostics.suggestion import SuggestedLossScale, suggest_loss_scale
 from ._diagnostics.table import format_report
 from ._find import get_loss_scale, get_loss_scale_state
 from ._finite import all_finite, max_magnitude
-from ._grad import grad, scale_loss, unscale_grads, value_and_grad
+from ._gradients.by_hand import scale_loss, unscale_grads
+from ._gradients.retries import value_and_grad_with_retries
+from ._gradients.scale_backward import scale_backward
+from ._gradients.value_and_grad import grad, value_and_grad
 from ._public import set_home as _set_home
 from ._rules.base import LossScale
 from ._rules.dynamic import DynamicLossScale
@@ -77,11 +82,13 @@ __all__ = [
     "max_magnitude",
     "plots",
     "presets",
+    "scale_backward",
     "scale_loss",
     "select",
     "suggest_loss_scale",
     "unscale_grads",
     "value_and_grad",
+    "value_and_grad_with_retries",
     "was_applied",
     "watch_loss_scale",
     "with_loss_scaling",

@@ -159,16 +159,28 @@ def warn_if_constant(state: LossScaleState) -> None:
 
 def find_loss_scale_states(tree: Any) -> dict[str, LossScaleState]:
     """Return every loss-scale state in a tree by its path, as ``keystr`` writes it."""
-
-    def is_scale_state(node: Any) -> bool:
-        return isinstance(node, LossScaleState)
-
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_scale_state)
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_scale_state)
     return {
         jax.tree_util.keystr(path): node
         for path, node in leaves
-        if is_scale_state(node)
+        if _is_scale_state(node)
     }
+
+
+def replace_loss_scale_state(state: Any, new: LossScaleState) -> Any:
+    """Return a tree with another loss-scale state in the place of its own."""
+
+    def replaced(node: Any) -> Any:
+        if not _is_scale_state(node):
+            return node
+        # Flax NNX wraps each array in a variable: the structure stays.
+        return jax.tree.unflatten(jax.tree.structure(node), jax.tree.leaves(new))
+
+    return jax.tree.map(replaced, state, is_leaf=_is_scale_state)
+
+
+def _is_scale_state(node: Any) -> bool:
+    return isinstance(node, LossScaleState)
 
 
 def _unwrapped(node: Any) -> Any:

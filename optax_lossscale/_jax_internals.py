@@ -7,8 +7,12 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.interpreters import ad
 
+# Effects, by the names of their classes, which jax does not export.
+COLLECTIVE = "NamedAxisEffect"
+DEBUGGING = frozenset({"DebugEffect", "OrderedDebugEffect"})
 _TRACE_STATE = "get_opaque_trace_state"  # jax 0.7 has it in jax.core
 
 
@@ -119,6 +123,17 @@ def as_varying(x: jax.Array, like: jax.Array) -> jax.Array:
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(x, axes, to="varying")
     return getattr(jax.lax, "pvary")(x, axes)  # noqa: B009, its name until jax 0.8
+
+
+def effect_names(of: ClosedJaxpr | JaxprEqn) -> set[str]:
+    return {type(effect).__name__ for effect in of.effects}
+
+
+def zeros_like_aval(aval: Any) -> jax.Array:
+    """Return zeros of an abstract type: its sharding and its mapped axes included."""
+    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        return jax.lax.full(aval.shape, 0, aval.dtype)  # where `ad` gives a float0
+    return ad.zeros_like_aval(aval)
 
 
 def _new_array() -> jax.Array:

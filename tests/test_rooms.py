@@ -16,7 +16,7 @@ LAYERS = (
     ("plots", "presets"),
     ("_diagnostics",),
     ("_transform",),
-    ("_grad",),
+    ("_gradients",),
     ("_rules",),
     ("_applied",),
     ("_find",),

@@ -5,6 +5,8 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from .._jax_internals import COLLECTIVE, DEBUGGING, effect_names
+
 # Loops that a NaN may keep from ending, branches, and code that XLA does not see.
 _STEERED = frozenset({"while", "cond", "pallas_call", "ffi_call"})
 # Iterations of a library, until something converges.
@@ -15,9 +17,6 @@ _COSTLY = frozenset(
     | {"sort", "triangular_solve", "cumlogsumexp", "cummax", "cummin", "cumprod"}
     | {"cumsum", "random_bits", "threefry2x32"}
 )
-# Effects, by the names of their classes, which jax does not export.
-_COLLECTIVE = "NamedAxisEffect"
-_DEBUGGING = frozenset({"DebugEffect", "OrderedDebugEffect"})
 
 
 def steering(jaxpr: Jaxpr) -> set[Var]:
@@ -41,7 +40,7 @@ def may_be_left_out(eqn: JaxprEqn) -> bool:
     A collective in it has to be reached by every device, and ``jax.vmap`` refuses
     callbacks in a loop that only some members enter.
     """
-    return eqn.primitive.name == "while" and _effects(eqn) <= _DEBUGGING
+    return eqn.primitive.name == "while" and effect_names(eqn) <= DEBUGGING
 
 
 def may_be_repeated(eqn: JaxprEqn) -> bool:
@@ -55,7 +54,7 @@ def may_be_repeated(eqn: JaxprEqn) -> bool:
     )
     return (
         read <= written
-        and not _effects(eqn)
+        and not effect_names(eqn)
         and not _steers(eqn)
         and eqn.primitive.name not in _COSTLY
         and all(map(may_be_repeated, (e for j in _jaxprs(eqn) for e in j.eqns)))
@@ -69,7 +68,7 @@ def may_have_custom_derivatives(jaxpr: Jaxpr) -> bool:
     ``jax.custom_vjp`` there is no forward mode.
     """
     return all(
-        _effects(eqn) <= {_COLLECTIVE, *_DEBUGGING}
+        effect_names(eqn) <= {COLLECTIVE, *DEBUGGING}
         and not eqn.primitive.name.startswith("custom_vjp_call")
         and all(map(may_have_custom_derivatives, _jaxprs(eqn)))
         for eqn in jaxpr.eqns
@@ -91,12 +90,8 @@ def _is_steered(jaxpr: Jaxpr) -> bool:
 
 def _steers(eqn: JaxprEqn) -> bool:
     name = eqn.primitive.name
-    is_callback = bool(_effects(eqn) - {_COLLECTIVE}) or name.endswith("callback")
+    is_callback = bool(effect_names(eqn) - {COLLECTIVE}) or name.endswith("callback")
     return is_callback or name in _STEERED or name in _ITERATIVE
-
-
-def _effects(eqn: JaxprEqn) -> set[str]:
-    return {type(effect).__name__ for effect in eqn.effects}
 
 
 def _jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:

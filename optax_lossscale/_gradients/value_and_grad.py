@@ -1,16 +1,11 @@
 """Differentiate a loss in low precision without losing its gradients."""
 
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from ._find import get_effective_state, warn_if_constant
-from ._tree import dtype_of, scale_loss_by, unscale
-from ._validation import describe
+from .._find import get_effective_state, warn_if_constant
+from .at_scale import at_scale, warn_of_narrow_loss
 
 
 def value_and_grad(
@@ -78,43 +73,21 @@ def value_and_grad(
         Micikevicius et al., `Mixed Precision Training
         <https://arxiv.org/abs/1710.03740>`_, 2017, section 3.2
     """
-    if not callable(fun):
-        raise TypeError(
-            f"`fun` must be a function that returns a loss, got {describe(fun)}. Pass "
-            "the function itself: `value_and_grad(loss_fn, opt_state)(params, batch)`."
-        )
     scale_state = get_effective_state(state)
-    scale = scale_state.loss_scale
-
-    @functools.wraps(fun)
-    def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, tuple[Any, Any]]:
-        output = fun(*args, **kwargs)
-        if has_aux and not (isinstance(output, tuple | list) and len(output) == 2):
-            raise TypeError(
-                "`fun` must return a pair (loss, aux) with has_aux=True, got "
-                f"{describe(output)}. Return a pair, or leave `has_aux` out."
-            )
-        value, aux = output if has_aux else (output, None)
-        # Only the derivative of this product is used, so XLA drops the product.
-        return scale_loss_by(value, scale), (value, aux)
-
-    differentiated = jax.value_and_grad(
-        scaled_fun, argnums, has_aux=True, holomorphic=holomorphic, allow_int=allow_int
+    differentiated = at_scale(
+        fun,
+        argnums=argnums,
+        has_aux=has_aux,
+        holomorphic=holomorphic,
+        allow_int=allow_int,
     )
 
-    @functools.wraps(fun)
+    @functools.wraps(fun, updated=())
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         warn_if_constant(scale_state)
-        (_, (value, aux)), scaled_grads = differentiated(*args, **kwargs)
-        dtype = dtype_of(value)
-        if float(jnp.finfo(dtype).max) <= 65504.0:
-            warnings.warn(
-                f"The loss is {dtype}, in which a loss scale of 2**16 "
-                "is infinite and so are then all gradients. Return it in float32: "
-                "`loss.astype(jnp.float32)` before the last mean or sum.",
-                stacklevel=2,
-            )
-        return (value, aux) if has_aux else value, unscale(scaled_grads, scale)
+        output, grads = differentiated(scale_state.loss_scale, args, kwargs)
+        warn_of_narrow_loss(output[0] if has_aux else output)
+        return output, grads
 
     return value_and_grad_fun
 
@@ -170,67 +143,9 @@ def grad(
         allow_int=allow_int,
     )
 
-    @functools.wraps(fun)
+    @functools.wraps(fun, updated=())
     def grad_fun(*args: Any, **kwargs: Any) -> Any:
         value, grads = differentiated(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
     return grad_fun
-
-
-def scale_loss(loss: jax.typing.ArrayLike, state: Any) -> jax.Array:
-    """Multiply a loss by the loss scale, for loops that differentiate it themselves.
-
-    Args:
-        loss: a floating-point loss of any shape.
-        state: an optimizer state with one `LossScaleState` in it, or that state.
-
-    Returns:
-        The scaled loss, in float32 or wider. Report ``loss`` itself, not this.
-
-    Raises:
-        ValueError: if ``state`` has no loss scale in it, or more than one, or has it
-            where its rule would not see an overflow.
-        TypeError: if ``loss`` is not a floating-point or complex array.
-
-    Examples:
-        >>> import jax
-        >>> import jax.numpy as jnp
-        >>> import optax
-        >>> import optax_lossscale as ls
-        >>> opt_state = ls.with_loss_scaling(optax.sgd(0.1)).init(jnp.ones(2))
-        >>> def scaled_loss_fn(w):
-        ...     return ls.scale_loss(jnp.sum(w**2), opt_state)
-        >>> ls.unscale_grads(jax.grad(scaled_loss_fn)(jnp.ones(2)), opt_state)
-        Array([2., 2.], dtype=float32)
-    """
-    scale_state = get_effective_state(state)
-    warn_if_constant(scale_state)
-    return scale_loss_by(loss, scale_state.loss_scale)
-
-
-def unscale_grads(grads: Any, state: Any) -> Any:
-    """Divide the gradients of a scaled loss by the loss scale.
-
-    Args:
-        grads: a pytree of gradients of ``scale_loss(loss, state)``.
-        state: the state that scaled that loss, before the optimizer's ``update``.
-
-    Returns:
-        The true gradients: float16, bfloat16 and float8 in float32, others in their
-        own type. Integers, ``float0`` and None are left as they are.
-
-    Raises:
-        ValueError: if ``state`` has no loss scale in it, or more than one, or has it
-            where its rule would not see an overflow.
-
-    Examples:
-        >>> import jax.numpy as jnp
-        >>> import optax_lossscale as ls
-        >>> state = ls.FixedLossScale(1024.0).init()
-        >>> ls.unscale_grads({"w": jnp.float16([512.0]), "b": None}, state)
-        {'b': None, 'w': Array([0.5], dtype=float32)}
-    """
-    scale_state = get_effective_state(state)
-    warn_if_constant(scale_state)
-    return unscale(grads, scale_state.loss_scale)

@@ -1,0 +1,1 @@
+"""Differentiate in low precision: with one loss scale, and beyond it."""

@@ -1,0 +1,76 @@
+"""Differentiate a loss at a scale, once: what the functions with a state share."""
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._tree import dtype_of, scale_loss_by, unscale
+from .._validation import describe
+
+
+def at_scale(
+    fun: Callable[..., Any],
+    *,
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    holomorphic: bool,
+    allow_int: bool,
+) -> Callable[[jax.Array, Sequence[Any], Mapping[str, Any]], tuple[Any, Any]]:
+    """Create a function of a scale, arguments and keywords.
+
+    It returns what ``fun`` does, with ``has_aux`` as a tuple, and the true gradients.
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"`fun` must be a function that returns a loss, got {describe(fun)}. Pass "
+            "the function itself: `value_and_grad(loss_fn, opt_state)(params, batch)`."
+        )
+
+    def differentiated(
+        scale: jax.Array, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        @functools.wraps(fun, updated=())
+        def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
+            output = fun(*args, **kwargs)
+            if has_aux:
+                _check_pair(output)
+                output = tuple(output)
+            value = output[0] if has_aux else output
+            # Only the derivative of this product is used, so XLA drops the product.
+            return scale_loss_by(value, scale), output
+
+        value_and_grad = jax.value_and_grad(
+            scaled_fun,
+            argnums,
+            has_aux=True,
+            holomorphic=holomorphic,
+            allow_int=allow_int,
+        )
+        (_, output), scaled_grads = value_and_grad(*args, **kwargs)
+        return output, unscale(scaled_grads, scale)
+
+    return differentiated
+
+
+def _check_pair(output: Any) -> None:
+    if not (isinstance(output, tuple | list) and len(output) == 2):
+        raise TypeError(
+            "`fun` must return a pair (loss, aux) with has_aux=True, got "
+            f"{describe(output)}. Return a pair, or leave `has_aux` out."
+        )
+
+
+def warn_of_narrow_loss(value: Any) -> None:
+    """Warn where a scale above 65504 would be infinite."""
+    dtype = dtype_of(value)
+    if float(jnp.finfo(dtype).max) <= 65504.0:
+        warnings.warn(
+            f"The loss is {dtype}, in which a loss scale of 2**16 "
+            "is infinite and so are then all gradients. Return it in float32: "
+            "`loss.astype(jnp.float32)` before the last mean or sum.",
+            stacklevel=3,  # where the gradients are asked for
+        )

@@ -1,0 +1,175 @@
+"""Compute the gradients of an overflow again at a lower scale, and lose no step."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._find import get_effective_state, replace_loss_scale_state, warn_if_constant
+from .._finite import AxisName, all_finite
+from .._jax_internals import as_varying, varying_axes, zeros_like_aval
+from .._precision import SMALLEST_SCALE
+from .._rules.arguments import check_backoff_factor
+from .._validation import check_count
+from .at_scale import at_scale, warn_of_narrow_loss
+from .staged import staged
+
+
+def value_and_grad_with_retries(
+    fun: Callable[..., Any],
+    state: Any,
+    *,
+    max_retries: int = 4,
+    backoff_factor: float = 0.5,
+    axis_name: AxisName | None = None,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable[..., tuple[Any, Any, Any]]:
+    """Create a function that repeats an overflowed backward pass at a lower scale.
+
+    `value_and_grad` for runs in which every step is dear, as in on-policy reinforcement
+    learning. Where a dynamic rule would lose the step, the gradients are computed again
+    at once, on the device::
+
+        loss, grads, opt_state = ls.value_and_grad_with_retries(loss_fn, opt_state)(
+            params, batch
+        )
+        updates, opt_state = tx.update(grads, opt_state, params)
+
+    ::
+
+        repeat at most 1 + max_retries times:
+            value, gradients = value_and_grad(fun, state)(...)
+            stop if the gradients are finite or the value is not
+            loss_scale *= backoff_factor
+
+    A value that is not finite is not repeated, since no scale can cure it. Gradients
+    that are still not finite after the last attempt are skipped by the optimizer's
+    ``update``, as always. Every attempt has the same arguments, so a PRNG key gives the
+    same numbers. Effects, such as ``jax.debug.print``, happen in each.
+
+    The program holds ``fun`` once, in a ``jax.lax.while_loop``. So the result can be
+    differentiated in forward mode only.
+
+    Args:
+        fun: the loss, as for `value_and_grad`.
+        state: an optimizer state with one `LossScaleState` in it, or that state.
+        max_retries: how often a step is repeated at most, 0 or more.
+        backoff_factor: what the scale is multiplied by before each repetition, between
+            0 and 1. It does not go below 2**-126.
+        axis_name: the mapped axis, or a tuple of them, over which all devices
+            (``shard_map``, ``pmap``) or members (``vmap``) repeat together. It is
+            needed where ``fun`` or its gradient communicates along an axis.
+        argnums: which positional arguments to differentiate.
+        has_aux: whether ``fun`` returns a pair. What is in it besides arrays is that of
+            the trace.
+        holomorphic: whether ``fun`` is promised to be holomorphic.
+        allow_int: whether to allow integer arguments, whose gradients are ``float0``.
+
+    Returns:
+        A function with the arguments of ``fun`` that returns the value, the gradients
+        and the state. If anything was repeated, that state has the last scale and a
+        ``growth_tracker`` of 0, so a dynamic rule waits for a whole interval before it
+        grows again, and a fixed one stays there. All else in it is as it was; the ratio
+        of the two scales tells how often the step was repeated.
+
+    Raises:
+        ValueError: if ``state`` has no loss scale in it, or more than one, or has it
+            where its rule would not see an overflow; if ``max_retries`` or
+            ``backoff_factor`` is out of range; when called, if devices would decide
+            differently.
+        TypeError: if ``fun`` is no function; when called, if the value is not a
+            floating-point scalar.
+
+    Warns:
+        UserWarning: if the loss is float16 or the state a constant, as for
+            `value_and_grad`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import optax_lossscale as ls
+        >>> state = ls.DynamicLossScale(init_scale=2.0**15).init()
+        >>> def loss_fn(w):
+        ...     return 8.0 * jnp.sum(w.astype(jnp.float16)).astype(jnp.float32)
+        >>> ls.grad(loss_fn, state)(jnp.ones(1))
+        Array([inf], dtype=float32)
+        >>> fun = ls.value_and_grad_with_retries(loss_fn, state)
+        >>> loss, grads, state = fun(jnp.ones(1))
+        >>> print(grads, ls.get_loss_scale(state))
+        [8.] 4096.0
+    """
+    evaluate = at_scale(
+        fun,
+        argnums=argnums,
+        has_aux=has_aux,
+        holomorphic=holomorphic,
+        allow_int=allow_int,
+    )
+    scale_state = get_effective_state(state)
+    max_retries = check_count(
+        "max_retries",
+        max_retries,
+        "It is how often a step is repeated at most.",
+        least=0,
+    )
+    backoff_factor = check_backoff_factor(backoff_factor)
+
+    @functools.wraps(fun, updated=())
+    def fun_with_retries(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+        warn_if_constant(scale_state)
+
+        def attempt(scale: jax.Array) -> tuple[jax.Array, Any, Any]:
+            output, grads = evaluate(scale, args, kwargs)
+            value = output[0] if has_aux else output
+            finite, sound = (all_finite(x, axis_name) for x in (grads, value))
+            return sound & ~finite, output, grads
+
+        def proceed(carry: _Carry) -> jax.Array:
+            may_repeat = carry.result[0] & (carry.attempts <= max_retries)
+            return (carry.attempts == 0) | may_repeat
+
+        def body(carry: _Carry) -> _Carry:
+            lowered = jnp.maximum(carry.scale * backoff_factor, SMALLEST_SCALE)
+            lowered = jnp.minimum(carry.scale, lowered)
+            scale = jnp.where(carry.attempts == 0, carry.scale, lowered)
+            result = program.evaluate(*program.inputs[:-1], scale)
+            return _Carry(carry.attempts + 1, scale, list(result))
+
+        scale = scale_state.loss_scale
+        # In the loop alone it would be traced twice, for the types that it carries.
+        program = staged(attempt, scale)
+        zeros = list(map(zeros_like_aval, program.jaxpr.out_avals))
+        _check_agreement(zeros[0], scale, axis_name)
+        attempts = as_varying(jnp.zeros((), jnp.int32), scale)
+        last = jax.lax.while_loop(proceed, body, _Carry(attempts, scale, zeros))
+        _, output, grads = program.put_back(last.result)
+        warn_of_narrow_loss(output[0] if has_aux else output)
+        tracker = jnp.where(last.attempts > 1, 0, scale_state.growth_tracker)
+        new = scale_state._replace(loss_scale=last.scale, growth_tracker=tracker)
+        return output, grads, replace_loss_scale_state(state, new)
+
+    return fun_with_retries
+
+
+class _Carry(NamedTuple):
+    attempts: jax.Array
+    scale: jax.Array  # of the last attempt, before the first one that of the state
+    result: list[jax.Array]  # whether the last one overflowed, and its arrays
+
+
+def _check_agreement(
+    overflowed: jax.Array, scale: jax.Array, axis_name: AxisName | None
+) -> None:
+    """Refuse decisions that differ between the devices of a ``shard_map``."""
+    axes = varying_axes(overflowed) - varying_axes(scale)
+    if axes:
+        raise ValueError(
+            "`axis_name` must name every mapped axis along which the loss or its "
+            f"gradients differ, here {sorted(axes, key=str)}, got {axis_name!r}. Else "
+            "some devices would repeat a step that others do not, and wait for them "
+            "forever where `fun` communicates. Add the axis, or average the loss."
+        )

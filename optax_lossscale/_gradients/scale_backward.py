@@ -1,0 +1,244 @@
+"""A scale for each part of a network, chosen while the backward pass runs."""
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+
+from .._finite import AxisName, check_axis_name, max_magnitude
+from .._jax_internals import COLLECTIVE, DEBUGGING, effect_names, varying_axes
+from .._precision import LARGEST_SCALE, SMALLEST_SCALE
+from .._rules.headroom import HeadroomLossScale, scale_within
+from .._tree import dtype_of, is_inexact, unscale
+from .._validation import check_concrete, describe
+from .staged import Staged, staged
+
+Arguments = ParamSpec("Arguments")
+Output = TypeVar("Output")
+
+
+def scale_backward(
+    fun: Callable[Arguments, Output],
+    *,
+    dtype: Any = jnp.float16,
+    headroom: float = 6.0,
+    axis_name: AxisName | None = None,
+) -> Callable[Arguments, Output]:
+    """Create a function whose backward pass runs at a loss scale of its own.
+
+    One scale for a whole network is a compromise where its gradients span more octaves
+    than float16 has. Put this around each block, a layer for example: the cotangent
+    that arrives is multiplied by a power of two that suits it, and what leaves the
+    block is divided by the same number. There is no state, nothing to tune, and nothing
+    to skip unless ``fun`` itself overflows. ::
+
+        def layer(params, x):                           # float32 in
+            params, x = jax.tree.map(lambda a: a.astype(jnp.float16), (params, x))
+            return nn.relu(x @ params["w"] + params["b"]).astype(jnp.float32)  # and out
+
+        x = ls.scale_backward(layer)(params, x)
+
+        tx = ls.with_loss_scaling(optax.adamw(3e-4), ls.FixedLossScale(1.0))
+
+    The optimizer is then wrapped only to skip what overflowed inside of a block, and
+    ``jax.grad`` will do. Any function of arrays serves, a decorated method of an
+    Equinox module too. Parameters may be arguments or closed over. Every leaf comes out
+    in its own type, so arguments should be float32 and cast inside: what leaves in
+    float16 may underflow there.
+
+    The scale is the largest power of two that leaves ``headroom`` octaves free, from
+    2**-126 to 2**126: what `suggest_loss_scale` suggests for that cotangent, in these
+    bounds. It is 1 if the cotangent is zero or holds NaN or infinity, which pass
+    unchanged. Where calls are nested, the inner one sees the scaled cotangent of the
+    outer one. A range that is too wide within one block is not cured, nor an overflow
+    of the forward pass.
+
+    Under ``jax.vmap`` every member has a scale of its own, so the gradients of what
+    they share are computed for each and then added; ``scale_backward(jax.vmap(fun))``
+    adds first. Derivatives of derivatives are right, and it is the first backward pass
+    that is scaled. Forward mode is refused by jax.
+
+    To look at the cotangents that arrive, add zeros to the block's output and
+    differentiate by these, as the second example does.
+
+    Args:
+        fun: a function of pytrees. Its arguments besides jax arrays, such as numbers,
+            strings and NumPy arrays, are passed as they are. It is traced, as under
+            ``jax.jit``, and must not change its arguments or have effects other than
+            those of ``jax.debug``.
+        dtype: the floating-point type that ``fun`` computes in, or its name.
+        headroom: how many octaves (factors of two) to leave free between the largest
+            element of the cotangent and the type's maximum, from 0 to 126: for
+            gradients that grow inside of ``fun``.
+        axis_name: the mapped axis, or a tuple of them, over whose devices
+            (``shard_map``, ``pmap``) or members (``vmap``) the scale is the same. It is
+            needed where ``fun`` or its gradient communicates along an axis.
+
+    Returns:
+        A function equal to ``fun``, but for its derivative in reverse mode, which is
+        the same within rounding.
+
+    Raises:
+        TypeError: if ``fun`` is no function; when called, if it has effects.
+        ValueError: if ``dtype`` is no floating-point type or ``headroom`` is out of
+            range; when called, if ``fun`` changes its arguments; when differentiated,
+            if ``axis_name`` is not bound, or an axis is missing from it.
+
+    Warns:
+        UserWarning: when differentiated with respect to what is float16 or float8, in
+            which gradients may underflow on their way out.
+
+    Examples:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import optax_lossscale as ls
+        >>> def half(w):
+        ...     return jnp.sum(w.astype(jnp.float16)).astype(jnp.float32)
+        >>> block = ls.scale_backward(half)
+        >>> jax.grad(lambda w: 2.0**-30 * half(w))(jnp.ones(2))
+        Array([0., 0.], dtype=float32)
+        >>> jax.grad(lambda w: 2.0**-30 * block(w))(jnp.ones(2)) * 2.0**30
+        Array([1., 1.], dtype=float32)
+
+        The cotangent of the block's output, as the gradient by a zero:
+
+        >>> def loss_fn(zero, w):
+        ...     return 2.0**-30 * (block(w) + zero)
+        >>> jax.grad(loss_fn)(0.0, jnp.ones(2)) * 2.0**30
+        Array(1., dtype=float32, weak_type=True)
+
+    References:
+        Zhao et al., `Adaptive Loss Scaling for Mixed Precision Training
+        <https://arxiv.org/abs/1910.12385>`_, 2019, which has a scale for each layer
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"`fun` must be a function, got {describe(fun)}. Pass the function itself: "
+            "`scale_backward(layer)(params, x)`."
+        )
+    check_concrete("headroom", headroom, "Pass a number: it is compiled in.")
+    rule = HeadroomLossScale(
+        init_scale=1.0,
+        headroom=headroom,
+        dtype=dtype,
+        min_scale=SMALLEST_SCALE,
+        max_scale=LARGEST_SCALE,
+    )
+
+    @functools.wraps(fun, updated=())
+    def fun_scaled_backward(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
+        caller = sys._getframe(1)
+        where = (caller.f_code.co_filename, caller.f_lineno)
+        block = staged(fun, *args, **kwargs)
+        _check_effects(block.jaxpr)
+        try:
+            outputs = _scaled(block, rule, axis_name, where)(*block.inputs)
+        except TypeError as error:
+            if "forward-mode" not in str(error):
+                raise
+            raise TypeError(
+                "`scale_backward` has no derivative in forward mode, since there is no "
+                "backward pass to scale. Use reverse mode (`jax.grad`, `jax.vjp`, "
+                "`jax.jacrev`), or differentiate `fun` itself."
+            ) from error
+        return block.put_back(outputs)
+
+    return fun_scaled_backward
+
+
+def _scaled(
+    block: Staged,
+    rule: HeadroomLossScale,
+    axis_name: AxisName | None,
+    where: tuple[str, int],
+) -> Callable[..., Sequence[jax.Array]]:
+    """Return a block as a function of its inputs, with a backward pass of its own."""
+
+    def forward(*primals: Any) -> tuple[Sequence[jax.Array], Any]:
+        inputs = [x.value for x in primals]
+        differentiated = [x.value if x.perturbed else None for x in primals]
+        _check_axes(block.jaxpr, axis_name)
+        _warn_of_underflow(differentiated, where)
+
+        def evaluate(differentiated: list[Any]) -> Sequence[jax.Array]:
+            pairs = zip(inputs, differentiated, strict=True)
+            return block.evaluate(*(x if d is None else d for x, d in pairs))
+
+        return jax.vjp(evaluate, differentiated)
+
+    def backward(pullback: Any, cotangents: Any) -> tuple[Any, ...]:
+        magnitude = jax.lax.stop_gradient(max_magnitude(cotangents, axis_name))
+        scale = scale_within(rule, magnitude)
+        scale = jnp.where(jnp.isfinite(magnitude), scale, 1.0)
+        scaled = _as_types_of(cotangents, unscale(cotangents, 1 / scale))
+        (scaled_grads,) = pullback(scaled)
+        _check_agreement(scaled_grads, scale, axis_name)
+        return tuple(_as_types_of(scaled_grads, unscale(scaled_grads, scale)))
+
+    apply = jax.custom_vjp(block.evaluate)
+    apply.defvjp(forward, backward, symbolic_zeros=True)
+    return apply
+
+
+def _as_types_of(like: Any, tree: Any) -> Any:
+    def leaf(old: Any, new: Any) -> Any:
+        return new.astype(dtype_of(old)) if is_inexact(old) else new
+
+    return jax.tree.map(leaf, like, tree)
+
+
+def _check_effects(jaxpr: ClosedJaxpr) -> None:
+    effects = effect_names(jaxpr) - {COLLECTIVE, *DEBUGGING}
+    if effects:
+        raise TypeError(
+            "`fun` must be a function without effects other than those of "
+            f"`jax.debug`, got one with {sorted(effects)}. Take callbacks and mutable "
+            "arrays out of the block."
+        )
+
+
+def _warn_of_underflow(inputs: list[Any], where: tuple[str, int]) -> None:
+    least = jnp.finfo(jnp.float32).tiny
+    for x in inputs:
+        if is_inexact(x) and jnp.finfo(x.dtype).tiny > least:
+            warnings.warn_explicit(
+                "The block that `scale_backward` wraps is differentiated with respect "
+                f"to {describe(x)}. Its gradient is divided by the scale again and may "
+                "underflow there. Give the block float32, cast inside of it, and let "
+                "it return float32 for the next one.",
+                UserWarning,
+                *where,
+            )
+
+
+def _check_axes(jaxpr: ClosedJaxpr, axis_name: AxisName | None) -> None:
+    """Refuse to mix the cotangents of devices that have scales of their own."""
+    if axis_name is not None:
+        check_axis_name(axis_name)
+    used = {e.name for e in jaxpr.effects if type(e).__name__ == COLLECTIVE}
+    _refuse(used - set(_names(axis_name)), axis_name)
+
+
+def _check_agreement(grads: Any, scale: jax.Array, axis_name: AxisName | None) -> None:
+    """Refuse gradients that were added up over devices with scales of their own."""
+    for x in filter(is_inexact, jax.tree.leaves(grads)):
+        _refuse(varying_axes(scale) - varying_axes(x), axis_name)
+
+
+def _names(axis_name: AxisName | None) -> tuple[Any, ...]:
+    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+
+def _refuse(axes: set[Any] | frozenset[Any], axis_name: AxisName | None) -> None:
+    if axes:
+        raise ValueError(
+            "`axis_name` must name every mapped axis along which `fun` or its gradient "
+            f"communicates, here {sorted(axes, key=str)}, got {axis_name!r}. Else "
+            "gradients at different scales would be added up. Add the axis; parameters "
+            "that all devices share are such a case."
+        )

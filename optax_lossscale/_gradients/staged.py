@@ -1,0 +1,69 @@
+"""Trace a call once: its arrays in, its arrays out, and all that is no array aside."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from .._validation import describe
+
+
+class Staged(NamedTuple):
+    """A call of a function as a function of arrays.
+
+    Attributes:
+        jaxpr: its program, without the arrays that the function closes over.
+        inputs: these, and then the arrays among the arguments.
+        put_back: makes the function's output of the program's.
+    """
+
+    jaxpr: ClosedJaxpr
+    inputs: list[jax.Array]
+    put_back: Callable[[Sequence[jax.Array]], Any]
+
+    def evaluate(self, *inputs: jax.Array) -> Sequence[jax.Array]:
+        number = len(self.jaxpr.consts)
+        jaxpr = ClosedJaxpr(self.jaxpr.jaxpr, inputs[:number])
+        return jaxpr_as_fun(jaxpr)(*inputs[number:])
+
+
+def staged(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Staged:
+    """Trace a call.
+
+    Numbers, strings, functions and NumPy arrays are what they are to the function, and
+    are no inputs of the program. An output that is no jax array is that of the trace.
+    """
+    given, structure = jax.tree.flatten((args, kwargs))
+    inputs = {i: x for i, x in enumerate(given) if isinstance(x, jax.Array)}
+    returned: list[Any] = []
+    out_structure: Any = None
+
+    def flat(inputs: dict[int, jax.Array]) -> list[jax.Array]:
+        nonlocal returned, out_structure
+        leaves = [inputs.get(i, x) for i, x in enumerate(given)]
+        args, kwargs = jax.tree.unflatten(structure, leaves)
+        returned, out_structure = jax.tree.flatten(fun(*args, **kwargs))
+        _check_unchanged(leaves, (args, kwargs))
+        return [x for x in returned if isinstance(x, jax.Array)]
+
+    jaxpr = jax.make_jaxpr(flat)(inputs)
+
+    def put_back(arrays: Sequence[jax.Array]) -> Any:
+        remaining = iter(arrays)
+        leaves = [next(remaining) if isinstance(x, jax.Array) else x for x in returned]
+        return jax.tree.unflatten(out_structure, leaves)
+
+    return Staged(jaxpr, [*jaxpr.consts, *inputs.values()], put_back)
+
+
+def _check_unchanged(leaves: list[Any], arguments: Any) -> None:
+    known = {id(x) for x in leaves}
+    for path, x in jax.tree_util.tree_leaves_with_path(arguments):
+        if isinstance(x, jax.Array) and id(x) not in known:
+            raise ValueError(
+                "`fun` must not change its arguments, since it is given a copy of "
+                f"them, got {describe(x)} put into "
+                f"`(args, kwargs){jax.tree_util.keystr(path)}`. Return what is new, "
+                "such as BatchNorm statistics, beside the output."
+            )
