@@ -1,5 +1,6 @@
 """Multiply by the scale, undo it, choose between two trees, tell types apart."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -79,6 +80,11 @@ def unscale(tree: Any, scale: jax.Array) -> Any:
     """Multiply by the scale's reciprocal, in float32 or wider."""
     # Like the product: the scale is no function of what is differentiated.
     scale = jax.lax.stop_gradient(scale)
+    return multiply(tree, lambda dtype: 1 / scale.astype(dtype))
+
+
+def multiply(tree: Any, factor: Callable[[Any], jax.Array]) -> Any:
+    """Multiply by a factor in each leaf's type, which is float32 or wider."""
 
     def leaf(x: Any) -> Any:
         if not is_inexact(x):
@@ -87,7 +93,7 @@ def unscale(tree: Any, scale: jax.Array) -> Any:
         if jnp.iscomplexobj(x):
             # A complex product with 0 * inf in it would turn inf into NaN.
             return jax.lax.complex(leaf(x.real), leaf(x.imag))
-        return x * (1 / scale.astype(x.dtype))
+        return x * factor(x.dtype)
 
     return jax.tree.map(leaf, tree)
 

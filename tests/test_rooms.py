@@ -35,6 +35,7 @@ TESTED_BY = {
     "_demo/task.py": "test_main.py",
     "_demo/train.py": "test_main.py",
     "_diagnostics/counting.py": "diagnostics/test_report.py",
+    "_gradients/at_scale.py": "gradients/test_value_and_grad.py",
     "_precision.py": "diagnostics/test_report.py",
     "_rules/growth.py": "rules/test_dynamic.py",
     "_rules/verbatim.py": "presets/test_conformance.py",

@@ -136,7 +136,8 @@ def value_and_grad_with_retries(
             lowered = jnp.maximum(carry.scale * backoff_factor, SMALLEST_SCALE)
             lowered = jnp.minimum(carry.scale, lowered)
             scale = jnp.where(carry.attempts == 0, carry.scale, lowered)
-            result = program.evaluate(*program.inputs[:-1], scale)
+            inputs = _depending_on(scale, program.inputs[:-1])
+            result = program.evaluate(*inputs, scale)
             return _Carry(carry.attempts + 1, scale, list(result))
 
         scale = scale_state.loss_scale
@@ -159,6 +160,21 @@ class _Carry(NamedTuple):
     attempts: jax.Array
     scale: jax.Array  # of the last attempt, before the first one that of the state
     result: list[jax.Array]  # whether the last one overflowed, and its arrays
+
+
+def _depending_on(scale: jax.Array, inputs: list[jax.Array]) -> list[jax.Array]:
+    """Return inputs of which XLA takes nothing out of the loop.
+
+    The forward pass does not depend on the scale. Outside of the loop, all that the
+    backward pass needs of it would be kept as long as the loop runs.
+    """
+    # A barrier makes arrays that vary along other mapped axes vary alike.
+    alike = [varying_axes(x) == varying_axes(scale) for x in inputs]
+    tied = [x for x, is_alike in zip(inputs, alike, strict=True) if is_alike]
+    tied, _ = jax.lax.optimization_barrier((tied, scale))
+    remaining = iter(tied)
+    pairs = zip(inputs, alike, strict=True)
+    return [next(remaining) if is_alike else x for x, is_alike in pairs]
 
 
 def _check_agreement(

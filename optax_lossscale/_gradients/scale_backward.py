@@ -8,13 +8,22 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr
 
 from .._finite import AxisName, check_axis_name, max_magnitude
-from .._jax_internals import COLLECTIVE, DEBUGGING, effect_names, varying_axes
+from .._jax_internals import (
+    COLLECTIVE,
+    DEBUGGING,
+    effect_names,
+    varying_axes,
+    zeros_like_aval,
+)
 from .._precision import LARGEST_SCALE, SMALLEST_SCALE
+from .._rules.growth import reciprocal
 from .._rules.headroom import HeadroomLossScale, scale_within
-from .._tree import dtype_of, is_inexact, unscale
+from .._tree import dtype_of, is_inexact, multiply
 from .._validation import check_concrete, describe
 from .staged import Staged, staged
 
@@ -171,25 +180,39 @@ def _scaled(
 
         return jax.vjp(evaluate, differentiated)
 
-    def backward(pullback: Any, cotangents: Any) -> tuple[Any, ...]:
+    def backward(pullback: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        cotangents = list(map(_instantiated, cotangents))
+        # No derivative of the gradients is one of the scale.
         magnitude = jax.lax.stop_gradient(max_magnitude(cotangents, axis_name))
         scale = scale_within(rule, magnitude)
         scale = jnp.where(jnp.isfinite(magnitude), scale, 1.0)
-        scaled = _as_types_of(cotangents, unscale(cotangents, 1 / scale))
-        (scaled_grads,) = pullback(scaled)
+        (scaled_grads,) = pullback(_multiplied(cotangents, scale))
         _check_agreement(scaled_grads, scale, axis_name)
-        return tuple(_as_types_of(scaled_grads, unscale(scaled_grads, scale)))
+        return tuple(_multiplied(scaled_grads, reciprocal(scale)))
 
     apply = jax.custom_vjp(block.evaluate)
     apply.defvjp(forward, backward, symbolic_zeros=True)
     return apply
 
 
-def _as_types_of(like: Any, tree: Any) -> Any:
-    def leaf(old: Any, new: Any) -> Any:
-        return new.astype(dtype_of(old)) if is_inexact(old) else new
+def _instantiated(cotangent: Any) -> Any:
+    """Return zeros for an output that the loss does not depend on."""
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    aval: Any = cotangent.aval
+    if aval.dtype == jax.dtypes.float0:
+        return np.zeros(aval.shape, aval.dtype)
+    return zeros_like_aval(aval)
 
-    return jax.tree.map(leaf, like, tree)
+
+def _multiplied(tree: Any, factor: jax.Array) -> Any:
+    """Multiply each leaf in float32 or wider, and return it in its own type."""
+    products = multiply(tree, factor.astype)
+    return jax.tree.map(
+        lambda x, product: product.astype(dtype_of(x)) if is_inexact(x) else x,
+        tree,
+        products,
+    )
 
 
 def _check_effects(jaxpr: ClosedJaxpr) -> None:

@@ -19,10 +19,20 @@ def float32(rule: LossScale, *names: str) -> tuple[jax.Array, ...]:
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
-    """Return the scale 2**floor(exponent), which ``jnp.exp2`` does not give exactly."""
+    """Return the scale 2**floor(exponent), exactly.
+
+    ``jnp.exp2`` and ``jnp.ldexp`` compute powers, which not every device rounds well.
+    """
     lowest, highest = math.log2(SMALLEST_SCALE), math.log2(LARGEST_SCALE)
     whole = jnp.clip(jnp.floor(exponent), lowest, highest).astype(jnp.int32)
-    return jnp.ldexp(jnp.ones((), jnp.float32), whole)
+    bits = (whole + 127) << 23
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def reciprocal(power: jax.Array) -> jax.Array:
+    """Return 1 / 2**k of a scale 2**k, exactly, on devices that round divisions too."""
+    bits = (254 << 23) - jax.lax.bitcast_convert_type(power, jnp.int32)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 class Change(NamedTuple):

@@ -1,4 +1,4 @@
-"""value_and_grad, grad, scale_loss and unscale_grads."""
+"""value_and_grad and grad, and what goes for all that scales a loss."""
 
 import warnings
 
@@ -74,19 +74,6 @@ def test_allow_int_gives_float0_as_jax_does():
         ls.grad(fun, STATE)(args)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "expected"),
-    [("float16", "float32"), ("bfloat16", "float32"), ("float8_e5m2", "float32")]
-    + [(t, t) for t in ("float32", "float64", "complex64", "complex128")],
-)
-def test_gradients_come_back_in_float32_or_wider(dtype, expected):
-    with enable_x64(True):
-        grads = {"w": jnp.asarray([2.0, -0.5], dtype), "none": None}
-        unscaled = ls.unscale_grads(grads, STATE)
-        assert unscaled["none"] is None and unscaled["w"].dtype == jnp.dtype(expected)
-        np.testing.assert_array_equal(unscaled["w"], [2.0**-11, -(2.0**-13)])
-
-
 def test_float64_gradients_are_unscaled_in_float64_by_any_scale():
     """A reciprocal rounded to float32 would leave an error of 1e-8."""
     with enable_x64(True):
@@ -94,13 +81,6 @@ def test_float64_gradients_are_unscaled_in_float64_by_any_scale():
         value, grads = ls.value_and_grad(lambda x: x**3, state)(jnp.float64(1 / 3))
         assert value.dtype == grads.dtype == jnp.float64
         np.testing.assert_allclose(grads, 1 / 3, rtol=1e-15)
-
-
-def test_infinite_parts_of_complex_gradients_stay_what_they_are():
-    grads = jnp.array([complex(np.inf, 1.0), complex(0.0, -np.inf)], jnp.complex64)
-    real, imag = ls.unscale_grads(grads, STATE), ls.unscale_grads(grads, STATE).imag
-    np.testing.assert_array_equal(real.real, [np.inf, 0.0])
-    np.testing.assert_array_equal(imag, [2.0**-12, -np.inf])
 
 
 def test_float16_gradients_that_vanish_without_a_scale_are_exact_with_one():
@@ -182,20 +162,6 @@ def test_the_scale_itself_is_a_constant_to_derivatives():
     assert float(jax.grad(through)(jnp.float32(8.0))) == 0.0
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_scale_loss_is_float32_or_wider(dtype):
-    scaled = ls.scale_loss(jnp.asarray([1.5, 3.0], dtype), STATE)
-    assert scaled.dtype == jnp.float32
-    np.testing.assert_array_equal(scaled, [1.5 * 2**12, 3.0 * 2**12])
-    with enable_x64(True):
-        assert ls.scale_loss(jnp.float64(1), STATE).dtype == jnp.float64
-
-
-def test_unscale_undoes_scale_exactly_for_powers_of_two():
-    x = jax.random.normal(jax.random.key(0), (1000,))
-    assert_same_bits(ls.unscale_grads(ls.scale_loss(x, STATE), STATE), x)
-
-
 @pytest.mark.parametrize("loss", [1, jnp.int32(1), "1", None, (1.0, 2.0), {}])
 def test_a_loss_that_is_no_floating_point_array_is_refused(loss):
     with pytest.raises(TypeError, match="The loss must be a floating-point array, got"):
@@ -226,11 +192,6 @@ def test_what_is_no_function_is_refused_before_it_is_called(fun):
 def test_has_aux_without_a_pair_is_refused(output):
     with pytest.raises(TypeError, match=r"`fun` must return a pair \(loss, aux\)"):
         ls.value_and_grad(lambda w: output, STATE, has_aux=True)(1.0)
-
-
-def test_integer_leaves_pass_through_unscale():
-    grads = {"i": jnp.int32(4), "f0": np.zeros(2, jax.dtypes.float0)}
-    assert_same_bits(ls.unscale_grads(grads, STATE), grads)
 
 
 def test_the_optimizer_state_may_be_the_whole_chain():

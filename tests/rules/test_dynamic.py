@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import optax_lossscale as ls
+from optax_lossscale._rules import growth
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 
@@ -277,3 +278,10 @@ def test_a_traced_configuration_acts_as_the_same_one_in_python(refill):
         assert float(state.loss_scale) == float(scale)
         state = rule.update(state, flag)
     assert jax.tree.map(float, final) == jax.tree.map(float, state)
+
+
+def test_powers_of_two_and_their_reciprocals_are_exact():
+    exponents = np.arange(-126, 127)
+    powers = growth.power_of_two(jnp.asarray(exponents, jnp.float32))
+    np.testing.assert_array_equal(powers, 2.0**exponents)
+    np.testing.assert_array_equal(growth.reciprocal(powers), 2.0**-exponents)
