@@ -36,6 +36,8 @@ TESTED_BY = {
     "_demo/train.py": "test_main.py",
     "_diagnostics/counting.py": "diagnostics/test_report.py",
     "_gradients/at_scale.py": "gradients/test_value_and_grad.py",
+    "_gradients/checks.py": "gradients/test_scale_backward.py",
+    "_gradients/staged.py": "gradients/test_scale_backward.py",
     "_precision.py": "diagnostics/test_report.py",
     "_rules/growth.py": "rules/test_dynamic.py",
     "_rules/verbatim.py": "presets/test_conformance.py",

@@ -38,18 +38,18 @@ def value_and_grad_with_retries(
         loss, grads, opt_state = ls.value_and_grad_with_retries(loss_fn, opt_state)(
             params, batch
         )
-        updates, opt_state = tx.update(grads, opt_state, params)
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
 
-    ::
+    The state that comes back is the one to pass to ``update``. ::
 
         repeat at most 1 + max_retries times:
             value, gradients = value_and_grad(fun, state)(...)
             stop if the gradients are finite or the value is not
             loss_scale *= backoff_factor
 
-    A value that is not finite is not repeated, since no scale can cure it. Gradients
-    that are still not finite after the last attempt are skipped by the optimizer's
-    ``update``, as always. Every attempt has the same arguments, so a PRNG key gives the
+    A value that is not finite is not repeated, since no scale can cure it; where
+    ``update`` is given the value, it leaves the scale alone, too. Gradients that are
+    still not finite after the last attempt are skipped by ``update``, as always. Every attempt has the same arguments, so a PRNG key gives the
     same numbers. Effects, such as ``jax.debug.print``, happen in each.
 
     The program holds ``fun`` once, in a ``jax.lax.while_loop``. So the result can be

@@ -2,7 +2,6 @@
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -10,21 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr
 
-from .._finite import AxisName, check_axis_name, max_magnitude
-from .._jax_internals import (
-    COLLECTIVE,
-    DEBUGGING,
-    effect_names,
-    varying_axes,
-    zeros_like_aval,
-)
+from .._finite import AxisName, max_magnitude
+from .._jax_internals import zeros_like_aval
 from .._precision import LARGEST_SCALE, SMALLEST_SCALE
 from .._rules.growth import reciprocal
 from .._rules.headroom import HeadroomLossScale, scale_within
 from .._tree import dtype_of, is_inexact, multiply
 from .._validation import check_concrete, describe
+from .checks import check_agreement, check_axes, check_effects, warn_of_underflow
 from .staged import Staged, staged
 
 Arguments = ParamSpec("Arguments")
@@ -55,10 +48,12 @@ def scale_backward(
         tx = ls.with_loss_scaling(optax.adamw(3e-4), ls.FixedLossScale(1.0))
 
     The optimizer is then wrapped only to skip what overflowed inside of a block, and
-    ``jax.grad`` will do. Any function of arrays serves, a decorated method of an
-    Equinox module too. Parameters may be arguments or closed over. Every leaf comes out
-    in its own type, so arguments should be float32 and cast inside: what leaves in
-    float16 may underflow there.
+    ``jax.grad`` will do. Any function of arrays serves, also as the decorator of an
+    Equinox module's method: ``@ls.scale_backward``, or with options
+    ``@functools.partial(ls.scale_backward, headroom=8)``. Parameters may be arguments
+    or closed over. Every gradient leaves in the type of its argument. So arguments and
+    output should be float32, and the block should cast inside: what passes its border
+    in float16 may underflow there.
 
     The scale is the largest power of two that leaves ``headroom`` octaves free, from
     2**-126 to 2**126: what `suggest_loss_scale` suggests for that cotangent, in these
@@ -99,8 +94,9 @@ def scale_backward(
             if ``axis_name`` is not bound, or an axis is missing from it.
 
     Warns:
-        UserWarning: when differentiated with respect to what is float16 or float8, in
-            which gradients may underflow on their way out.
+        UserWarning: when differentiated, if the function returns float16 or float8, or is
+            differentiated with respect to it: gradients may underflow there, where they
+            are not scaled.
 
     Examples:
         >>> import jax
@@ -144,7 +140,7 @@ def scale_backward(
         caller = sys._getframe(1)
         where = (caller.f_code.co_filename, caller.f_lineno)
         block = staged(fun, *args, **kwargs)
-        _check_effects(block.jaxpr)
+        check_effects(block.jaxpr)
         try:
             outputs = _scaled(block, rule, axis_name, where)(*block.inputs)
         except TypeError as error:
@@ -171,14 +167,15 @@ def _scaled(
     def forward(*primals: Any) -> tuple[Sequence[jax.Array], Any]:
         inputs = [x.value for x in primals]
         differentiated = [x.value if x.perturbed else None for x in primals]
-        _check_axes(block.jaxpr, axis_name)
-        _warn_of_underflow(differentiated, where)
+        check_axes(block.jaxpr, axis_name)
 
         def evaluate(differentiated: list[Any]) -> Sequence[jax.Array]:
             pairs = zip(inputs, differentiated, strict=True)
             return block.evaluate(*(x if d is None else d for x, d in pairs))
 
-        return jax.vjp(evaluate, differentiated)
+        outputs, pullback = jax.vjp(evaluate, differentiated)
+        warn_of_underflow(differentiated, outputs, where)
+        return outputs, pullback
 
     def backward(pullback: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         cotangents = list(map(_instantiated, cotangents))
@@ -187,7 +184,7 @@ def _scaled(
         scale = scale_within(rule, magnitude)
         scale = jnp.where(jnp.isfinite(magnitude), scale, 1.0)
         (scaled_grads,) = pullback(_multiplied(cotangents, scale))
-        _check_agreement(scaled_grads, scale, axis_name)
+        check_agreement(scaled_grads, scale, axis_name)
         return tuple(_multiplied(scaled_grads, reciprocal(scale)))
 
     apply = jax.custom_vjp(block.evaluate)
@@ -213,55 +210,3 @@ def _multiplied(tree: Any, factor: jax.Array) -> Any:
         tree,
         products,
     )
-
-
-def _check_effects(jaxpr: ClosedJaxpr) -> None:
-    effects = effect_names(jaxpr) - {COLLECTIVE, *DEBUGGING}
-    if effects:
-        raise TypeError(
-            "`fun` must be a function without effects other than those of "
-            f"`jax.debug`, got one with {sorted(effects)}. Take callbacks and mutable "
-            "arrays out of the block."
-        )
-
-
-def _warn_of_underflow(inputs: list[Any], where: tuple[str, int]) -> None:
-    least = jnp.finfo(jnp.float32).tiny
-    for x in inputs:
-        if is_inexact(x) and jnp.finfo(x.dtype).tiny > least:
-            warnings.warn_explicit(
-                "The block that `scale_backward` wraps is differentiated with respect "
-                f"to {describe(x)}. Its gradient is divided by the scale again and may "
-                "underflow there. Give the block float32, cast inside of it, and let "
-                "it return float32 for the next one.",
-                UserWarning,
-                *where,
-            )
-
-
-def _check_axes(jaxpr: ClosedJaxpr, axis_name: AxisName | None) -> None:
-    """Refuse to mix the cotangents of devices that have scales of their own."""
-    if axis_name is not None:
-        check_axis_name(axis_name)
-    used = {e.name for e in jaxpr.effects if type(e).__name__ == COLLECTIVE}
-    _refuse(used - set(_names(axis_name)), axis_name)
-
-
-def _check_agreement(grads: Any, scale: jax.Array, axis_name: AxisName | None) -> None:
-    """Refuse gradients that were added up over devices with scales of their own."""
-    for x in filter(is_inexact, jax.tree.leaves(grads)):
-        _refuse(varying_axes(scale) - varying_axes(x), axis_name)
-
-
-def _names(axis_name: AxisName | None) -> tuple[Any, ...]:
-    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
-
-
-def _refuse(axes: set[Any] | frozenset[Any], axis_name: AxisName | None) -> None:
-    if axes:
-        raise ValueError(
-            "`axis_name` must name every mapped axis along which `fun` or its gradient "
-            f"communicates, here {sorted(axes, key=str)}, got {axis_name!r}. Else "
-            "gradients at different scales would be added up. Add the axis; parameters "
-            "that all devices share are such a case."
-        )

@@ -264,10 +264,13 @@ def test_overflow_inside_of_a_block_is_skipped_by_the_optimizer():
         *((1.0, 6.0, True), (1e-30, 6.0, True)),
         *((2e4, 6.0, False), (1e-4, 6e4, False), (1.0, 6.0, True)),
     ):
-        block = ls.scale_backward(lambda w, a=slope: jnp.float16(a) * w.astype("f2"))
+
+        @ls.scale_backward
+        def block(w, slope=slope):
+            return (jnp.float16(slope) * w.astype(jnp.float16)).astype(jnp.float32)
 
         def loss_fn(w, gain=gain, block=block):
-            return jnp.sum(block(gain * w).astype(jnp.float32) ** 2)
+            return jnp.sum(block(gain * w) ** 2)
 
         updates, opt_state = tx.update(jax.grad(loss_fn)(w), opt_state, w)
         assert ls.was_applied(opt_state) == applied
@@ -314,21 +317,24 @@ def test_the_function_is_evaluated_once_in_each_direction():
     assert dots(ls.scale_backward) == dots(lambda f: f) > 0
 
 
-def test_what_is_float16_on_its_way_out_is_warned_of_where_the_block_is_called():
-    half_w = W.astype(jnp.float16)
-    block = ls.scale_backward(lambda w, x: jnp.sum(jnp.dot(x, w)).astype(jnp.float32))
+def test_float16_at_the_border_is_warned_of_where_the_block_is_called():
+    half_w, half_x = (a.astype(jnp.float16) for a in (W, X))
+    narrow_in = ls.scale_backward(lambda w, x: jnp.dot(x, w).astype(jnp.float32))
+    narrow_out = ls.scale_backward(lambda w, x: jnp.dot(x, w.astype(jnp.float16)))
 
     def in_a_scan(w):
-        x = X.astype(jnp.float16)
-        return jax.lax.scan(lambda c, _: (c + block(w, x), None), 0.0, None, length=2)
+        return jax.lax.scan(
+            lambda c, _: (c + narrow_in(w, half_x), None), X, None, length=2
+        )[0]
 
-    for loss_fn in (lambda w: block(w, X), lambda w: in_a_scan(w)[0]):
-        with pytest.warns(
-            UserWarning,
-            match="with respect to an array of dtype float16"
-            r" and shape \(4, 4\)",
-        ) as record:
-            jax.jit(jax.grad(loss_fn))(half_w)
+    for function, w, side in (
+        (lambda w: narrow_in(w, half_x), half_w, r"is given .* shape \(4, 4\)"),
+        (in_a_scan, half_w, r"is given .* shape \(4, 4\)"),
+        (lambda w: narrow_out(w, half_x), W, r"returns .* shape \(3, 4\)"),
+    ):
+        gradient = jax.grad(lambda w, f=function: jnp.sum(f(w).astype(jnp.float32)))
+        with pytest.warns(UserWarning, match=f"{side}: only inside") as record:
+            jax.jit(gradient)(w)
         assert {w.filename for w in record} == {__file__}
 
 

@@ -16,6 +16,37 @@ FILES = sorted((ROOT / "notebooks").iterdir())
 
 # What the text of each notebook says of its cells, run behind its last cell.
 CLAIMS = {
+    "beyond_one_scale": """
+        assert round(float(last)) == -9 and -47 < first < -43
+        assert jnp.sum(sizes < 2.0**-25) > LAYERS / 2
+        assert one_scale.max() > 0.5 and jnp.all(sweep[best + 2][-3:] == 1)
+        assert own_scales.max() <= 0.01
+        assert 6 < bfloat16.max() / own_scales.max() < 10
+        assert jnp.all(own_scales < 1.1 * sweep.min(axis=0))
+        assert jnp.all(own_scales < bfloat16)
+        assert cotangents.shape == (LAYERS, BATCH, WIDTH) and scales.shape == (LAYERS,)
+        assert jnp.all(jnp.diff(scales) <= 0) and scales[0] > 2.0**24 * scales[-1]
+        assert list(np.flatnonzero(skipped)) == [bad_step]
+        assert len(set(map(float, scales_around))) == 1
+        before, after = (
+            ls.gradient_report(cotangents[0], loss_scale=scale).totals
+            for scale in (2.0**best, scales[0])
+        )
+        assert before.underflow + before.subnormal == before.size
+        assert after.underflow + after.overflow == 0
+        assert error.max() > one_scale.max() and squared(jnp.array(300.0)) == jnp.inf
+        lost = {name: skipped for name, (*_, skipped) in runs.items()}
+        assert 24 < lost["dynamic rule"].sum() == lost["dynamic rule"][high].sum()
+        assert lost["dynamic rule"].sum() > high.sum() / 2
+        assert lost["with retries"].sum() == 0
+        assert 4 < repeated.max() <= 10 and 30 < repeated.sum() < 80
+        won = [
+            [share_won(policy, jnp.array(is_high)) for policy, *_ in runs.values()]
+            for is_high in (0, 1)
+        ]
+        assert won[0][1] > won[0][0] - 0.05 and won[1][1] > won[1][0] + 0.05
+        assert 0 < rare.sum() < 10 and jnp.all(jnp.diff(used) <= 0)
+    """,
     "finding_the_overflow": """
         loss, scale, skipped = train(make_step(loss_fn), batches)[1]
         assert jnp.all(jnp.isfinite(loss)) and jnp.all(jnp.abs(loss - loss[0]) < 0.3)

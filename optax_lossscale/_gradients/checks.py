@@ -1,0 +1,76 @@
+"""What a block whose backward pass is scaled must not do, and had better not."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+
+from .._finite import AxisName, check_axis_name
+from .._jax_internals import COLLECTIVE, DEBUGGING, effect_names, varying_axes
+from .._tree import is_inexact
+from .._validation import describe
+
+
+def check_effects(jaxpr: ClosedJaxpr) -> None:
+    effects = effect_names(jaxpr) - {COLLECTIVE, *DEBUGGING}
+    if effects:
+        raise TypeError(
+            "`fun` must be a function without effects other than those of "
+            f"`jax.debug`, got one with {sorted(effects)}. Take callbacks and mutable "
+            "arrays out of the block."
+        )
+
+
+def warn_of_underflow(
+    inputs: Sequence[Any], outputs: Sequence[Any], where: tuple[str, int]
+) -> None:
+    """Warn of types in which cotangents arrive and leave, if these may be too narrow.
+
+    They underflow there, before they are scaled or after they are unscaled.
+    """
+    for side, arrays in (("is given", inputs), ("returns", outputs)):
+        narrow = [x for x in arrays if is_inexact(x) and _underflows(x.dtype)]
+        if narrow:
+            warnings.warn_explicit(
+                "Gradients may underflow at the border of a block that "
+                f"`scale_backward` wraps, since it {side} {describe(narrow[0])}: "
+                "only inside of the block they are scaled. Give it float32, cast "
+                "inside of it, and let it return float32.",
+                UserWarning,
+                *where,
+            )
+
+
+def _underflows(dtype: Any) -> bool:
+    return jnp.finfo(dtype).tiny > jnp.finfo(jnp.float32).tiny
+
+
+def check_axes(jaxpr: ClosedJaxpr, axis_name: AxisName | None) -> None:
+    """Refuse to mix the cotangents of devices that have scales of their own."""
+    if axis_name is not None:
+        check_axis_name(axis_name)
+    used = {e.name for e in jaxpr.effects if type(e).__name__ == COLLECTIVE}
+    _refuse(used - set(_names(axis_name)), axis_name)
+
+
+def check_agreement(grads: Any, scale: jax.Array, axis_name: AxisName | None) -> None:
+    """Refuse gradients that were added up over devices with scales of their own."""
+    for x in filter(is_inexact, jax.tree.leaves(grads)):
+        _refuse(varying_axes(scale) - varying_axes(x), axis_name)
+
+
+def _names(axis_name: AxisName | None) -> tuple[Any, ...]:
+    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+
+def _refuse(axes: set[Any] | frozenset[Any], axis_name: AxisName | None) -> None:
+    if axes:
+        raise ValueError(
+            "`axis_name` must name every mapped axis along which `fun` or its gradient "
+            f"communicates, here {sorted(axes, key=str)}, got {axis_name!r}. Else "
+            "gradients at different scales would be added up. Add the axis; parameters "
+            "that all devices share are such a case."
+        )
