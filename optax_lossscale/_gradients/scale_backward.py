@@ -179,8 +179,7 @@ def _scaled(
 
     def backward(pullback: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         cotangents = list(map(_instantiated, cotangents))
-        # No derivative of the gradients is one of the scale.
-        magnitude = jax.lax.stop_gradient(max_magnitude(cotangents, axis_name))
+        magnitude = max_magnitude(cotangents, axis_name)
         scale = scale_within(rule, magnitude)
         scale = jnp.where(jnp.isfinite(magnitude), scale, 1.0)
         (scaled_grads,) = pullback(_multiplied(cotangents, scale))

@@ -219,15 +219,11 @@ def test_the_program_holds_the_function_once_and_needs_no_more_memory():
     def without(state, ws, x):
         return *ls.value_and_grad(mlp_loss, state)(ws, x), state
 
-    programs = [
-        jax.jit(f).lower(at_scale(4.0), ws, x).compile()
-        for f in (with_retries, without)
-    ]
-    ours, plain = (p.as_text().count(" dot(") for p in programs)
-    assert ours == plain > 0
-    ours, plain = (p.memory_analysis() for p in programs)
-    gradients = 4 * 64 * 64 * 4
-    assert ours.temp_size_in_bytes <= plain.temp_size_in_bytes + gradients // 16
+    programs = [jax.jit(f).lower(at_scale(4.0), ws, x) for f in (with_retries, without)]
+    ours, plain = (p.as_text().count(" stablehlo.tanh ") for p in programs)
+    assert ours == plain == 4
+    ours, plain = (p.compile().memory_analysis() for p in programs)
+    assert ours.temp_size_in_bytes < 1.01 * plain.temp_size_in_bytes
 
 
 MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))

@@ -189,9 +189,9 @@ def test_a_scale_for_each_layer_trains_what_no_single_scale_can():
         return np.max(np.where(np.isfinite(errors), errors, np.inf))
 
     assert sizes[-1] > 2.0**30 * sizes[0], "they span more than float16 does"
-    own = worst(jnp.float16, ls.scale_backward)
-    assert own < 0.01 and own < worst(jnp.bfloat16) / 3
-    assert min(worst(jnp.float16, scale=2.0**k) for k in range(0, 45)) > 0.05
+    assert worst(jnp.float16, ls.scale_backward) < 0.003
+    assert 0.02 < worst(jnp.bfloat16) < 0.05
+    assert min(worst(jnp.float16, scale=2.0**k) for k in range(0, 45)) > 0.9
 
 
 class Spy:
