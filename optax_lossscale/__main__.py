@@ -1,4 +1,4 @@
-"""The demonstration: train in float16 with and without a loss scale, and compare."""
+"""The demonstration: train in float16 with scales and without, and compare."""
 
 import argparse
 import functools
@@ -11,9 +11,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m optax_lossscale",
         description=(
-            "Train a small network on Python's own manual four times from the same "
+            "Train a small network on Python's own manual five times from the same "
             "seed (float32, and float16 without a loss scale, with a fixed and with a "
-            "dynamic one) and compare."
+            "dynamic one, and with scale_backward) and compare."
         ),
     )
     parser.add_argument(

@@ -16,7 +16,9 @@ NAMES = [
     "float16, no scale",
     "float16, fixed scale",
     "float16, dynamic scale",
+    "float16, scale_backward",
 ]
+DYNAMIC = NAMES[3]
 
 
 def run(*arguments):
@@ -43,8 +45,8 @@ def test_a_short_run_prints_a_table_and_writes_what_it_is_asked_for(tmp_path):
         for history in ("losses", "scales", "skipped"):
             assert len(result[history]) == 10
         assert result["skipped_steps"] == sum(result["skipped"])
-        assert (result["poisoned_step"] is None) == (name != NAMES[-1])
-    dynamic = saved["runs"][NAMES[-1]]
+        assert (result["poisoned_step"] is None) == (name != DYNAMIC)
+    dynamic = saved["runs"][DYNAMIC]
     assert dynamic["skipped"] == [step == 5 for step in range(10)]
     assert dynamic["losses"][5] is None
     assert dynamic["scales"][6] == dynamic["scales"][5] / 2
@@ -56,13 +58,13 @@ def test_float16_with_a_scale_is_float32_and_without_one_is_not(tmp_path):
     figures = tmp_path / "figures.json"
     printed = " ".join(run("--json", str(figures)).split())
     saved = json.loads(figures.read_text())
-    reference, unscaled, fixed, dynamic = (saved["runs"][name] for name in NAMES)
+    reference, unscaled, fixed, dynamic, wrapped = map(saved["runs"].get, NAMES)
 
     assert unscaled["held_out_loss"] > 2 * reference["held_out_loss"]
     assert unscaled["words_predicted"] > 5 * saved["true_words"]
     assert unscaled["flushed_share"] > 0.9
     assert reference["flushed_share"] == 0.0
-    for scaled in (fixed, dynamic):
+    for scaled in (fixed, dynamic, wrapped):
         np.testing.assert_allclose(
             scaled["held_out_loss"], reference["held_out_loss"], rtol=0.01
         )
@@ -70,6 +72,8 @@ def test_float16_with_a_scale_is_float32_and_without_one_is_not(tmp_path):
             scaled["held_out_f1"], reference["held_out_f1"], atol=0.01
         )
         assert scaled["flushed_share"] < 0.1
+    assert wrapped["skipped_steps"] == 0
+    assert min(wrapped["scales"]) > 2.0**13, "its own scale, not the loss's"
 
     assert dynamic["skipped"][dynamic["poisoned_step"]]
     assert f"the batch of step {dynamic['poisoned_step']} held an inf" in printed

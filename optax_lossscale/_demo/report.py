@@ -23,7 +23,8 @@ def make_table(results: Results, true_words: float) -> Table:
         caption=(
             f"words: how many words a position is said to have; the truth is "
             f"{true_words:.2f}. flushed: share of the logits' gradients that are zero "
-            "in the backward pass with the final weights and not in float32."
+            "in the backward pass with the final weights and not in float32. scale: "
+            "that of the loss, under scale_backward the last layer's for one batch."
         ),
         caption_justify="left",
     )
@@ -107,6 +108,7 @@ def save_plot(path: Path, results: Results) -> None:
         {"color": "tab:red", "linewidth": 1.5},
         {"color": "tab:blue", "linewidth": 1.5, "linestyle": "--"},
         {"color": "tab:green", "linewidth": 2.5, "linestyle": ":"},
+        {"color": "tab:purple", "linewidth": 1.5, "linestyle": "-."},
     )
     for (name, result), style in zip(results.items(), styles, strict=True):
         losses = np.array(result.losses)

@@ -1,4 +1,4 @@
-"""One small network trained in float32 and in float16, with and without a scale."""
+"""One small network trained in float32, and in float16 with scales and without."""
 
 import dataclasses
 import functools
@@ -16,6 +16,8 @@ from .. import (
     LossScale,
     get_loss_scale,
     get_loss_scale_state,
+    scale_backward,
+    suggest_loss_scale,
     value_and_grad,
     with_loss_scaling,
 )
@@ -25,16 +27,23 @@ BATCH = 2048
 EMBEDDING = 32
 HIDDEN = 128
 LEARNING_RATE = 1e-2
+# Octaves that `scale_backward` leaves free: the gradient of a weight is a sum over all
+# positions, 2**11 times as large as what arrives at the layer where all agree.
+HEADROOM = 14.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """One way to train: the type to compute in, the rule, and whether to poison."""
+    """One way to train: the type to compute in, the rule, and whether to poison.
+
+    With ``wrapped`` each layer is in `scale_backward`, and the rule is left to skip.
+    """
 
     name: str
     dtype: Any
     loss_scale: LossScale
     poisoned: bool = False
+    wrapped: bool = False
 
 
 WAYS = (
@@ -48,11 +57,15 @@ WAYS = (
         DynamicLossScale(growth_interval=20),
         poisoned=True,
     ),
+    Way("float16, scale_backward", jnp.float16, FixedLossScale(1.0), wrapped=True),
 )
 
 
 class Result(NamedTuple):
-    """What a run leaves behind; lists have one entry a step."""
+    """What a run leaves behind; lists have one entry a step.
+
+    The scales are those of the loss, or of the last layer where layers are wrapped.
+    """
 
     held_out_loss: float
     held_out_f1: float
@@ -76,9 +89,11 @@ def train(
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def train_step(params: Any, opt_state: Any, batch: Batch) -> Any:
-        loss_fn = functools.partial(mean_loss, dtype=way.dtype)
+        loss_fn = functools.partial(mean_loss, dtype=way.dtype, wrapped=way.wrapped)
         loss, grads = value_and_grad(loss_fn, opt_state)(params, batch)
         scale = get_loss_scale(opt_state)
+        if way.wrapped:
+            scale = own_scale(params, batch, way.dtype)
         updates, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
         applied = get_loss_scale_state(opt_state).grads_finite
@@ -98,13 +113,16 @@ def train(
     losses, scales, skipped = np.array(jax.device_get(history)).T
     batch = take(task.train, rng.integers(0, len(task.train.words), BATCH))
     scale_state = get_loss_scale_state(opt_state)
+    last_scale, final_scale = scales[-1], scale_state.loss_scale
+    if way.wrapped:
+        last_scale = final_scale = own_scale(params, batch, way.dtype)
     held_out_loss, held_out_f1, words_predicted = evaluate(params, task.held_out)
     return Result(
         held_out_loss=float(held_out_loss),
         held_out_f1=float(held_out_f1),
         words_predicted=float(words_predicted),
-        flushed_share=float(flushed_share(params, batch, scales[-1], way.dtype)),
-        final_scale=float(scale_state.loss_scale),
+        flushed_share=float(flushed_share(params, batch, last_scale, way.dtype)),
+        final_scale=float(final_scale),
         skipped_steps=int(scale_state.skipped_steps),
         poisoned_step=poisoned_step,
         losses=losses.tolist(),
@@ -113,25 +131,48 @@ def train(
     )
 
 
-def init_params(key: jax.Array) -> dict[str, jax.Array]:
+def init_params(key: jax.Array) -> dict[str, dict[str, jax.Array]]:
     embed_key, hidden_key, out_key = jax.random.split(key, 3)
     fan_in = CONTEXT * EMBEDDING
-    return {
+    first = {
         "embedding": 0.1 * jax.random.normal(embed_key, (VOCABULARY + 1, EMBEDDING)),
         "hidden": jax.random.normal(hidden_key, (fan_in, HIDDEN)) * (2 / fan_in) ** 0.5,
-        "hidden_bias": jnp.zeros(HIDDEN),
-        "out": jax.random.normal(out_key, (HIDDEN, VOCABULARY)) * HIDDEN**-0.5,
-        "out_bias": jnp.zeros(VOCABULARY),
+        "bias": jnp.zeros(HIDDEN),
     }
+    last = {
+        "out": jax.random.normal(out_key, (HIDDEN, VOCABULARY)) * HIDDEN**-0.5,
+        "bias": jnp.zeros(VOCABULARY),
+    }
+    return {"first": first, "last": last}
 
 
-def logits(params: Any, batch: Batch, dtype: Any) -> jax.Array:
-    """One logit for each of the 1,000 words: does it come within the next four?"""
+def first_layer(params: Any, batch: Batch, dtype: Any) -> jax.Array:
     params = jax.tree.map(lambda x: x.astype(dtype), params)
     weights = jnp.asarray(batch.weights, dtype)[..., None]
     context = (params["embedding"][batch.words] * weights).reshape(len(weights), -1)
-    hidden = jax.nn.relu(context @ params["hidden"] + params["hidden_bias"])
-    return hidden @ params["out"] + params["out_bias"]
+    return jax.nn.relu(context @ params["hidden"] + params["bias"]).astype(jnp.float32)
+
+
+def last_layer(params: Any, hidden: jax.Array, dtype: Any) -> jax.Array:
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
+    out = hidden.astype(dtype) @ params["out"] + params["bias"]
+    return out.astype(jnp.float32)
+
+
+def logits(params: Any, batch: Batch, dtype: Any, wrapped: bool = False) -> jax.Array:
+    """One logit for each of the 1,000 words: does it come within the next four?
+
+    Each layer computes in ``dtype``, from float32 to float32.
+    """
+
+    def layer(fun: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        fun = functools.partial(fun, dtype=dtype)
+        if wrapped:
+            fun = scale_backward(fun, dtype=dtype, headroom=HEADROOM)
+        return fun
+
+    first, last = layer(first_layer), layer(last_layer)
+    return last(params["last"], first(params["first"], batch))
 
 
 def labels(batch: Batch) -> jax.Array:
@@ -141,12 +182,13 @@ def labels(batch: Batch) -> jax.Array:
 
 
 def cross_entropy(logits: jax.Array, batch: Batch) -> jax.Array:
-    logits = logits.astype(jnp.float32)
     return optax.sigmoid_binary_cross_entropy(logits, labels(batch)).mean()
 
 
-def mean_loss(params: Any, batch: Batch, dtype: Any) -> jax.Array:
-    return cross_entropy(logits(params, batch, dtype), batch)
+def mean_loss(
+    params: Any, batch: Batch, dtype: Any, wrapped: bool = False
+) -> jax.Array:
+    return cross_entropy(logits(params, batch, dtype, wrapped), batch)
 
 
 @jax.jit
@@ -159,6 +201,19 @@ def evaluate(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
+def own_scale(params: Any, batch: Batch, dtype: Any) -> jax.Array:
+    """Return the scale that `scale_backward` gives the last layer: no state has it."""
+    cotangent = jax.grad(cross_entropy)(logits(params, batch, dtype), batch)
+    return suggest_loss_scale(
+        cotangent,
+        dtype=dtype,
+        headroom=HEADROOM,
+        min_scale=2.0**-126,
+        max_scale=2.0**126,
+    ).loss_scale
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
 def flushed_share(params: Any, batch: Batch, scale: float, dtype: Any) -> jax.Array:
     """Return the share of the logits' gradients that this way of training loses.
 
@@ -167,8 +222,8 @@ def flushed_share(params: Any, batch: Batch, scale: float, dtype: Any) -> jax.Ar
     """
 
     def gradients(dtype: Any, scale: Any) -> jax.Array:
-        out = logits(params, batch, dtype)
-        return jax.grad(lambda out: scale * cross_entropy(out, batch))(out)
+        cotangent = jax.grad(cross_entropy)(logits(params, batch, dtype), batch)
+        return (scale * cotangent).astype(dtype)
 
     kept, true = gradients(dtype, scale), gradients(jnp.float32, 1.0)
     return jnp.sum((kept == 0) & (true != 0)) / jnp.sum(true != 0)

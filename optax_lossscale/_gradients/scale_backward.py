@@ -36,8 +36,8 @@ def scale_backward(
     One scale for a whole network is a compromise where its gradients span more octaves
     than float16 has. Put this around each block, a layer for example: the cotangent
     that arrives is multiplied by a power of two that suits it, and what leaves the
-    block is divided by the same number. There is no state, nothing to tune, and nothing
-    to skip unless ``fun`` itself overflows. ::
+    block is divided by the same number. There is no state, and nothing to skip unless
+    ``fun`` itself overflows. ::
 
         def layer(params, x):                           # float32 in
             params, x = jax.tree.map(lambda a: a.astype(jnp.float16), (params, x))
@@ -77,8 +77,11 @@ def scale_backward(
             those of ``jax.debug``.
         dtype: the floating-point type that ``fun`` computes in, or its name.
         headroom: how many octaves (factors of two) to leave free between the largest
-            element of the cotangent and the type's maximum, from 0 to 126: for
-            gradients that grow inside of ``fun``.
+            element of the cotangent and the type's maximum, from 0 to 126, for
+            gradients that grow inside of ``fun``. Gradients of parameters are sums: at
+            worst, that of a bias is as many times as large as what arrives as there are
+            examples and positions. For large batches add their log2. A block that
+            overflows with one headroom does so in every step.
         axis_name: the mapped axis, or a tuple of them, over whose devices
             (``shard_map``, ``pmap``) or members (``vmap``) the scale is the same. It is
             needed where ``fun`` or its gradient communicates along an axis.

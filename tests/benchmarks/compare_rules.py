@@ -21,17 +21,40 @@ RULES = {
     "log-normal": ls.LogNormalLossScale(),
     "LogMax of OpenSeq2Seq": ls.presets.openseq2seq_logmax(),
 }
+# What is replayed: a name, a rule, and how often a step is repeated at most.
+REPLAYED = [(name, rule, 0) for name, rule in RULES.items()]
+REPLAYED.append(("dynamic with retries", RULES["dynamic"], 4))
 LARGEST_HALF = 65504.0
 LEAST_NORMAL = -14
 LEAST = -24
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def replay(rule, magnitudes):
+@jax.custom_vjp
+def loss_fn(weight, magnitude):
+    """A loss whose gradient is the magnitude, and overflows at a scale as float16."""
+    return weight * magnitude
+
+
+def _forward(weight, magnitude):
+    return loss_fn(weight, magnitude), magnitude
+
+
+def _backward(magnitude, loss_scale):
+    scaled = magnitude * loss_scale
+    return jnp.where(scaled <= LARGEST_HALF, scaled, jnp.inf), None
+
+
+loss_fn.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.jit, static_argnames=("rule", "max_retries"))
+def replay(rule, magnitudes, max_retries):
     """The scale of each step, and whether it made the largest gradient overflow."""
 
     def step(state, magnitude):
-        finite = magnitude * state.loss_scale <= LARGEST_HALF
+        fun = ls.value_and_grad_with_retries(loss_fn, state, max_retries=max_retries)
+        _, gradient, state = fun(jnp.zeros(()), magnitude)
+        finite = ls.all_finite(gradient)
         args = (magnitude,) if rule.uses_max_magnitude else ()
         return rule.update(state, finite, *args), (state.loss_scale, ~finite)
 
@@ -46,9 +69,10 @@ def shares_below(octaves, scales, exponent):
     return (octaves * below).sum(axis=1) / octaves.sum(axis=1)
 
 
-def figures(rule, magnitudes, octaves):
+def figures(rule, max_retries, magnitudes, octaves):
     """Return the steps lost, and what is left below float16's range on average."""
-    scales, skipped = map(np.asarray, replay(rule, jnp.asarray(magnitudes)))
+    replayed = replay(rule, jnp.asarray(magnitudes), max_retries)
+    scales, skipped = map(np.asarray, replayed)
     kept = ~skipped[::EVERY]
     scales = scales[::EVERY][kept]
     zero = shares_below(octaves[kept], scales, LEAST - 1).mean()
@@ -68,8 +92,8 @@ def recorded():
 def print_recorded():
     print("training, rule: steps lost, elements below 2^-25 (zero), below 2^-14")
     for training, magnitudes, octaves in recorded():
-        for name, rule in RULES.items():
-            lost, zero, coarse = figures(rule, magnitudes, octaves)
+        for name, rule, max_retries in REPLAYED:
+            lost, zero, coarse = figures(rule, max_retries, magnitudes, octaves)
             print(f"{training:16} {name:22} {lost:5} {zero:8.2%} {coarse:8.2%}")
 
 

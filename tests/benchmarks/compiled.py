@@ -23,7 +23,7 @@ import optax
 import topology
 import transformer
 from count import Result, count, place
-from recipes import RECIPES, plain_first
+from recipes import RECIPES, make_steps, plain_first
 from workload import DTYPES, OPTIMIZERS
 
 CHECKED = [name for name in RECIPES if name != "its masks alone"]
@@ -174,8 +174,7 @@ def compile_case(case: Case, args: argparse.Namespace) -> list[Result]:
         at = list(itertools.islice(itertools.cycle(shardings), number))
         params = [jax.ShapeDtypeStruct(shape, jnp.float32, sharding=s) for s in at]
         batch = [jax.ShapeDtypeStruct(shape, case.dtype, sharding=s) for s in at]
-    tx = OPTIMIZERS[case.optimizer]
-    steps = {name: RECIPES[name](tx, loss_fn) for name in args.recipes}
+    steps = make_steps(args.recipes, OPTIMIZERS[case.optimizer], loss_fn)
     return count(steps, params, batch, replicated, args.platform)
 
 

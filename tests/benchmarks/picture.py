@@ -9,7 +9,8 @@ import numpy as np
 matplotlib.use("agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
-# Okabe and Ito's palette and gray, which colour-blind readers can tell apart.
+# Okabe and Ito's palette, gray, and two of Tol's, which colour-blind readers can tell
+# apart.
 COLOURS = {
     "plain": "#000000",
     "optax_lossscale": "#0072B2",
@@ -17,6 +18,8 @@ COLOURS = {
     "headroom rule": "#CC79A7",
     "master weights": "#F0E442",
     "check_updates": "#999999",
+    "scale_backward": "#882255",
+    "retries": "#332288",
     "apply_if_finite": "#009E73",
     "jmp": "#E69F00",
     "flax": "#D55E00",
@@ -52,20 +55,20 @@ def draw(report: dict[str, Any], path: pathlib.Path) -> None:
 
 
 def _bars(axis: Any, cases: dict[str, Any], key: str) -> None:
-    recipes = [r["recipe"] for r in next(iter(cases.values()))["results"]][1:]
+    rows = [{r["recipe"]: r for r in row["results"]} for row in cases.values()]
+    # Not every case has every recipe.
+    recipes = [name for name in COLOURS if any(name in row for row in rows)][1:]
     width = 0.8 / len(recipes)
     for i, recipe in enumerate(recipes):
-        results = [
-            next(r for r in row["results"] if r["recipe"] == recipe)
-            for row in cases.values()
-        ]
+        places = np.array([x for x, row in enumerate(rows) if recipe in row])
+        results = [row[recipe] for row in rows if recipe in row]
         heights = np.array([r[key] for r in results])
         errors = None
         if key == "ratio":
             quartiles = np.array([r["ratio_quartiles"] for r in results])
             errors = np.abs(quartiles.T - heights)
         axis.bar(
-            np.arange(len(cases)) + (i - (len(recipes) - 1) / 2) * width,
+            places + (i - (len(recipes) - 1) / 2) * width,
             heights - 1,
             width,
             bottom=1,

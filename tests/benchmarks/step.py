@@ -23,7 +23,7 @@ import optax
 import transformer
 from measure import Result, measure, run_times
 from picture import draw
-from recipes import RECIPES, plain_first
+from recipes import RECIPES, make_steps, plain_first
 from workload import DTYPES, OPTIMIZERS
 
 import optax_lossscale as ls
@@ -93,8 +93,7 @@ def optimizer_step(
 ) -> list[Result]:
     params = make_params(leaves, args.parameters)
     grads = [(0.01 * p).astype(dtype) for p in params]
-    tx = OPTIMIZERS[optimizer]
-    steps = {name: RECIPES[name](tx, None) for name in args.recipes}
+    steps = make_steps(args.recipes, OPTIMIZERS[optimizer])
     return measure(steps, params, grads, args.repeats)
 
 
@@ -110,7 +109,7 @@ def transformer_step(dtype: str, args: argparse.Namespace) -> list[Result]:
     params = transformer.init(jax.random.key(0))
     tokens = transformer.tokens(jax.random.key(1))
     loss_fn = functools.partial(transformer.loss_fn, dtype=jnp.dtype(dtype))
-    steps = {name: RECIPES[name](OPTIMIZERS["adamw"], loss_fn) for name in args.recipes}
+    steps = make_steps(args.recipes, OPTIMIZERS["adamw"], loss_fn)
     return measure(steps, params, tokens, args.repeats)
 
 

@@ -1,6 +1,8 @@
 """A small decoder-only transformer, for steps in which the gradients cost something."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,18 +58,51 @@ def tokens(key: jax.Array, sizes: Sizes = SMALL) -> jax.Array:
     return jax.random.randint(key, shape, 0, sizes.vocabulary)
 
 
-def loss_fn(params: dict, tokens: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Next-token loss, computed in ``dtype`` and averaged in float32."""
-    params = jax.tree.map(lambda p: p.astype(dtype), params)
+def unwrapped(block: Callable, dtype: jnp.dtype) -> Callable:
+    del dtype
+    return block
+
+
+def loss_fn(
+    params: dict, tokens: jax.Array, dtype: jnp.dtype, wrap: Callable = unwrapped
+) -> jax.Array:
+    """Next-token loss, computed in ``dtype`` and averaged in float32.
+
+    ``wrap`` is put around each block, which takes and returns float32 and computes in
+    ``dtype``: the embedding, every layer, and the head.
+    """
+
+    def in_dtype(block: Callable) -> Callable:
+        def from_and_to_float32(*args: Any) -> jax.Array:
+            return block(*_as_type(args, dtype)).astype(jnp.float32)
+
+        return wrap(from_and_to_float32, dtype=dtype)
+
+    embed, layer, head = map(in_dtype, (_embed, _layer, jnp.matmul))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    x = params["embedding"][inputs] + params["positions"]
-    for layer in params["layers"]:
-        x += _attention(layer, _norm(x, layer["attention_norm"]))
-        hidden = _norm(x, layer["mlp_norm"]) @ layer["up"] + layer["up_bias"]
-        x += jax.nn.gelu(hidden) @ layer["down"] + layer["down_bias"]
-    logits = (x @ params["head"]).astype(jnp.float32)
+    x = embed(params["embedding"], params["positions"], inputs)
+    for layer_params in params["layers"]:
+        x = layer(layer_params, x)
+    logits = head(x, params["head"])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     return losses.mean()
+
+
+def _as_type(tree: Any, dtype: jnp.dtype) -> Any:
+    def cast(x: jax.Array) -> jax.Array:
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(cast, tree)
+
+
+def _embed(embedding: jax.Array, positions: jax.Array, tokens: jax.Array) -> jax.Array:
+    return embedding[tokens] + positions
+
+
+def _layer(params: dict, x: jax.Array) -> jax.Array:
+    x += _attention(params, _norm(x, params["attention_norm"]))
+    hidden = _norm(x, params["mlp_norm"]) @ params["up"] + params["up_bias"]
+    return x + jax.nn.gelu(hidden) @ params["down"] + params["down_bias"]
 
 
 def _attention(layer: dict, x: jax.Array) -> jax.Array:
