@@ -27,9 +27,6 @@ BATCH = 2048
 EMBEDDING = 32
 HIDDEN = 128
 LEARNING_RATE = 1e-2
-# Octaves that `scale_backward` leaves free: the gradient of a weight is a sum over all
-# positions, 2**11 times as large as what arrives at the layer where all agree.
-HEADROOM = 14.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +165,7 @@ def logits(params: Any, batch: Batch, dtype: Any, wrapped: bool = False) -> jax.
     def layer(fun: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         fun = functools.partial(fun, dtype=dtype)
         if wrapped:
-            fun = scale_backward(fun, dtype=dtype, headroom=HEADROOM)
+            fun = scale_backward(fun, dtype=dtype)
         return fun
 
     first, last = layer(first_layer), layer(last_layer)
@@ -205,9 +202,9 @@ def own_scale(params: Any, batch: Batch, dtype: Any) -> jax.Array:
     """Return the scale that `scale_backward` gives the last layer: no state has it."""
     cotangent = jax.grad(cross_entropy)(logits(params, batch, dtype), batch)
     return suggest_loss_scale(
-        cotangent,
+        [cotangent, cotangent.sum(axis=0)],
         dtype=dtype,
-        headroom=HEADROOM,
+        headroom=6.0,
         min_scale=2.0**-126,
         max_scale=2.0**126,
     ).loss_scale

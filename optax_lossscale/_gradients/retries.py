@@ -49,8 +49,9 @@ def value_and_grad_with_retries(
 
     A value that is not finite is not repeated, since no scale can cure it; where
     ``update`` is given the value, it leaves the scale alone, too. Gradients that are
-    still not finite after the last attempt are skipped by ``update``, as always. Every attempt has the same arguments, so a PRNG key gives the
-    same numbers. Effects, such as ``jax.debug.print``, happen in each.
+    still not finite after the last attempt are skipped by ``update``, as always. Every
+    attempt has the same arguments, so a PRNG key gives the same numbers. Effects, such
+    as ``jax.debug.print``, happen in each.
 
     The program holds ``fun`` once, in a ``jax.lax.while_loop``. So the result can be
     differentiated in forward mode only.

@@ -15,7 +15,7 @@ from .._jax_internals import zeros_like_aval
 from .._precision import LARGEST_SCALE, SMALLEST_SCALE
 from .._rules.growth import reciprocal
 from .._rules.headroom import HeadroomLossScale, scale_within
-from .._tree import dtype_of, is_inexact, multiply
+from .._tree import dtype_of, is_inexact, multiply, wide_dtype
 from .._validation import check_concrete, describe
 from .checks import check_agreement, check_axes, check_effects, warn_of_underflow
 from .staged import Staged, staged
@@ -56,11 +56,13 @@ def scale_backward(
     in float16 may underflow there.
 
     The scale is the largest power of two that leaves ``headroom`` octaves free, from
-    2**-126 to 2**126: what `suggest_loss_scale` suggests for that cotangent, in these
-    bounds. It is 1 if the cotangent is zero or holds NaN or infinity, which pass
-    unchanged. Where calls are nested, the inner one sees the scaled cotangent of the
-    outer one. A range that is too wide within one block is not cured, nor an overflow
-    of the forward pass.
+    2**-126 to 2**126. What must fit are the elements of the cotangent and their sums
+    over all axes but the last, since gradients of parameters are such sums:
+    `suggest_loss_scale` suggests the same for a list of the two, in these bounds. The
+    scale is 1 if the cotangent is zero or holds NaN or infinity, which pass unchanged.
+    Where calls are nested, the inner one sees the scaled cotangent of the outer one. A
+    range that is too wide within one block is not cured, nor an overflow of the forward
+    pass.
 
     Under ``jax.vmap`` every member has a scale of its own, so the gradients of what
     they share are computed for each and then added; ``scale_backward(jax.vmap(fun))``
@@ -77,11 +79,9 @@ def scale_backward(
             those of ``jax.debug``.
         dtype: the floating-point type that ``fun`` computes in, or its name.
         headroom: how many octaves (factors of two) to leave free between the largest
-            element of the cotangent and the type's maximum, from 0 to 126, for
-            gradients that grow inside of ``fun``. Gradients of parameters are sums: at
-            worst, that of a bias is as many times as large as what arrives as there are
-            examples and positions. For large batches add their log2. A block that
-            overflows with one headroom does so in every step.
+            of these and the type's maximum, from 0 to 126, for gradients that grow
+            inside of ``fun``. There is no state that would adapt: a block that
+            overflows in every step, so that every step is skipped, needs more.
         axis_name: the mapped axis, or a tuple of them, over whose devices
             (``shard_map``, ``pmap``) or members (``vmap``) the scale is the same. It is
             needed where ``fun`` or its gradient communicates along an axis.
@@ -97,9 +97,9 @@ def scale_backward(
             if ``axis_name`` is not bound, or an axis is missing from it.
 
     Warns:
-        UserWarning: when differentiated, if the function returns float16 or float8, or is
-            differentiated with respect to it: gradients may underflow there, where they
-            are not scaled.
+        UserWarning: when differentiated, if the function returns float16 or float8 or
+            is differentiated with respect to it: gradients may underflow there, where
+            they are not scaled.
 
     Examples:
         >>> import jax
@@ -182,7 +182,7 @@ def _scaled(
 
     def backward(pullback: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         cotangents = list(map(_instantiated, cotangents))
-        magnitude = max_magnitude(cotangents, axis_name)
+        magnitude = _largest(cotangents, axis_name)
         scale = scale_within(rule, magnitude)
         scale = jnp.where(jnp.isfinite(magnitude), scale, 1.0)
         (scaled_grads,) = pullback(_multiplied(cotangents, scale))
@@ -192,6 +192,22 @@ def _scaled(
     apply = jax.custom_vjp(block.evaluate)
     apply.defvjp(forward, backward, symbolic_zeros=True)
     return apply
+
+
+def _largest(cotangents: Sequence[Any], axis_name: AxisName | None) -> jax.Array:
+    """Return the largest element of the cotangents and of their sums over the batch.
+
+    The gradient of a parameter is such a sum. Where all examples agree it is as many
+    times as large as what arrives, which no fixed headroom can foresee.
+    """
+    devices = 1 if axis_name is None else jax.lax.psum(1, axis_name)
+    sums = []
+    for x in filter(is_inexact, cotangents):
+        # The last axis is that of the features, also of a single example.
+        axes = tuple(range(max(x.ndim - 1, min(x.ndim, 1))))
+        total = devices * jnp.sum(x, axes, dtype=wide_dtype(x.dtype))
+        sums.append(jnp.where(jnp.isfinite(total), total, 0))
+    return max_magnitude([*cotangents, *sums], axis_name)
 
 
 def _instantiated(cotangent: Any) -> Any:

@@ -86,11 +86,8 @@ def headroom(tx: optax.GradientTransformation, loss_fn: LossFn):
 
 def scale_backward(tx: optax.GradientTransformation, loss_fn: LossFn):
     """A scale for each block that the loss wraps, instead of one for the loss."""
-    # The gradient of a weight is a sum over all positions, and larger than what arrives
-    # at the block: by 9 octaves in the small transformer.
-    wrap = functools.partial(ls.scale_backward, headroom=12.0)
     tx = ls.with_loss_scaling(tx, ls.FixedLossScale(1.0))
-    return plain(tx, functools.partial(loss_fn, wrap=wrap))
+    return plain(tx, functools.partial(loss_fn, wrap=ls.scale_backward))
 
 
 def retries(tx: optax.GradientTransformation, loss_fn: LossFn):

@@ -230,12 +230,28 @@ def scales(cotangents, **options):
 )
 def test_the_scale_is_the_one_that_is_suggested_for_the_cotangent(options):
     bounds = {"min_scale": 2.0**-126, "max_scale": 2.0**126}
-    cotangents = [[x, x / 3] for x in (1.0, 1e-6, 1e-30, 4e-38, 1023.5, 1025.0, 2e38)]
+    cotangents = [[x, x / 3] for x in (1.0, 1e-6, 1e-30, 4e-38, 1023.5, 1025.0, 3e38)]
     for scale, cotangent in scales(cotangents, **options):
+        sums = jnp.sum(jnp.array(cotangent))
         suggested = ls.suggest_loss_scale(
-            jnp.array(cotangent), **{"headroom": 6.0, **bounds, **options}
+            [jnp.array(cotangent), sums], **{"headroom": 6.0, **bounds, **options}
         )
         np.testing.assert_array_equal(scale, suggested.loss_scale)
+
+
+@pytest.mark.parametrize("shape", [(4096, 4), (64, 64, 4), (4096,), ()])
+def test_sums_over_large_batches_fit(shape):
+    """Where all examples agree, that of a bias is their number times as large."""
+
+    @ls.scale_backward
+    def block(bias):
+        x = jnp.zeros(shape, jnp.float16) + bias.astype(jnp.float16)
+        return x.astype(jnp.float32)
+
+    bias = jnp.zeros(shape[-1:] if len(shape) > 1 else ())
+    gradient = jax.jit(jax.grad(lambda bias: TINY * jnp.sum(block(bias))))(bias)
+    expected = TINY * np.prod(shape[:-1] if len(shape) > 1 else shape)
+    np.testing.assert_allclose(gradient, np.full(bias.shape, expected), rtol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -445,6 +461,21 @@ def test_each_device_has_its_own_scale_where_nothing_is_shared_inside():
         on_devices(ls.scale_backward, single, False),
         on_devices(lambda f: f, single, False),
     )
+
+
+def test_sums_over_devices_fit():
+    @functools.partial(ls.scale_backward, axis_name="data", headroom=1.0)
+    def block(bias, x):
+        return (x.astype(jnp.float16) + bias.astype(jnp.float16)).astype(jnp.float32)
+
+    def gradient(bias, x):
+        return jax.grad(lambda bias: TINY * jnp.sum(block(bias, x)))(bias)
+
+    mapped = jax.shard_map(
+        gradient, mesh=MESH, in_specs=(P(), P("data")), out_specs=P()
+    )
+    grads = jax.jit(mapped)(jnp.zeros(4), jnp.zeros((8 * 512, 4)))
+    np.testing.assert_array_equal(grads, np.full(4, 8 * 512 * TINY))
 
 
 @pytest.mark.parametrize("parallel", [jax.vmap, jax.pmap])
