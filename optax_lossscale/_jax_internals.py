@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.extend.core
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.interpreters import ad
@@ -127,6 +128,16 @@ def as_varying(x: jax.Array, like: jax.Array) -> jax.Array:
 
 def effect_names(of: ClosedJaxpr | JaxprEqn) -> set[str]:
     return {type(effect).__name__ for effect in of.effects}
+
+
+def row_major(x: Any) -> Any:
+    """Return a matrix in the layout that arguments and results of a program have.
+
+    What has fewer axes, or is no jax array, is returned as it is.
+    """
+    if not isinstance(x, jax.Array) or x.ndim < 2 or jax.__version_info__ < (0, 8):
+        return x  # jax 0.7 cannot map a layout over the members of a `vmap`
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def zeros_like_aval(aval: Any) -> jax.Array:

@@ -5,13 +5,16 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import without_keys
 from jax.sharding import PartitionSpec as P
 
 from optax_lossscale._jax_internals import (
     is_differentiated,
     is_in_jit,
     is_staging,
+    row_major,
     varying_axes,
+    zeros_like_aval,
 )
 
 
@@ -65,3 +68,56 @@ def test_a_derivative_that_is_taken_of_what_is_computed_here_is_seen(monkeypatch
         module, "get_opaque_trace_state", lambda convention: None, raising=False
     )
     assert is_differentiated()
+
+
+EXPLICIT = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+SHARDED = jax.NamedSharding(EXPLICIT, P("d", None))
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        jnp.ones((2, 3), jnp.float16),
+        jnp.int32(3),
+        jax.random.split(jax.random.key(0)),
+        jax.device_put(jnp.ones((8, 2)), SHARDED),
+    ],
+    ids=lambda x: str(x.dtype),
+)
+def test_zeros_have_the_whole_type_of_what_they_are_like(x):
+    def like(x):
+        zeros = zeros_like_aval(jax.typeof(x))
+        assert jax.typeof(zeros) == jax.typeof(x)
+        return zeros, x
+
+    zeros, _ = jax.jit(like)(x)
+    assert not without_keys(zeros).any()
+
+
+def test_zeros_differ_along_the_mapped_axes_that_those_they_are_like_differ_along():
+    def like(x):
+        zeros = zeros_like_aval(jax.typeof(x))
+        assert varying_axes(zeros) == varying_axes(x) == {"d"}
+        return zeros
+
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = jax.shard_map(like, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+    assert not mapped(jnp.ones(8)).any()
+
+
+def test_a_layout_passes_through_every_transformation():
+    x = jnp.arange(24.0).reshape(2, 3, 4)
+    assert row_major(None) is None and row_major(x[0, 0]).shape == (4,)
+    transformed = {
+        "jit": jax.jit(row_major)(x),
+        "vmap": jax.vmap(row_major)(x),
+        "jvp": jax.jvp(row_major, (x,), (x,))[1],
+        "vjp": jax.vjp(row_major, x)[1](x)[0],
+        "while": jax.vmap(
+            lambda x: jax.lax.fori_loop(0, 1, lambda _, x: row_major(x), x)
+        )(x),
+    }
+    for name, actual in transformed.items():
+        assert (actual == x).all(), name
+    sharded = jax.device_put(jnp.ones((8, 2)), SHARDED)
+    assert jax.jit(row_major)(sharded).sharding == SHARDED

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from .._find import get_effective_state, replace_loss_scale_state, warn_if_constant
 from .._finite import AxisName, all_finite
-from .._jax_internals import as_varying, varying_axes, zeros_like_aval
+from .._jax_internals import as_varying, row_major, varying_axes, zeros_like_aval
 from .._precision import SMALLEST_SCALE
 from .._rules.arguments import check_backoff_factor
 from .._validation import check_count
@@ -127,7 +127,9 @@ def value_and_grad_with_retries(
             output, grads = evaluate(scale, args, kwargs)
             value = output[0] if has_aux else output
             finite, sound = (all_finite(x, axis_name) for x in (grads, value))
-            return sound & ~finite, output, grads
+            # XLA would let the loop carry matrices as their products leave them,
+            # transposed, and a CPU would copy each of them behind the loop.
+            return sound & ~finite, output, jax.tree.map(row_major, grads)
 
         def proceed(carry: _Carry) -> jax.Array:
             may_repeat = carry.result[0] & (carry.attempts <= max_retries)
