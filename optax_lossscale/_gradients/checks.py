@@ -37,8 +37,8 @@ def warn_of_underflow(
             warnings.warn_explicit(
                 "Gradients may underflow at the border of a block that "
                 f"`scale_backward` wraps, since it {side} {describe(narrow[0])}: "
-                "only inside of the block they are scaled. Give it float32, cast "
-                "inside of it, and let it return float32.",
+                "they are scaled only inside the block. Give it float32, cast inside "
+                "of it, and let it return float32.",
                 UserWarning,
                 *where,
             )
@@ -49,7 +49,7 @@ def _underflows(dtype: Any) -> bool:
 
 
 def check_axes(jaxpr: ClosedJaxpr, axis_name: AxisName | None) -> None:
-    """Refuse to mix the cotangents of devices that have scales of their own."""
+    """Refuse to mix the gradients of devices that have scales of their own."""
     if axis_name is not None:
         check_axis_name(axis_name)
     used = {e.name for e in jaxpr.effects if type(e).__name__ == COLLECTIVE}
@@ -69,8 +69,8 @@ def _names(axis_name: AxisName | None) -> tuple[Any, ...]:
 def _refuse(axes: set[Any] | frozenset[Any], axis_name: AxisName | None) -> None:
     if axes:
         raise ValueError(
-            "`axis_name` must name every mapped axis along which `fun` or its gradient "
-            f"communicates, here {sorted(axes, key=str)}, got {axis_name!r}. Else "
-            "gradients at different scales would be added up. Add the axis; parameters "
-            "that all devices share are such a case."
+            "`axis_name` must name every mapped axis that `fun` or its gradient uses, "
+            f"here {sorted(axes, key=str)}, got {axis_name!r}. Else gradients at "
+            "different scales would be added up, or some devices would wait for others "
+            "forever. Add the axis; parameters that all devices share are such a case."
         )

@@ -14,6 +14,7 @@ from .._precision import SMALLEST_SCALE
 from .._rules.arguments import check_backoff_factor
 from .._validation import check_count
 from .at_scale import at_scale, warn_of_narrow_loss
+from .checks import check_axes
 from .staged import staged
 
 
@@ -54,7 +55,8 @@ def value_and_grad_with_retries(
     as ``jax.debug.print``, happen in each.
 
     The program holds ``fun`` once, in a ``jax.lax.while_loop``. So the result can be
-    differentiated in forward mode only.
+    differentiated in forward mode only. Call it in a compiled function: uncompiled, the
+    loop is compiled in every call.
 
     Args:
         fun: the loss, as for `value_and_grad`.
@@ -66,8 +68,8 @@ def value_and_grad_with_retries(
             (``shard_map``, ``pmap``) or members (``vmap``) repeat together. It is
             needed where ``fun`` or its gradient communicates along an axis.
         argnums: which positional arguments to differentiate.
-        has_aux: whether ``fun`` returns a pair. What is in it besides arrays is that of
-            the trace.
+        has_aux: whether ``fun`` returns a pair. Leaves that are no arrays are those
+            seen while tracing.
         holomorphic: whether ``fun`` is promised to be holomorphic.
         allow_int: whether to allow integer arguments, whose gradients are ``float0``.
 
@@ -75,8 +77,10 @@ def value_and_grad_with_retries(
         A function with the arguments of ``fun`` that returns the value, the gradients
         and the state. If anything was repeated, that state has the last scale and a
         ``growth_tracker`` of 0, so a dynamic rule waits for a whole interval before it
-        grows again, and a fixed one stays there. All else in it is as it was; the ratio
-        of the two scales tells how often the step was repeated.
+        grows again, and a fixed one stays there. A rule clips the scale to its
+        ``min_scale`` again, so let that be low. All else in the state is as it was; the
+        ratio of the two scales tells how often the step was repeated, and nothing else
+        does: what `TolerantLossScale` and `check_loss_scale` count are skipped steps.
 
     Raises:
         ValueError: if ``state`` has no loss scale in it, or more than one, or has it
@@ -137,15 +141,15 @@ def value_and_grad_with_retries(
 
         def body(carry: _Carry) -> _Carry:
             lowered = jnp.maximum(carry.scale * backoff_factor, SMALLEST_SCALE)
-            lowered = jnp.minimum(carry.scale, lowered)
             scale = jnp.where(carry.attempts == 0, carry.scale, lowered)
-            inputs = _depending_on(scale, program.inputs[:-1])
+            inputs = [_depending_on(scale, x) for x in program.inputs[:-1]]
             result = program.evaluate(*inputs, scale)
             return _Carry(carry.attempts + 1, scale, list(result))
 
-        scale = scale_state.loss_scale
+        scale = jnp.asarray(scale_state.loss_scale)
         # In the loop alone it would be traced twice, for the types that it carries.
         program = staged(attempt, scale)
+        check_axes(program.jaxpr, axis_name)
         zeros = list(map(zeros_like_aval, program.jaxpr.out_avals))
         _check_agreement(zeros[0], scale, axis_name)
         attempts = as_varying(jnp.zeros((), jnp.int32), scale)
@@ -165,19 +169,15 @@ class _Carry(NamedTuple):
     result: list[jax.Array]  # whether the last one overflowed, and its arrays
 
 
-def _depending_on(scale: jax.Array, inputs: list[jax.Array]) -> list[jax.Array]:
-    """Return inputs of which XLA takes nothing out of the loop.
+def _depending_on(scale: jax.Array, x: jax.Array) -> jax.Array:
+    """Return an input of which XLA takes nothing out of the loop.
 
     The forward pass does not depend on the scale. Outside of the loop, all that the
     backward pass needs of it would be kept as long as the loop runs.
     """
-    # A barrier makes arrays that vary along other mapped axes vary alike.
-    alike = [varying_axes(x) == varying_axes(scale) for x in inputs]
-    tied = [x for x, is_alike in zip(inputs, alike, strict=True) if is_alike]
-    tied, _ = jax.lax.optimization_barrier((tied, scale))
-    remaining = iter(tied)
-    pairs = zip(inputs, alike, strict=True)
-    return [next(remaining) if is_alike else x for x, is_alike in pairs]
+    if varying_axes(scale) - varying_axes(x):
+        return x  # the barrier would make it differ from device to device, too
+    return jax.lax.optimization_barrier((x, as_varying(scale, x)))[0]
 
 
 def _check_agreement(

@@ -56,18 +56,21 @@ def scale_backward(
     in float16 may underflow there.
 
     The scale is the largest power of two that leaves ``headroom`` octaves free, from
-    2**-126 to 2**126. What must fit are the elements of the cotangent and their sums
-    over all axes but the last, since gradients of parameters are such sums:
-    `suggest_loss_scale` suggests the same for a list of the two, in these bounds. The
-    scale is 1 if the cotangent is zero or holds NaN or infinity, which pass unchanged.
-    Where calls are nested, the inner one sees the scaled cotangent of the outer one. A
-    range that is too wide within one block is not cured, nor an overflow of the forward
-    pass.
+    2**-126 to 2**126. What must fit is the sum of the cotangent's absolute values over
+    all axes but the last, since gradients of parameters are such sums:
+    ``suggest_loss_scale(jnp.abs(cotangent).sum(axis=0))``, in these bounds, suggests
+    the same. The scale is 1 if the cotangent is zero or holds NaN or infinity, which
+    pass unchanged. Where calls are nested, the inner one sees the scaled cotangent of
+    the outer one. A range that is too wide within one block is not cured, nor an
+    overflow of the forward pass.
 
-    Under ``jax.vmap`` every member has a scale of its own, so the gradients of what
-    they share are computed for each and then added; ``scale_backward(jax.vmap(fun))``
-    adds first. Derivatives of derivatives are right, and it is the first backward pass
-    that is scaled. Forward mode is refused by jax.
+    Under ``jax.vmap`` every member has a scale of its own. The gradients of what they
+    share are then computed for each of them, in as many times the memory, and added;
+    ``scale_backward(jax.vmap(fun))`` adds first. Derivatives of derivatives are right,
+    and it is the first backward pass that is scaled. Forward mode is refused by jax.
+
+    A module of Flax Linen or Haiku is a function of arrays in its ``apply``. A module
+    of Flax NNX may be an argument or closed over, as long as it does not change.
 
     To look at the cotangents that arrive, add zeros to the block's output and
     differentiate by these, as the second example does.
@@ -79,9 +82,10 @@ def scale_backward(
             those of ``jax.debug``.
         dtype: the floating-point type that ``fun`` computes in, or its name.
         headroom: how many octaves (factors of two) to leave free between the largest
-            of these and the type's maximum, from 0 to 126, for gradients that grow
+            of these sums and the type's maximum, from 0 to 126, for gradients that grow
             inside of ``fun``. There is no state that would adapt: a block that
-            overflows in every step, so that every step is skipped, needs more.
+            overflows in every step, so that every step is skipped, needs more. A gain
+            that all features share is such a case.
         axis_name: the mapped axis, or a tuple of them, over whose devices
             (``shard_map``, ``pmap``) or members (``vmap``) the scale is the same. It is
             needed where ``fun`` or its gradient communicates along an axis.
@@ -182,10 +186,12 @@ def _scaled(
 
     def backward(pullback: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         cotangents = list(map(_instantiated, cotangents))
-        magnitude = _largest(cotangents, axis_name)
+        magnitude = _largest_sum(cotangents, axis_name)
         scale = scale_within(rule, magnitude)
         scale = jnp.where(jnp.isfinite(magnitude), scale, 1.0)
-        (scaled_grads,) = pullback(_multiplied(cotangents, scale))
+        program = staged(pullback, _multiplied(cotangents, scale))
+        check_axes(program.jaxpr, axis_name)
+        (scaled_grads,) = program.put_back(program.evaluate(*program.inputs))
         check_agreement(scaled_grads, scale, axis_name)
         return tuple(_multiplied(scaled_grads, reciprocal(scale)))
 
@@ -194,8 +200,8 @@ def _scaled(
     return apply
 
 
-def _largest(cotangents: Sequence[Any], axis_name: AxisName | None) -> jax.Array:
-    """Return the largest element of the cotangents and of their sums over the batch.
+def _largest_sum(cotangents: Sequence[Any], axis_name: AxisName | None) -> jax.Array:
+    """Return the largest sum of absolute values over the batch, which bounds all sums.
 
     The gradient of a parameter is such a sum. Where all examples agree it is as many
     times as large as what arrives, which no fixed headroom can foresee.
@@ -203,11 +209,10 @@ def _largest(cotangents: Sequence[Any], axis_name: AxisName | None) -> jax.Array
     devices = 1 if axis_name is None else jax.lax.psum(1, axis_name)
     sums = []
     for x in filter(is_inexact, cotangents):
-        # The last axis is that of the features, also of a single example.
-        axes = tuple(range(max(x.ndim - 1, min(x.ndim, 1))))
-        total = devices * jnp.sum(x, axes, dtype=wide_dtype(x.dtype))
-        sums.append(jnp.where(jnp.isfinite(total), total, 0))
-    return max_magnitude([*cotangents, *sums], axis_name)
+        x = jnp.abs(jax.lax.stop_gradient(x).astype(wide_dtype(x.dtype)))
+        # The last axis is that of the features, but for one number an example.
+        sums.append(devices * jnp.sum(x, tuple(range(max(x.ndim - 1, min(x.ndim, 1))))))
+    return max_magnitude(sums, axis_name)
 
 
 def _instantiated(cotangent: Any) -> Any:

@@ -8,6 +8,8 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from .._validation import describe
 
+_ARRAY = object()  # stands for an array, which must not outlive the trace
+
 
 class Staged(NamedTuple):
     """A call of a function as a function of arrays.
@@ -43,15 +45,16 @@ def staged(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Staged:
         nonlocal returned, out_structure
         leaves = [inputs.get(i, x) for i, x in enumerate(given)]
         args, kwargs = jax.tree.unflatten(structure, leaves)
-        returned, out_structure = jax.tree.flatten(fun(*args, **kwargs))
+        outputs, out_structure = jax.tree.flatten(fun(*args, **kwargs))
         _check_unchanged(leaves, (args, kwargs))
-        return [x for x in returned if isinstance(x, jax.Array)]
+        returned = [_ARRAY if isinstance(x, jax.Array) else x for x in outputs]
+        return [x for x in outputs if isinstance(x, jax.Array)]
 
     jaxpr = jax.make_jaxpr(flat)(inputs)
 
     def put_back(arrays: Sequence[jax.Array]) -> Any:
         remaining = iter(arrays)
-        leaves = [next(remaining) if isinstance(x, jax.Array) else x for x in returned]
+        leaves = [next(remaining) if x is _ARRAY else x for x in returned]
         return jax.tree.unflatten(out_structure, leaves)
 
     return Staged(jaxpr, [*jaxpr.consts, *inputs.values()], put_back)
@@ -65,5 +68,6 @@ def _check_unchanged(leaves: list[Any], arguments: Any) -> None:
                 "`fun` must not change its arguments, since it is given a copy of "
                 f"them, got {describe(x)} put into "
                 f"`(args, kwargs){jax.tree_util.keystr(path)}`. Return what is new, "
-                "such as BatchNorm statistics, beside the output."
+                "such as BatchNorm statistics and the counters of dropout, beside the "
+                "output; put `nnx.jit` and `nnx.remat` around the block."
             )
