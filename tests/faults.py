@@ -84,7 +84,6 @@ FAULTS = [Fault(*fault) for fault in (
     ("_gradients/scale_backward.py", "        check_axes(program.jaxpr, axis_name)\n", "", "gradients/test_scale_backward.py::test_collectives_of_the_backward_pass_alone_are_seen"),
     ("_gradients/staged.py", "[_ARRAY if isinstance(x, jax.Array) else x for x in outputs]", "[x for x in outputs]", "gradients/test_scale_backward.py::test_no_tracer_outlives_its_trace"),
     ("_gradients/retries.py", "jnp.asarray(scale_state.loss_scale)", "scale_state.loss_scale", "gradients/test_retries.py::test_a_restored_state_is_one_like_any_other"),
-    ("_gradients/retries.py", "as_varying(jnp.zeros((), jnp.int32), scale)", "jnp.zeros((), jnp.int32)", "gradients/test_retries.py::test_devices_with_models_of_their_own_repeat_alone"),
     ("_gradients/retries.py", "(x, as_varying(scale, x))", "(x,)", "gradients/test_retries.py::test_parameters_cut_across_devices_need_no_more_memory"),
     ("_gradients/retries.py", "        check_axes(program.jaxpr, axis_name)\n", "", "gradients/test_retries.py::test_devices_that_would_decide_alone_are_refused"),
     ("_gradients/checks.py", "_refuse(used - set(_names(axis_name)), axis_name)", "pass", "gradients/test_scale_backward.py::test_a_missing_axis_is_refused"),

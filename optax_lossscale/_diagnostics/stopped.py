@@ -18,6 +18,8 @@ Look at the loss before it is scaled.
 lower the learning rate.
 - It is finite, and the scale is at its floor: the same.
 - It is finite, and the scale is still falling: start from a lower one.
+- It is finite, and the scale is fixed: lower it, or if it is 1 and blocks are wrapped \
+with `scale_backward`, raise their `headroom`.
 - It is finite, and the scale is above its floor and has not fallen: \
 {_FINITE_GRADIENTS}
 - It is finite, but multiplied by an earlier scale: the gradient function was built \
