@@ -43,10 +43,10 @@ def value_and_grad_with_retries(
 
     The state that comes back is the one to pass to ``update``. ::
 
-        repeat at most 1 + max_retries times:
-            value, gradients = value_and_grad(fun, state)(...)
-            stop if the gradients are finite or the value is not
+        value, gradients = value_and_grad(fun, state)(...)
+        at most max_retries times, while the value is finite and a gradient is not:
             loss_scale *= backoff_factor
+            value, gradients = value_and_grad(fun, state)(...)
 
     A value that is not finite is not repeated, since no scale can cure it; where
     ``update`` is given the value, it leaves the scale alone, too. Gradients that are
