@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from .._finite import AxisName, max_magnitude
+from .._finite import AxisName, across
 from .._jax_internals import zeros_like_aval
-from .._precision import LARGEST_SCALE, SMALLEST_SCALE
-from .._rules.growth import reciprocal
-from .._rules.headroom import HeadroomLossScale, scale_within
+from .._rules.growth import exact_power
+from .._rules.headroom import HeadroomLossScale
 from .._tree import dtype_of, is_inexact, multiply, wide_dtype
 from .._validation import check_concrete, describe
 from .checks import check_agreement, check_axes, check_effects, warn_of_underflow
@@ -134,13 +133,8 @@ def scale_backward(
             "`scale_backward(layer)(params, x)`."
         )
     check_concrete("headroom", headroom, "Pass a number: it is compiled in.")
-    rule = HeadroomLossScale(
-        init_scale=1.0,
-        headroom=headroom,
-        dtype=dtype,
-        min_scale=SMALLEST_SCALE,
-        max_scale=LARGEST_SCALE,
-    )
+    rule = HeadroomLossScale(headroom=headroom, dtype=dtype)  # it checks them
+    bound = float(jnp.finfo(rule.dtype).max) / 2.0**rule.headroom
 
     @functools.wraps(fun, updated=())
     def fun_scaled_backward(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
@@ -149,7 +143,7 @@ def scale_backward(
         block = staged(fun, *args, **kwargs)
         check_effects(block.jaxpr)
         try:
-            outputs = _scaled(block, rule, axis_name, where)(*block.inputs)
+            outputs = _scaled(block, bound, axis_name, where)(*block.inputs)
         except TypeError as error:
             if "forward-mode" not in str(error):
                 raise
@@ -165,7 +159,7 @@ def scale_backward(
 
 def _scaled(
     block: Staged,
-    rule: HeadroomLossScale,
+    bound: float,
     axis_name: AxisName | None,
     where: tuple[str, int],
 ) -> Callable[..., Sequence[jax.Array]]:
@@ -186,14 +180,14 @@ def _scaled(
 
     def backward(pullback: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         cotangents = list(map(_instantiated, cotangents))
-        magnitude = _largest_sum(cotangents, axis_name)
-        scale = scale_within(rule, magnitude)
-        scale = jnp.where(jnp.isfinite(magnitude), scale, 1.0)
+        largest = _largest_sum(cotangents, axis_name)
+        octaves = _octaves_below(largest, bound)
+        scale = exact_power(octaves)
         program = staged(pullback, _multiplied(cotangents, scale))
         check_axes(program.jaxpr, axis_name)
         (scaled_grads,) = program.put_back(program.evaluate(*program.inputs))
         check_agreement(scaled_grads, scale, axis_name)
-        return tuple(_multiplied(scaled_grads, reciprocal(scale)))
+        return tuple(_multiplied(scaled_grads, exact_power(-octaves)))
 
     apply = jax.custom_vjp(block.evaluate)
     apply.defvjp(forward, backward, symbolic_zeros=True)
@@ -207,12 +201,24 @@ def _largest_sum(cotangents: Sequence[Any], axis_name: AxisName | None) -> jax.A
     times as large as what arrives, which no fixed headroom can foresee.
     """
     devices = 1 if axis_name is None else jax.lax.psum(1, axis_name)
-    sums = []
+    largest = jnp.zeros((), jnp.float32)
     for x in filter(is_inexact, cotangents):
         x = jnp.abs(jax.lax.stop_gradient(x).astype(wide_dtype(x.dtype)))
         # The last axis is that of the features, but for one number an example.
-        sums.append(devices * jnp.sum(x, tuple(range(max(x.ndim - 1, min(x.ndim, 1))))))
-    return max_magnitude(sums, axis_name)
+        sums = jnp.sum(x, tuple(range(max(x.ndim - 1, min(x.ndim, 1)))))
+        largest = jnp.maximum(largest, jnp.max(sums, initial=0).astype(jnp.float32))
+    return across(jax.lax.pmax, devices * largest, axis_name)
+
+
+def _octaves_below(magnitude: jax.Array, bound: float) -> jax.Array:
+    """Return how many whole octaves a magnitude is below a bound, from -126 to 126.
+
+    From the 24th on, the bits of a positive float count its octaves. NaN and infinity
+    are 0 octaves below any bound.
+    """
+    bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32)
+    octaves = (int(np.float32(bound).view(np.int32)) - bits) >> 23
+    return jnp.where(jnp.isfinite(magnitude), jnp.clip(octaves, -126, 126), 0)
 
 
 def _instantiated(cotangent: Any) -> Any:

@@ -19,20 +19,17 @@ def float32(rule: LossScale, *names: str) -> tuple[jax.Array, ...]:
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
-    """Return the scale 2**floor(exponent), exactly.
+    """Return the scale 2**floor(exponent), exactly."""
+    lowest, highest = math.log2(SMALLEST_SCALE), math.log2(LARGEST_SCALE)
+    return exact_power(jnp.clip(jnp.floor(exponent), lowest, highest).astype(jnp.int32))
+
+
+def exact_power(exponent: jax.Array) -> jax.Array:
+    """Return the normal number 2**exponent of a whole exponent.
 
     ``jnp.exp2`` and ``jnp.ldexp`` compute powers, which not every device rounds well.
     """
-    lowest, highest = math.log2(SMALLEST_SCALE), math.log2(LARGEST_SCALE)
-    whole = jnp.clip(jnp.floor(exponent), lowest, highest).astype(jnp.int32)
-    bits = (whole + 127) << 23
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def reciprocal(power: jax.Array) -> jax.Array:
-    """Return 1 / 2**k of a scale 2**k, exactly, on devices that round divisions too."""
-    bits = (254 << 23) - jax.lax.bitcast_convert_type(power, jnp.int32)
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
 class Change(NamedTuple):

@@ -157,7 +157,10 @@ class HeadroomLossScale(LossScale):
                 real number.
         """
         new_state = recorded(state, grads_finite)
-        backoff, half_life = float32(self, "backoff_factor", "half_life")
+        minimum, maximum = float32(self, "min_scale", "max_scale")
+        first, backoff, half_life = float32(
+            self, "init_scale", "backoff_factor", "half_life"
+        )
         decay = jnp.exp2(-1 / half_life)
         scale = normal(state.loss_scale, self.init_scale)
         seen = _magnitude(max_magnitude)
@@ -172,7 +175,9 @@ class HeadroomLossScale(LossScale):
             jnp.maximum(remembered * decay, seen),
             jnp.maximum(remembered, unseen),
         )
-        target = scale_within(self, magnitude)
+        target = _scale_for(magnitude, bound, exponent)
+        target = jnp.clip(target, minimum, maximum)
+        target = jnp.where(magnitude > 0, target, first)
         lowered = jnp.minimum(target, backed_off(self, scale))
         loss_scale = jnp.where(new_state.grads_finite, target, lowered)
         return new_state._replace(
@@ -198,13 +203,6 @@ class HeadroomLossScale(LossScale):
         part = jnp.where(rest > 0, jnp.exp2(-rest) * (1 - 2.0**-21), 1.0)
         mantissa, octaves = jnp.frexp(part * _rounded_down(bound))
         return mantissa, exponent + octaves - whole.astype(jnp.int32)
-
-
-def scale_within(rule: HeadroomLossScale, magnitude: jax.Array) -> jax.Array:
-    """Return the scale that a largest gradient calls for, ``init_scale`` if it is 0."""
-    first, minimum, maximum = float32(rule, "init_scale", "min_scale", "max_scale")
-    scale = jnp.clip(_scale_for(magnitude, *rule._bound), minimum, maximum)
-    return jnp.where(magnitude > 0, scale, first)
 
 
 def _rounded_down(x: float) -> jax.Array:
