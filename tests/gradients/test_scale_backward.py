@@ -345,6 +345,14 @@ def test_the_function_is_evaluated_once_in_each_direction():
     assert dots(ls.scale_backward) == dots(plain) > 0
 
 
+def test_it_costs_nothing_where_nothing_is_differentiated():
+    ours, theirs = (
+        jax.jit(f).lower(W, X).compile().cost_analysis()
+        for f in (ls.scale_backward(layer), layer)
+    )
+    assert ours == theirs and theirs["flops"] > 0
+
+
 def test_float16_at_the_border_is_warned_of_where_the_block_is_called():
     half_w, half_x = (a.astype(jnp.float16) for a in (W, X))
     narrow_in = ls.scale_backward(lambda w, x: jnp.dot(x, w).astype(jnp.float32))
