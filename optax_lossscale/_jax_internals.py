@@ -8,7 +8,7 @@ import jax.extend.core
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
 from jax.interpreters import ad
 
 # Effects, by the names of their classes, which jax does not export.
@@ -126,7 +126,7 @@ def as_varying(x: jax.Array, like: jax.Array) -> jax.Array:
     return getattr(jax.lax, "pvary")(x, axes)  # noqa: B009, its name until jax 0.8
 
 
-def effect_names(of: ClosedJaxpr | JaxprEqn) -> set[str]:
+def effect_names(of: Jaxpr | JaxprEqn) -> set[str]:
     return {type(effect).__name__ for effect in of.effects}
 
 

@@ -72,6 +72,8 @@ FAULTS = [Fault(*fault) for fault in (
     ("_tree.py", ".bits >= 32 else jnp.float32", ".bits >= 16 else jnp.float32", "gradients/test_by_hand.py::test_gradients_come_back_in_float32_or_wider"),
     ("_gradients/at_scale.py", "unscale(scaled_grads, scale)", "scaled_grads", "gradients/test_value_and_grad.py::test_value_and_gradients_equal_jaxs_bit_for_bit"),
     ("_gradients/at_scale.py", "<= 65504.0:", "< 65504.0:", "gradients/test_value_and_grad.py::test_a_float16_loss_warns_once_while_tracing"),
+    ("_gradients/at_scale.py", "if x != _DEFAULTS[name]", "if True", "integration/test_differentiators.py::test_arguments_at_their_defaults_are_not_passed_on"),
+    ("_gradients/at_scale.py", "if not (_is_pair(result) and _is_pair(result[0])):", "if False:", "integration/test_differentiators.py::test_what_returns_something_else_is_refused"),
     ("_gradients/scale_backward.py", "_multiplied(scaled_grads, exact_power(-octaves))", "_multiplied(scaled_grads, scale)", "gradients/test_scale_backward.py::test_values_and_gradients_are_those_of_the_function"),
     ("_gradients/scale_backward.py", "jnp.where(jnp.isfinite(magnitude), jnp.clip(octaves, -126, 126), 0)", "jnp.clip(octaves, -126, 126)", "gradients/test_scale_backward.py::test_nan_and_infinity_pass_at_scale_1"),
     ("_gradients/scale_backward.py", "headroom: float = 6.0", "headroom: float = 5.0", "gradients/test_scale_backward.py::test_the_scale_is_the_one_that_is_suggested_for_the_cotangent"),

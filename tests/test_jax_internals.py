@@ -1,11 +1,12 @@
 """What depends on jax's internals says so when they are gone."""
 
+import contextlib
 import types
 
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import without_keys
+from helpers import set_mesh, without_keys
 from jax.sharding import PartitionSpec as P
 
 from optax_lossscale._jax_internals import (
@@ -75,22 +76,23 @@ SHARDED = jax.NamedSharding(EXPLICIT, P("d", None))
 
 
 @pytest.mark.parametrize(
-    "x",
+    "x, mesh",
     [
-        jnp.ones((2, 3), jnp.float16),
-        jnp.int32(3),
-        jax.random.split(jax.random.key(0)),
-        jax.device_put(jnp.ones((8, 2)), SHARDED),
+        (jnp.ones((2, 3), jnp.float16), None),
+        (jnp.int32(3), None),
+        (jax.random.split(jax.random.key(0)), None),
+        (jax.device_put(jnp.ones((8, 2)), SHARDED), EXPLICIT),
     ],
-    ids=lambda x: str(x.dtype),
+    ids=["float16", "int32", "keys", "sharded"],
 )
-def test_zeros_have_the_whole_type_of_what_they_are_like(x):
+def test_zeros_have_the_whole_type_of_what_they_are_like(x, mesh):
     def like(x):
         zeros = zeros_like_aval(jax.typeof(x))
         assert jax.typeof(zeros) == jax.typeof(x)
         return zeros, x
 
-    zeros, _ = jax.jit(like)(x)
+    with set_mesh(mesh) if mesh else contextlib.nullcontext():
+        zeros, _ = jax.jit(like)(x)
     assert not without_keys(zeros).any()
 
 

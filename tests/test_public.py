@@ -111,8 +111,13 @@ def test_the_signatures_are_the_contract():
     assert names("with_loss_scaling") == scaling
     assert names("with_master_weights") == ["inner", "dtype"]
     assert ls.MasterWeightsState._fields == ("master_weights", "inner_state")
-    gradient = ["fun", "state", "argnums", "has_aux", "holomorphic", "allow_int"]
-    assert names("value_and_grad") == names("grad") == gradient
+    options = ["argnums", "has_aux", "holomorphic", "allow_int", "value_and_grad"]
+    assert names("value_and_grad") == names("grad") == ["fun", "state", *options]
+    retries = ["max_retries", "backoff_factor", "axis_name"]
+    assert names("value_and_grad_with_retries") == ["fun", "state", *retries, *options]
+    assert "*, max_retries: int = 4, back" in signature("value_and_grad_with_retries")
+    assert names("scale_backward") == ["fun", "dtype", "headroom", "axis_name"]
+    assert "headroom: float = 6.0, axis" in signature("scale_backward")
     assert names("scale_loss") == ["loss", "state"]
     assert names("unscale_grads") == ["grads", "state"]
     assert names("all_finite") == ["tree", "axis_name"]

@@ -15,10 +15,11 @@ from .._validation import describe
 def at_scale(
     fun: Callable[..., Any],
     *,
-    argnums: int | Sequence[int],
+    argnums: Any,
     has_aux: bool,
     holomorphic: bool,
     allow_int: bool,
+    value_and_grad: Callable[..., Any],
 ) -> Callable[[jax.Array, Sequence[Any], Mapping[str, Any]], tuple[Any, Any]]:
     """Create a function of a scale, arguments and keywords.
 
@@ -29,6 +30,15 @@ def at_scale(
             f"`fun` must be a function that returns a loss, got {describe(fun)}. Pass "
             "the function itself: `value_and_grad(loss_fn, opt_state)(params, batch)`."
         )
+    if not callable(value_and_grad):
+        raise TypeError(
+            "`value_and_grad` must be a function that differentiates, got "
+            f"{describe(value_and_grad)}. Pass one such as `jax.value_and_grad`, "
+            "`flax.nnx.value_and_grad` or `equinox.filter_value_and_grad`."
+        )
+    given = {"argnums": argnums, "holomorphic": holomorphic, "allow_int": allow_int}
+    # Not every function that differentiates has all of these arguments.
+    options = {name: x for name, x in given.items() if x != _DEFAULTS[name]}
 
     def differentiated(
         scale: jax.Array, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -43,21 +53,28 @@ def at_scale(
             # Only the derivative of this product is used, so XLA drops the product.
             return scale_loss_by(value, scale), output
 
-        value_and_grad = jax.value_and_grad(
-            scaled_fun,
-            argnums,
-            has_aux=True,
-            holomorphic=holomorphic,
-            allow_int=allow_int,
-        )
-        (_, output), scaled_grads = value_and_grad(*args, **kwargs)
+        result = value_and_grad(scaled_fun, has_aux=True, **options)(*args, **kwargs)
+        if not (_is_pair(result) and _is_pair(result[0])):
+            raise TypeError(
+                "`value_and_grad` must return what `jax.value_and_grad` does with "
+                f"has_aux=True, ((value, aux), gradients), got {describe(result)} from "
+                f"{describe(value_and_grad)}. Wrap it in a function that does."
+            )
+        (_, output), scaled_grads = result
         return output, unscale(scaled_grads, scale)
 
     return differentiated
 
 
+_DEFAULTS = {"argnums": 0, "holomorphic": False, "allow_int": False}
+
+
+def _is_pair(x: Any) -> bool:
+    return isinstance(x, tuple | list) and len(x) == 2
+
+
 def _check_pair(output: Any) -> None:
-    if not (isinstance(output, tuple | list) and len(output) == 2):
+    if not _is_pair(output):
         raise TypeError(
             "`fun` must return a pair (loss, aux) with has_aux=True, got "
             f"{describe(output)}. Return a pair, or leave `has_aux` out."

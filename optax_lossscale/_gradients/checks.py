@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import Jaxpr
 
 from .._finite import AxisName, check_axis_name
 from .._jax_internals import COLLECTIVE, DEBUGGING, effect_names, varying_axes
@@ -14,7 +14,7 @@ from .._tree import is_inexact
 from .._validation import describe
 
 
-def check_effects(jaxpr: ClosedJaxpr) -> None:
+def check_effects(jaxpr: Jaxpr) -> None:
     effects = effect_names(jaxpr) - {COLLECTIVE, *DEBUGGING}
     if effects:
         raise TypeError(
@@ -48,11 +48,12 @@ def _underflows(dtype: Any) -> bool:
     return jnp.finfo(dtype).tiny > jnp.finfo(jnp.float32).tiny
 
 
-def check_axes(jaxpr: ClosedJaxpr, axis_name: AxisName | None) -> None:
+def check_axes(jaxpr: Jaxpr, axis_name: AxisName | None) -> None:
     """Refuse to mix the gradients of devices that have scales of their own."""
     if axis_name is not None:
         check_axis_name(axis_name)
-    used = {e.name for e in jaxpr.effects if type(e).__name__ == COLLECTIVE}
+    effects: Any = jaxpr.effects
+    used = {e.name for e in effects if type(e).__name__ == COLLECTIVE}
     _refuse(used - set(_names(axis_name)), axis_name)
 
 

@@ -1,7 +1,7 @@
 """Compute the gradients of an overflow again at a lower scale, and lose no step."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from .._rules.arguments import check_backoff_factor
 from .._validation import check_count
 from .at_scale import at_scale, warn_of_narrow_loss
 from .checks import check_axes
-from .staged import staged
+from .staged import evaluate, staged
 
 
 def value_and_grad_with_retries(
@@ -25,10 +25,11 @@ def value_and_grad_with_retries(
     max_retries: int = 4,
     backoff_factor: float = 0.5,
     axis_name: AxisName | None = None,
-    argnums: int | Sequence[int] = 0,
+    argnums: Any = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
+    value_and_grad: Callable[..., Any] = jax.value_and_grad,
 ) -> Callable[..., tuple[Any, Any, Any]]:
     """Create a function that repeats an overflowed backward pass at a lower scale.
 
@@ -72,6 +73,7 @@ def value_and_grad_with_retries(
             seen while tracing.
         holomorphic: whether ``fun`` is promised to be holomorphic.
         allow_int: whether to allow integer arguments, whose gradients are ``float0``.
+        value_and_grad: the function that differentiates, as for `value_and_grad`.
 
     Returns:
         A function with the arguments of ``fun`` that returns the value, the gradients
@@ -107,12 +109,13 @@ def value_and_grad_with_retries(
         >>> print(grads, ls.get_loss_scale(state))
         [8.] 4096.0
     """
-    evaluate = at_scale(
+    differentiated = at_scale(
         fun,
         argnums=argnums,
         has_aux=has_aux,
         holomorphic=holomorphic,
         allow_int=allow_int,
+        value_and_grad=value_and_grad,
     )
     scale_state = get_effective_state(state)
     max_retries = check_count(
@@ -128,7 +131,7 @@ def value_and_grad_with_retries(
         warn_if_constant(scale_state)
 
         def attempt(scale: jax.Array) -> tuple[jax.Array, Any, Any]:
-            output, grads = evaluate(scale, args, kwargs)
+            output, grads = differentiated(scale, args, kwargs)
             value = output[0] if has_aux else output
             finite, sound = (all_finite(x, axis_name) for x in (grads, value))
             # XLA would let the loop carry matrices as their products leave them,
@@ -143,14 +146,14 @@ def value_and_grad_with_retries(
             lowered = jnp.maximum(carry.scale * backoff_factor, SMALLEST_SCALE)
             scale = jnp.where(carry.attempts == 0, carry.scale, lowered)
             inputs = [_depending_on(scale, x) for x in program.inputs[:-1]]
-            result = program.evaluate(*inputs, scale)
+            result = evaluate(program.jaxpr, *inputs, scale)
             return _Carry(carry.attempts + 1, scale, list(result))
 
         scale = jnp.asarray(scale_state.loss_scale)
         # In the loop alone it would be traced twice, for the types that it carries.
         program = staged(attempt, scale)
         check_axes(program.jaxpr, axis_name)
-        zeros = list(map(zeros_like_aval, program.jaxpr.out_avals))
+        zeros = [zeros_like_aval(x.aval) for x in program.jaxpr.outvars]
         _check_agreement(zeros[0], scale, axis_name)
         start = _Carry(jnp.zeros((), jnp.int32), scale, zeros)
         last = jax.lax.while_loop(proceed, body, start)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Jaxpr
 
 from .._finite import AxisName, across
 from .._jax_internals import zeros_like_aval
@@ -17,7 +18,7 @@ from .._rules.headroom import HeadroomLossScale
 from .._tree import dtype_of, is_inexact, multiply, wide_dtype
 from .._validation import check_concrete, describe
 from .checks import check_agreement, check_axes, check_effects, warn_of_underflow
-from .staged import Staged, staged
+from .staged import evaluate, staged
 
 Arguments = ParamSpec("Arguments")
 Output = TypeVar("Output")
@@ -143,7 +144,7 @@ def scale_backward(
         block = staged(fun, *args, **kwargs)
         check_effects(block.jaxpr)
         try:
-            outputs = _scaled(block, bound, axis_name, where)(*block.inputs)
+            outputs = _scaled(block.jaxpr, bound, axis_name, where)(*block.inputs)
         except TypeError as error:
             if "forward-mode" not in str(error):
                 raise
@@ -158,7 +159,7 @@ def scale_backward(
 
 
 def _scaled(
-    block: Staged,
+    jaxpr: Jaxpr,
     bound: float,
     axis_name: AxisName | None,
     where: tuple[str, int],
@@ -168,13 +169,13 @@ def _scaled(
     def forward(*primals: Any) -> tuple[Sequence[jax.Array], Any]:
         inputs = [x.value for x in primals]
         differentiated = [x.value if x.perturbed else None for x in primals]
-        check_axes(block.jaxpr, axis_name)
+        check_axes(jaxpr, axis_name)
 
-        def evaluate(differentiated: list[Any]) -> Sequence[jax.Array]:
+        def block(differentiated: list[Any]) -> Sequence[jax.Array]:
             pairs = zip(inputs, differentiated, strict=True)
-            return block.evaluate(*(x if d is None else d for x, d in pairs))
+            return evaluate(jaxpr, *(x if d is None else d for x, d in pairs))
 
-        outputs, pullback = jax.vjp(evaluate, differentiated)
+        outputs, pullback = jax.vjp(block, differentiated)
         warn_of_underflow(differentiated, outputs, where)
         return outputs, pullback
 
@@ -185,11 +186,11 @@ def _scaled(
         scale = exact_power(octaves)
         program = staged(pullback, _multiplied(cotangents, scale))
         check_axes(program.jaxpr, axis_name)
-        (scaled_grads,) = program.put_back(program.evaluate(*program.inputs))
+        (scaled_grads,) = program.put_back(evaluate(program.jaxpr, *program.inputs))
         check_agreement(scaled_grads, scale, axis_name)
         return tuple(_multiplied(scaled_grads, exact_power(-octaves)))
 
-    apply = jax.custom_vjp(block.evaluate)
+    apply = jax.custom_vjp(functools.partial(evaluate, jaxpr))
     apply.defvjp(forward, backward, symbolic_zeros=True)
     return apply
 

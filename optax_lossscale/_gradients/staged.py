@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from .._validation import describe
 
@@ -15,19 +15,20 @@ class Staged(NamedTuple):
     """A call of a function as a function of arrays.
 
     Attributes:
-        jaxpr: its program, without the arrays that the function closes over.
-        inputs: these, and then the arrays among the arguments.
+        jaxpr: its program, which holds no arrays. `evaluate` runs it.
+        inputs: the arrays that the function closes over, and then those among the
+            arguments.
         put_back: makes the function's output of the program's.
     """
 
-    jaxpr: ClosedJaxpr
+    jaxpr: Jaxpr
     inputs: list[jax.Array]
     put_back: Callable[[Sequence[jax.Array]], Any]
 
-    def evaluate(self, *inputs: jax.Array) -> Sequence[jax.Array]:
-        number = len(self.jaxpr.consts)
-        jaxpr = ClosedJaxpr(self.jaxpr.jaxpr, inputs[:number])
-        return jaxpr_as_fun(jaxpr)(*inputs[number:])
+
+def evaluate(jaxpr: Jaxpr, *inputs: jax.Array) -> Sequence[jax.Array]:
+    number = len(jaxpr.constvars)
+    return jaxpr_as_fun(ClosedJaxpr(jaxpr, inputs[:number]))(*inputs[number:])
 
 
 def staged(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Staged:
@@ -50,14 +51,15 @@ def staged(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Staged:
         returned = [_ARRAY if isinstance(x, jax.Array) else x for x in outputs]
         return [x for x in outputs if isinstance(x, jax.Array)]
 
-    jaxpr = jax.make_jaxpr(flat)(inputs)
+    closed_jaxpr = jax.make_jaxpr(flat)(inputs)
 
     def put_back(arrays: Sequence[jax.Array]) -> Any:
         remaining = iter(arrays)
         leaves = [next(remaining) if x is _ARRAY else x for x in returned]
         return jax.tree.unflatten(out_structure, leaves)
 
-    return Staged(jaxpr, [*jaxpr.consts, *inputs.values()], put_back)
+    arrays = [*closed_jaxpr.consts, *inputs.values()]
+    return Staged(closed_jaxpr.jaxpr, arrays, put_back)
 
 
 def _check_unchanged(leaves: list[Any], arguments: Any) -> None:

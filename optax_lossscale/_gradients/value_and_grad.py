@@ -1,8 +1,10 @@
 """Differentiate a loss in low precision without losing its gradients."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
+
+import jax
 
 from .._find import get_effective_state, warn_if_constant
 from .at_scale import at_scale, warn_of_narrow_loss
@@ -12,10 +14,11 @@ def value_and_grad(
     fun: Callable[..., Any],
     state: Any,
     *,
-    argnums: int | Sequence[int] = 0,
+    argnums: Any = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
+    value_and_grad: Callable[..., Any] = jax.value_and_grad,
 ) -> Callable[..., tuple[Any, Any]]:
     """Create a function that returns a loss and its true gradients.
 
@@ -32,10 +35,15 @@ def value_and_grad(
             the result is compiled, take the state as an argument of the compiled
             function and call `value_and_grad` inside of it: a state from outside is a
             constant of the program, and its scale never moves.
-        argnums: which positional arguments to differentiate.
+        argnums: which positional arguments to differentiate; whatever
+            ``value_and_grad`` takes for it, such as an ``nnx.DiffState``.
         has_aux: whether ``fun`` returns a pair.
         holomorphic: whether ``fun`` is promised to be holomorphic.
         allow_int: whether to allow integer arguments, whose gradients are ``float0``.
+        value_and_grad: the function that differentiates: ``jax.value_and_grad``, or one
+            with its results, such as ``flax.nnx.value_and_grad`` or
+            ``equinox.filter_value_and_grad``. It is called with ``has_aux=True`` and
+            those of the arguments above that are not left at their defaults.
 
     Returns:
         A function with the arguments of ``fun`` that returns the value and the
@@ -45,8 +53,9 @@ def value_and_grad(
     Raises:
         ValueError: if ``state`` has no loss scale in it, or more than one, or has it
             where its rule would not see an overflow.
-        TypeError: if ``fun`` is no function; when called, if the value is not a
-            floating-point scalar.
+        TypeError: if ``fun`` or ``value_and_grad`` is no function; when called, if the
+            value is not a floating-point scalar, or ``value_and_grad`` returns
+            something else than ``jax.value_and_grad`` does.
 
     Warns:
         UserWarning: if the loss is float16, since a scale above 65504 is infinite in
@@ -69,6 +78,13 @@ def value_and_grad(
         >>> print(f"{grads.max():.3g}")
         1.25e-09
 
+        Models of Flax NNX and Equinox are differentiated by these themselves::
+
+            fun = ls.value_and_grad(
+                loss_fn, optimizer, value_and_grad=nnx.value_and_grad
+            )
+            loss, grads = fun(model, x, y)
+
     References:
         Micikevicius et al., `Mixed Precision Training
         <https://arxiv.org/abs/1710.03740>`_, 2017, section 3.2
@@ -80,6 +96,7 @@ def value_and_grad(
         has_aux=has_aux,
         holomorphic=holomorphic,
         allow_int=allow_int,
+        value_and_grad=value_and_grad,
     )
 
     @functools.wraps(fun, updated=())
@@ -92,14 +109,18 @@ def value_and_grad(
     return value_and_grad_fun
 
 
+_value_and_grad = value_and_grad  # `grad` has an argument of this name
+
+
 def grad(
     fun: Callable[..., Any],
     state: Any,
     *,
-    argnums: int | Sequence[int] = 0,
+    argnums: Any = 0,
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
+    value_and_grad: Callable[..., Any] = jax.value_and_grad,
 ) -> Callable[..., Any]:
     """Create a function that returns the true gradients of a loss.
 
@@ -112,6 +133,10 @@ def grad(
         has_aux: whether ``fun`` returns a pair.
         holomorphic: whether ``fun`` is promised to be holomorphic.
         allow_int: whether to allow integer arguments, whose gradients are ``float0``.
+        value_and_grad: the function that differentiates: ``jax.value_and_grad``, or one
+            with its results, such as ``flax.nnx.value_and_grad`` or
+            ``equinox.filter_value_and_grad``. It is called with ``has_aux=True`` and
+            those of the arguments above that are not left at their defaults.
 
     Returns:
         A function with the arguments of ``fun`` that returns the gradients, with
@@ -134,13 +159,14 @@ def grad(
         >>> ls.grad(lambda w: w**2, opt_state)(3.0)
         Array(6., dtype=float32)
     """
-    differentiated = value_and_grad(
+    differentiated = _value_and_grad(
         fun,
         state,
         argnums=argnums,
         has_aux=has_aux,
         holomorphic=holomorphic,
         allow_int=allow_int,
+        value_and_grad=value_and_grad,
     )
 
     @functools.wraps(fun, updated=())
