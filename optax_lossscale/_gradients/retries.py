@@ -73,7 +73,9 @@ def value_and_grad_with_retries(
             seen while tracing.
         holomorphic: whether ``fun`` is promised to be holomorphic.
         allow_int: whether to allow integer arguments, whose gradients are ``float0``.
-        value_and_grad: the function that differentiates, as for `value_and_grad`.
+        value_and_grad: the function that differentiates, as for `value_and_grad`. A
+            module of Flax NNX cannot change inside of the loop: ``nnx.split`` it before
+            and ``nnx.merge`` it in ``fun``, and return what changes with ``has_aux``.
 
     Returns:
         A function with the arguments of ``fun`` that returns the value, the gradients
