@@ -4,12 +4,11 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from .._finite import AxisName, check_axis_name
-from .._jax_internals import COLLECTIVE, DEBUGGING, effect_names, varying_axes
+from .._jax_internals import COLLECTIVE, DEBUGGING, effect_names
 from .._tree import is_inexact
 from .._validation import describe
 
@@ -54,20 +53,7 @@ def check_axes(jaxpr: Jaxpr, axis_name: AxisName | None) -> None:
         check_axis_name(axis_name)
     effects: Any = jaxpr.effects
     used = {e.name for e in effects if type(e).__name__ == COLLECTIVE}
-    _refuse(used - set(_names(axis_name)), axis_name)
-
-
-def check_agreement(grads: Any, scale: jax.Array, axis_name: AxisName | None) -> None:
-    """Refuse gradients that were added up over devices with scales of their own."""
-    for x in filter(is_inexact, jax.tree.leaves(grads)):
-        _refuse(varying_axes(scale) - varying_axes(x), axis_name)
-
-
-def _names(axis_name: AxisName | None) -> tuple[Any, ...]:
-    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
-
-
-def _refuse(axes: set[Any] | frozenset[Any], axis_name: AxisName | None) -> None:
+    axes = used - set(axis_name if isinstance(axis_name, tuple) else [axis_name])
     if axes:
         raise ValueError(
             "`axis_name` must name every mapped axis that `fun` or its gradient uses, "

@@ -17,7 +17,7 @@ from .._rules.growth import exact_power
 from .._rules.headroom import HeadroomLossScale
 from .._tree import dtype_of, is_inexact, multiply, wide_dtype
 from .._validation import check_concrete, describe
-from .checks import check_agreement, check_axes, check_effects, warn_of_underflow
+from .checks import check_axes, check_effects, warn_of_underflow
 from .staged import evaluate, staged
 
 Arguments = ParamSpec("Arguments")
@@ -187,7 +187,6 @@ def _scaled(
         program = staged(pullback, _multiplied(cotangents, scale))
         check_axes(program.jaxpr, axis_name)
         (scaled_grads,) = program.put_back(evaluate(program.jaxpr, *program.inputs))
-        check_agreement(scaled_grads, scale, axis_name)
         return tuple(_multiplied(scaled_grads, exact_power(-octaves)))
 
     apply = jax.custom_vjp(functools.partial(evaluate, jaxpr))
