@@ -59,10 +59,10 @@ def scale_backward(
     2**-126 to 2**126. What must fit is the sum of the cotangent's absolute values over
     all axes but the last, since gradients of parameters are such sums:
     ``suggest_loss_scale(jnp.abs(cotangent).sum(axis=0))``, in these bounds, suggests
-    the same. The scale is 1 if the cotangent is zero or holds NaN or infinity, which
-    pass unchanged. Where calls are nested, the inner one sees the scaled cotangent of
-    the outer one. A range that is too wide within one block is not cured, nor an
-    overflow of the forward pass.
+    the same. A cotangent of zeros stays zero. The scale is 1 if the cotangent holds NaN
+    or infinity, which pass on as they are. Where calls are nested, the inner one sees
+    the scaled cotangent of the outer one. A range that is too wide within one block is
+    not cured, nor an overflow of the forward pass.
 
     Under ``jax.vmap`` every member has a scale of its own. The gradients of what they
     share are then computed for each of them, in as many times the memory, and added;

@@ -276,6 +276,11 @@ def test_nan_and_infinity_pass_at_scale_1(bad):
     assert ratio[1] == 1
 
 
+def test_a_cotangent_of_zeros_stays_zero():
+    gradient = jax.grad(lambda w: 0.0 * jnp.sum(ls.scale_backward(layer)(w, X)))(W)
+    np.testing.assert_array_equal(gradient, np.zeros((4, 4)))
+
+
 def test_nan_beside_numbers_is_not_hidden():
     (out,) = jax.vjp(ls.scale_backward(lambda x: x * 2), jnp.zeros(3))[1](
         jnp.array([jnp.nan, 1e-9, 0.0])
