@@ -1,7 +1,9 @@
 """What several test files share."""
 
+import contextlib
 import dataclasses
 import functools
+import io
 import os
 import re
 from collections.abc import Callable
@@ -22,6 +24,7 @@ set_mesh = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "tests" / "data"
+PAGES = ROOT / "notebooks"
 README = (ROOT / "README.md").read_text()
 
 # For programs that tests start. Two may meet at one entry of the cache of programs.
@@ -38,8 +41,18 @@ def worker_environment(**variables: str) -> dict[str, str]:
     return {**os.environ, **path, **variables}
 
 
-def readme_blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.M | re.S)
+def code_blocks(text: str, language: str) -> list[str]:
+    """The blocks of a page in Markdown; ```python theirs is not ```python."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
+
+
+def run_page(path: Path) -> dict[str, Any]:
+    """What the Python blocks of a page define and print, after all of them have run."""
+    namespace: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        for block in code_blocks(path.read_text(), "python"):
+            exec(compile(block, path.name, "exec"), namespace)
+    return {**namespace, "printed": printed.getvalue()}
 
 
 def float16_loss(params: Any, x: jax.Array) -> jax.Array:

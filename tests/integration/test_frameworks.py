@@ -1,7 +1,5 @@
 """The README's program, and its steps for each framework on good batches and bad."""
 
-import contextlib
-import io
 import re
 from pathlib import Path
 
@@ -12,19 +10,14 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import assert_same_bits, readme_blocks
+from helpers import README, ROOT, assert_same_bits, code_blocks, run_page
 
 import optax_lossscale as ls
 
 
 @pytest.fixture(scope="module")
 def readme():
-    """What the README's blocks define and print, after all of them have run."""
-    namespace = {}
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        for block in readme_blocks("python"):
-            exec(compile(block, "README.md", "exec"), namespace)
-    return {**namespace, "printed": printed.getvalue()}
+    return run_page(ROOT / "README.md")
 
 
 def test_the_first_block_is_a_complete_program(readme):
@@ -53,7 +46,7 @@ def test_the_blocks_on_float16_parameters_do_what_they_say(readme):
 
 
 def test_the_report_is_what_its_block_prints(readme):
-    (table,) = readme_blocks("text")
+    (table,) = code_blocks(README, "text")
     assert table in readme["printed"]
 
 

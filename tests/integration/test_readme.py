@@ -6,13 +6,13 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import README, ROOT, readme_blocks
+from helpers import README, ROOT, code_blocks
 
 import optax_lossscale as ls
 
 
 def test_there_are_two_commands_for_a_fresh_machine():
-    assert readme_blocks("bash") == [
+    assert code_blocks(README, "bash") == [
         "pip install -e '.[demo]' && python -m optax_lossscale\n",
         "pip install -e '.[test]' && pytest\n",
     ]

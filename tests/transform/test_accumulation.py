@@ -7,7 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits, float16_loss, make_step, readme_blocks, train
+from helpers import (
+    README,
+    assert_same_bits,
+    code_blocks,
+    float16_loss,
+    make_step,
+    train,
+)
 
 import optax_lossscale as ls
 
@@ -22,7 +29,7 @@ BAD_X = X.at[1, 2, 0, 0].set(1e6)  # overflows float16
 
 def by_scan(tx):
     """The README's recipe: the whole window in one jitted step, one check."""
-    [recipe] = [b for b in readme_blocks("python") if "def accumulated_step" in b]
+    [recipe] = [b for b in code_blocks(README, "python") if "def accumulated_step" in b]
     namespace = {"jax": jax, "jnp": jnp, "optax": optax, "ls": ls}
     namespace |= {"loss_fn": float16_loss, "tx": tx, "batch": X[0].reshape(-1, 2)}
     namespace |= {"params": PARAMS, "opt_state": tx.init(PARAMS)}
