@@ -15,7 +15,8 @@ from .._rules.arguments import check_backoff_factor
 from .._validation import check_count
 from .at_scale import at_scale, warn_of_narrow_loss
 from .checks import check_axes
-from .staged import evaluate, staged
+from .in_place import Objects
+from .staged import Staged, evaluate, staged
 
 
 def value_and_grad_with_retries(
@@ -53,7 +54,8 @@ def value_and_grad_with_retries(
     ``update`` is given the value, it leaves the scale alone, too. Gradients that are
     still not finite after the last attempt are skipped by ``update``, as always. Every
     attempt has the same arguments, so a PRNG key gives the same numbers. Effects, such
-    as ``jax.debug.print``, happen in each.
+    as ``jax.debug.print``, happen in each. Modules of Flax NNX start each attempt as
+    they were before the first, and change in place as the last one has them.
 
     The program holds ``fun`` once, in a ``jax.lax.while_loop``. So the result can be
     differentiated in forward mode only. Call it in a compiled function: uncompiled, the
@@ -73,9 +75,7 @@ def value_and_grad_with_retries(
             seen while tracing.
         holomorphic: whether ``fun`` is promised to be holomorphic.
         allow_int: whether to allow integer arguments, whose gradients are ``float0``.
-        value_and_grad: the function that differentiates, as for `value_and_grad`. A
-            module of Flax NNX cannot change inside of the loop: ``nnx.split`` it before
-            and ``nnx.merge`` it in ``fun``, and return what changes with ``has_aux``.
+        value_and_grad: the function that differentiates, as for `value_and_grad`.
 
     Returns:
         A function with the arguments of ``fun`` that returns the value, the gradients
@@ -85,6 +85,7 @@ def value_and_grad_with_retries(
         ``min_scale`` again, so let that be low. All else in the state is as it was; the
         ratio of the two scales tells how often the step was repeated, and nothing else
         does: what `TolerantLossScale` and `check_loss_scale` count are skipped steps.
+        An ``nnx.Optimizer`` is changed in place, and returned itself.
 
     Raises:
         ValueError: if ``state`` has no loss scale in it, or more than one, or has it
@@ -132,13 +133,15 @@ def value_and_grad_with_retries(
     def fun_with_retries(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
         warn_if_constant(scale_state)
 
-        def attempt(scale: jax.Array) -> tuple[jax.Array, Any, Any]:
-            output, grads = differentiated(scale, args, kwargs)
+        def attempt(contents: Any, scale: jax.Array) -> tuple[jax.Array, Any, Any, Any]:
+            copies, (own_args, own_kwargs) = objects.copy(contents)
+            output, grads = differentiated(scale, own_args, own_kwargs)
             value = output[0] if has_aux else output
             finite, sound = (all_finite(x, axis_name) for x in (grads, value))
             # XLA would let the loop carry matrices as their products leave them,
             # transposed, and a CPU would copy each of them behind the loop.
-            return sound & ~finite, output, jax.tree.map(row_major, grads)
+            grads = jax.tree.map(row_major, grads)
+            return sound & ~finite, output, grads, copies.contents()
 
         def proceed(carry: _Carry) -> jax.Array:
             may_repeat = carry.result[0] & (carry.attempts <= max_retries)
@@ -149,21 +152,33 @@ def value_and_grad_with_retries(
             scale = jnp.where(carry.attempts == 0, carry.scale, lowered)
             inputs = [_depending_on(scale, x) for x in program.inputs[:-1]]
             result = evaluate(program.jaxpr, *inputs, scale)
-            return _Carry(carry.attempts + 1, scale, list(result))
+            changing = [x for i, x in enumerate(result) if i not in unchanged]
+            return _Carry(carry.attempts + 1, scale, changing)
 
         scale = jnp.asarray(scale_state.loss_scale)
+        objects = Objects((args, kwargs))
         # In the loop alone it would be traced twice, for the types that it carries.
-        program = staged(attempt, scale)
+        program = staged(attempt, objects.contents(), scale)
         check_axes(program.jaxpr, axis_name)
-        zeros = [zeros_like_aval(x.aval) for x in program.jaxpr.outvars]
+        unchanged = _forwarded(program)
+        outputs = enumerate(program.jaxpr.outvars)
+        zeros = [zeros_like_aval(x.aval) for i, x in outputs if i not in unchanged]
         _check_agreement(zeros[0], scale, axis_name)
         start = _Carry(jnp.zeros((), jnp.int32), scale, zeros)
         last = jax.lax.while_loop(proceed, body, start)
-        _, output, grads = program.put_back(last.result)
+        changing = iter(last.result)
+        _, output, grads, contents = program.put_back(
+            [
+                unchanged[i] if i in unchanged else next(changing)
+                for i in range(len(program.jaxpr.outvars))
+            ]
+        )
+        objects.update(contents)
         warn_of_narrow_loss(output[0] if has_aux else output)
         tracker = jnp.where(last.attempts > 1, 0, scale_state.growth_tracker)
         new = scale_state._replace(loss_scale=last.scale, growth_tracker=tracker)
-        return output, grads, replace_loss_scale_state(state, new)
+        new_state = Objects(state).update_like(replace_loss_scale_state(state, new))
+        return output, grads, new_state
 
     return fun_with_retries
 
@@ -171,7 +186,18 @@ def value_and_grad_with_retries(
 class _Carry(NamedTuple):
     attempts: jax.Array
     scale: jax.Array  # of the last attempt, before the first one that of the state
-    result: list[jax.Array]  # whether the last one overflowed, and its arrays
+    result: list[jax.Array]  # whether the last one overflowed, and what it computed
+
+
+def _forwarded(program: Staged) -> dict[int, jax.Array]:
+    """Return which outputs are inputs as they are: the loop need not carry them.
+
+    The last input is the scale, which differs from attempt to attempt.
+    """
+    variables = [*program.jaxpr.constvars, *program.jaxpr.invars][:-1]
+    known = {id(v): x for v, x in zip(variables, program.inputs[:-1], strict=True)}
+    outputs = enumerate(program.jaxpr.outvars)
+    return {i: known[id(v)] for i, v in outputs if id(v) in known}
 
 
 def _depending_on(scale: jax.Array, x: jax.Array) -> jax.Array:
