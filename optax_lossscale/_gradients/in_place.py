@@ -20,12 +20,9 @@ class Objects:
         """Return what the objects hold, as a pytree of arrays."""
         return _nnx().state(self._objects) if self._objects else ()
 
-    def copy(self, contents: Any) -> tuple["Objects", Any]:
-        """Return copies that hold ``contents``, and the tree with them in it."""
-        if not self._objects:
-            return self, self._put_in([])
-        graph, _ = _nnx().split(self._objects)
-        tree = self._put_in(_nnx().merge(graph, contents, copy=True))
+    def copy(self) -> tuple["Objects", Any]:
+        """Return copies of the objects, and the tree with these in it."""
+        tree = self._put_in(_nnx().clone(self._objects) if self._objects else [])
         return Objects(tree), tree
 
     def update(self, contents: Any) -> None:

@@ -133,8 +133,8 @@ def value_and_grad_with_retries(
     def fun_with_retries(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
         warn_if_constant(scale_state)
 
-        def attempt(contents: Any, scale: jax.Array) -> tuple[jax.Array, Any, Any, Any]:
-            copies, (own_args, own_kwargs) = objects.copy(contents)
+        def attempt(scale: jax.Array) -> tuple[jax.Array, Any, Any, Any]:
+            copies, (own_args, own_kwargs) = objects.copy()
             output, grads = differentiated(scale, own_args, own_kwargs)
             value = output[0] if has_aux else output
             finite, sound = (all_finite(x, axis_name) for x in (grads, value))
@@ -158,7 +158,7 @@ def value_and_grad_with_retries(
         scale = jnp.asarray(scale_state.loss_scale)
         objects = Objects((args, kwargs))
         # In the loop alone it would be traced twice, for the types that it carries.
-        program = staged(attempt, objects.contents(), scale)
+        program = staged(attempt, scale)
         check_axes(program.jaxpr, axis_name)
         unchanged = _forwarded(program)
         outputs = enumerate(program.jaxpr.outvars)
