@@ -34,7 +34,9 @@ def loss_fn(model, x):
     return loss, model.first.kernel[0, 0]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "compiled", [pytest.param(False, marks=pytest.mark.slow), True]
+)
 def test_a_module_changes_once_however_often_its_gradients_are_repeated(compiled):
     results = []
     for retries in (True, False):

@@ -311,6 +311,7 @@ def test_overflow_inside_of_a_block_is_skipped_by_the_optimizer():
     assert ls.all_finite(w) and ls.get_loss_scale(opt_state) == 1
 
 
+@pytest.mark.slow
 def test_derivatives_of_derivatives_are_those_of_the_function():
     def loss_fn(wrap, w):
         return jnp.sum(wrap(single)(w, X) ** 2)
@@ -543,6 +544,7 @@ def test_collectives_of_the_backward_pass_alone_are_seen():
     )
 
 
+@pytest.mark.slow
 def test_second_derivatives_across_devices_are_those_of_the_function():
     def hessian(wrap):
         def of_member(w, x):

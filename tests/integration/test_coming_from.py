@@ -20,6 +20,17 @@ import optax_lossscale as ls
 GUIDES = {path.stem: path for path in sorted(PAGES.glob("coming_from/*.md"))}
 every_guide = pytest.mark.parametrize("guide", GUIDES)
 
+# They differ little from each other, so in the default run two stand for all.
+QUICK = ("pytorch", "flax_dynamic_scale")
+
+
+def unless_quick(value, guide):
+    marks = [] if guide in QUICK else [pytest.mark.slow]
+    return pytest.param(value, marks=marks)
+
+
+every_program = pytest.mark.parametrize("guide", [unless_quick(g, g) for g in GUIDES])
+
 PARTS = re.compile(
     r"^```(?P<fence>.*)\n(?P<code>(?s:.*?))^```$"
     r"|^(?P<level>#+) (?P<title>.+)$"
@@ -151,7 +162,9 @@ TRAININGS = {
     ),
     "jmp": Training("jmp", batch=("x",)),
 }
-every_training = pytest.mark.parametrize("training", TRAININGS.values(), ids=TRAININGS)
+every_training = pytest.mark.parametrize(
+    "training", [unless_quick(t, t.guide) for t in TRAININGS.values()], ids=TRAININGS
+)
 
 
 def params_and_opt_state(state):
@@ -200,7 +213,7 @@ def test_a_good_batch_is_counted_by_optimizer_and_schedule(training):
     assert len(counts(after)) == 2
 
 
-@every_guide
+@every_program
 def test_what_was_saved_is_what_was_trained(guide):
     page = run(guide)
     params, opt_state = params_and_opt_state(TRAININGS[guide].start())
@@ -223,7 +236,7 @@ CONVERTED = {"pytorch": "torch", "keras": "keras", "jmp": "jmp"}
 CONVERTED["flax_dynamic_scale"] = "flax"
 
 
-@every_guide
+@every_program
 def test_a_run_begun_there_goes_on_here(guide):
     """With the scale and the counter: the next finite step is one that grows."""
     page = run(guide)
@@ -245,6 +258,7 @@ def scales(rule, flags, state=None):
     return found
 
 
+@pytest.mark.slow
 def test_the_limits_and_intervals_are_those_named():
     least, largest = 2.0**-126, 2.0**126
     for guide, floor in (
@@ -266,6 +280,7 @@ def test_the_limits_and_intervals_are_those_named():
     assert run("mindspore")["dynamic"] == run("mindspore")["rule"]
 
 
+@pytest.mark.slow
 def test_the_fixed_rules_skip_or_apply_as_said():
     params = {"w": jnp.ones(2)}
     bad = {"w": jnp.array([1.0, jnp.nan])}

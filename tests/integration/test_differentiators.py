@@ -42,11 +42,16 @@ def nnx_loss(model, x):
 def test_nnx_modules_change_in_place_and_have_the_gradients_of_nnx(argnums):
     ours, theirs = Net(nnx.Rngs(0)), Net(nnx.Rngs(0))
     optimizer = nnx.Optimizer(ours, TX, wrt=nnx.Param)
-    fun = ls.value_and_grad(
-        nnx_loss, optimizer, argnums=argnums, value_and_grad=nnx.value_and_grad
-    )
-    loss, grads = fun(ours, X)
-    their_loss, their_grads = nnx.value_and_grad(nnx_loss, argnums=argnums)(theirs, X)
+
+    @nnx.jit
+    def both(ours, optimizer, theirs, x):
+        fun = ls.value_and_grad(
+            nnx_loss, optimizer, argnums=argnums, value_and_grad=nnx.value_and_grad
+        )
+        their_fun = nnx.value_and_grad(nnx_loss, argnums=argnums)
+        return fun(ours, x), their_fun(theirs, x)
+
+    (loss, grads), (their_loss, their_grads) = both(ours, optimizer, theirs, X)
     np.testing.assert_array_equal(loss, their_loss)
     leaves = zip(jax.tree.leaves(grads), jax.tree.leaves(their_grads), strict=True)
     for a, e in leaves:

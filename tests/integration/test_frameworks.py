@@ -206,19 +206,29 @@ def test_float16_models_follow_their_master_weights():
     params = half(params)
     state = tx.init(params)
     first = loss_of(eqx.combine(params, static))
-    for _ in range(5):
+
+    @jax.jit
+    def step(params, state):
         grads = ls.grad(lambda p: loss_of(eqx.combine(p, static)), state)(params)
         updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(5):
+        params, state = step(params, state)
     assert loss_of(eqx.combine(params, static)) < first
     assert_same_bits(params, half(optax.tree.get(state, "master_weights")))
 
     model = nnx.Linear(8, 1, param_dtype=jnp.float16, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     first = loss_of(model)
-    for _ in range(5):
+
+    @nnx.jit
+    def nnx_step(model, optimizer):
         grads = nnx.grad(lambda m: ls.scale_loss(loss_of(m), optimizer))(model)
         optimizer.update(model, ls.unscale_grads(grads, optimizer))
+
+    for _ in range(5):
+        nnx_step(model, optimizer)
     assert loss_of(model) < first
     masters = jax.tree.leaves(optimizer.opt_state.inner_state.master_weights)
     assert_same_bits(jax.tree.leaves(nnx.state(model)), half(masters))
