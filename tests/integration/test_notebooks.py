@@ -5,14 +5,15 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 import tomllib
 
 import jax
 import nbformat
 import pytest
-from helpers import CACHE_WARNINGS, ROOT
+from helpers import CACHE_WARNINGS, README, ROOT
 
-FILES = sorted((ROOT / "notebooks").iterdir())
+FILES = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 # What the text of each notebook says of its cells, run behind its last cell.
 CLAIMS = {
@@ -62,6 +63,104 @@ CLAIMS = {
         counts = sorted(int(str(error).split()[2]) for error in errors)
         assert counts == [101, 126]
     """,
+    "float16_or_bfloat16": """
+        half, brain = jnp.finfo(jnp.float16), jnp.finfo(jnp.bfloat16)
+        assert half.nmant == 10 and brain.nmant == 7 and half.max == 65504
+        assert 5.9e-8 < float(half.smallest_subnormal) < 6.1e-8 and half.tiny > 6e-5
+        ratios = {
+            name: error / gradient_errors["float16, scale 2^15"][name]
+            for name, error in gradient_errors["bfloat16"].items()
+        }
+        assert min(ratios.values()) > 4 and max(ratios, key=ratios.get) == "letter"
+        scaled = medians["float16, scale 2^15"]
+        assert 4 < medians["bfloat16"] / scaled < 16 and scaled < 0.004
+        unscaled = gradient_errors["float16, no scale"]
+        assert medians["float16, no scale"] > 0.5 * medians["bfloat16"]
+        bfloat16_errors = gradient_errors["bfloat16"]
+        leading = {x for x in unscaled if unscaled[x] < bfloat16_errors[x] / 3}
+        assert "head" in leading <= {"letter", "down 4", "head"}
+        assert max(bfloat16_errors, key=bfloat16_errors.get) == "letter"
+        off16, off_b = (log_prob_errors[d] for d in (jnp.float16, jnp.bfloat16))
+        assert 6 < off_b / off16 < 11
+        signed = score(params, held_out, jnp.bfloat16) - true_log_probs
+        assert abs(signed.mean()) < off_b / 2
+        means = {
+            name: [float(jnp.abs(both[d]).mean()) for d in (jnp.float16, jnp.bfloat16)]
+            for name, both in gaps.items()
+        }
+        same16, same_b = means.pop("same operations")
+        assert same_b <= 2 * same16 and same16 < off16 / 2 and same_b < off_b / 10
+        jumps = [(jnp.abs(same_gaps[d]) > 1e-5) for d in (jnp.float16, jnp.bfloat16)]
+        assert jumps[0].mean() > 3 * jumps[1].mean()
+        sizes = [
+            jnp.abs(same_gaps[d])[jump].mean()
+            for d, jump in zip((jnp.float16, jnp.bfloat16), jumps)
+        ]
+        assert sizes[1] > 3 * sizes[0]
+        assert all(5 < b / a < 12 for a, b in means.values())
+        assert all(0.5 < a / off16 < 2 for a, _ in means.values())
+        assert all(0.5 < b / off_b < 2 for _, b in means.values())
+        split = jnp.stack([*gaps["two devices"].values()])
+        assert split.shape == (2, 128, 57) and jnp.abs(jnp.exp(split) - 1).max() < 0.2
+        text_ratios = jnp.exp(split.sum(axis=2))
+        effective = text_ratios.sum(axis=1) ** 2 / jnp.sum(text_ratios**2, axis=1) / 128
+        assert effective.min() > 0.99
+        spreads = split.cumsum(axis=2).std(axis=1)[:, jnp.array([0, 14, 28, 56])]
+        assert jnp.all(jnp.diff(spreads) > 0) and 4 < spreads[1, 3] / spreads[0, 3] < 16
+        both_float16 = mixed_gaps[jnp.float16, jnp.float16]
+        one_bfloat16 = [gap for pair, gap in mixed_gaps.items() if jnp.bfloat16 in pair]
+        assert len(one_bfloat16) == 5 and min(one_bfloat16) > 5 * both_float16
+        assert max(one_bfloat16) < 1.5 * min(one_bfloat16)
+        assert mixed_gaps[jnp.float32, jnp.float32] < both_float16 / 100
+        assert max(final_losses.values()) - min(final_losses.values()) < 0.01
+        assert max(final_losses.values()) < 2.6 and final_losses.keys() == rules.keys()
+        curves = [runs[d][2] for d in (jnp.float32, jnp.float16, jnp.bfloat16)]
+        drift16, drift_b = (np.abs(curve - curves[0]).mean() for curve in curves[1:])
+        assert drift16 < drift_b < 0.05
+        dtypes = {x.dtype for run in runs.values() for x in jax.tree.leaves(run[0])}
+        moments = optax.tree.get(runs[jnp.bfloat16][1], "nu")
+        dtypes |= {x.dtype for x in jax.tree.leaves(moments)}
+        assert dtypes == {jnp.dtype("float32")}
+        assert weights[0.001, jnp.bfloat16] == weights[0.0001, jnp.float16] == 1
+        assert abs(weights[0.01, jnp.bfloat16] - 2) > 0.1
+        true_weights = {size: 1 + 100 * size for size in (0.01, 0.001, 0.0001)}
+        assert all(
+            abs(weights[size, jnp.float32] - true_weight) < 1e-4
+            and weights[size, "master"] == jnp.bfloat16(true_weight)
+            for size, true_weight in true_weights.items()
+        )
+        assert 1 == 1 + jnp.float16(2.0**-11) < 1 + jnp.float16(1.01 * 2.0**-11)
+        assert 1 == 1 + jnp.bfloat16(2.0**-8) < 1 + jnp.bfloat16(1.01 * 2.0**-8)
+        before, after = reports[1.0], reports[2.0**15]
+        assert before.underflow + before.subnormal > 0.9 * before.size
+        assert after.underflow + after.subnormal < 0.02 * after.size
+        assert after.overflow == 0 and ls.all_finite(new_params)
+        assert not ls.all_finite(grads) and not ls.was_applied(new_state)
+        assert all(jax.tree.leaves(same_weights))
+        assert ls.get_loss_scale(new_state) == 2**23
+        length, masked, epsilon = ranges[jnp.float16]
+        assert length == np.inf and np.isnan(masked) and epsilon == 0
+        held = np.array(ranges[jnp.bfloat16]) / [360000, 0.25, 1e-8]
+        assert np.all(np.abs(held - 1) < 0.01)
+        readme = README_TABLE
+        gradients16 = "error of the gradients, with a scale for float16"
+        measured = {
+            "held-out loss after training; in float32 2.31": [
+                final_losses[jnp.float16], final_losses[jnp.bfloat16]
+            ],
+            gradients16: [100 * scaled, 100 * medians["bfloat16"]],
+            "error of the gradients without a scale": [
+                100 * medians["float16, no scale"], 100 * medians["bfloat16"]
+            ],
+            "error of a log-probability": [off16, off_b],
+            "gap where the sampler splits its matrix products": means["two devices"],
+        }
+        for row, numbers in measured.items():
+            np.testing.assert_allclose(numbers, readme.pop(row), rtol=0.3)
+        assert abs(final_losses[jnp.float32] - 2.31) < 0.05
+        ((_, least),) = readme.items()
+        assert least == [1e-4, 1e-4] and max(same16, same_b) < 1.5e-4
+    """,
     "how_the_scale_moves": """
         before = ls.gradient_report(grads).totals
         after = ls.gradient_report(grads, loss_scale=suggested.loss_scale).totals
@@ -105,6 +204,16 @@ CLAIMS = {
 }
 
 
+def readme_table():
+    """The numbers of the README's table on float16 and bfloat16, row by row."""
+    table = README.split("| a small transformer on a CPU |")[1].split("\n\n")[0]
+    rows = [row.split(" | ") for row in table.splitlines()[2:]]
+    return {
+        name.removeprefix("| "): [float(re.match(r"[\d.]+", x)[0]) for x in numbers]
+        for name, *numbers in rows
+    }
+
+
 def read(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
@@ -114,8 +223,9 @@ def read(path):
 def run(path, folder):
     """Execute a notebook in a kernel of its own, as its reader does."""
     notebook = read(path)
-    lines = [line.strip() for line in CLAIMS[path.stem].strip().splitlines()]
-    notebook.cells.append(nbformat.v4.new_code_cell("\n".join(lines)))
+    claims = textwrap.dedent(CLAIMS[path.stem])
+    claims = claims.replace("README_TABLE", repr(readme_table()))
+    notebook.cells.append(nbformat.v4.new_code_cell(claims))
     copy = folder / path.name
     nbformat.write(notebook, copy)
     # In a process, because a client leaves sockets and event loops behind.
