@@ -1,48 +1,89 @@
 """Objects of Flax NNX, which change in place, around a function that must be pure."""
 
+import contextlib
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 
+_CONTEXT = "optax_lossscale"  # the name under which NNX tells copies from originals
+_OBJECT = object()  # stands for an object, which must not outlive the trace
 
-class Objects:
-    """The modules, optimizers and variables of Flax NNX in a tree; there may be none.
 
-    Those that share a variable share it in their copies, too.
+class Copies:
+    """The Flax NNX objects among arguments, and copies of them for one trace.
+
+    NNX carries over every change of a copy: of values, variables, submodules, and of
+    attributes that are no arrays, such as those that `nnx.Module.eval` sets.
     """
 
-    def __init__(self, tree: Any):
-        self._leaves, self._structure = jax.tree.flatten(tree, is_leaf=_is_object)
+    def __init__(self, args_and_kwargs: tuple[Any, Any]):
+        self._leaves, self._structure = _flatten(args_and_kwargs)
         self._objects = [x for x in self._leaves if _is_object(x)]
-
-    def contents(self) -> Any:
-        """Return what the objects hold, as a pytree of arrays."""
-        return _nnx().state(self._objects) if self._objects else ()
-
-    def copy(self) -> tuple["Objects", Any]:
-        """Return copies of the objects, and the tree with these in it."""
-        tree = self._put_in(_nnx().clone(self._objects) if self._objects else [])
-        return Objects(tree), tree
-
-    def update(self, contents: Any) -> None:
-        """Let the objects themselves hold ``contents``."""
         if self._objects:
-            _nnx().update(self._objects, contents)
+            with _nnx().split_context(_CONTEXT) as context:
+                self._graph, self._contents = context.split(self._objects)
 
-    def update_like(self, tree: Any) -> Any:
-        """Let the objects hold what those in another tree do, and return it with them.
+    def differentiate(
+        self, differentiated: Callable[..., Any], scale: jax.Array
+    ) -> tuple[Any, Any, Any]:
+        """Return an output without the objects in it, gradients, and what copies hold.
 
-        The other tree has the same structure. What is no object is taken from it.
+        ``differentiated`` is a function of a scale, arguments and keywords, as
+        `at_scale` returns it.
         """
-        other = Objects(tree)
-        self.update(other.contents())
-        return other._put_in(self._objects)
+        copies: list[Any] = []
+        if self._objects:
+            with _nnx().merge_context(_CONTEXT, True) as context:
+                copies = context.merge(self._graph, self._contents)
+        args, kwargs = _put_in(copies, self._leaves, self._structure)
+        output, grads = differentiated(scale, args, kwargs)
+        if not self._objects:
+            return output, grads, ()
+        leaves, structure = _flatten(output)
+        returned = [x for x in leaves if _is_object(x)]
+        with _nnx().split_context(_CONTEXT) as context:
+            self._graph, contents = context.split([*copies, *returned])
+        leaves = [_OBJECT if _is_object(x) else x for x in leaves]
+        return jax.tree.unflatten(structure, leaves), grads, contents
 
-    def _put_in(self, objects: Any) -> Any:
-        remaining = iter(objects)
-        leaves = [next(remaining) if _is_object(x) else x for x in self._leaves]
-        return jax.tree.unflatten(self._structure, leaves)
+    def update(self, output: Any, contents: Any) -> Any:
+        """Let the objects be as the copies were, and put those of the output back."""
+        if not self._objects:
+            return output
+        with _nnx().merge_context(_CONTEXT, False) as context:
+            merged = context.merge(self._graph, contents)
+        leaves, structure = jax.tree.flatten(output)
+        return _put_in(merged[len(self._objects) :], leaves, structure)
+
+
+@contextlib.contextmanager
+def copied(args: Any, kwargs: Any) -> Iterator[Copies]:
+    """Let one trace change copies of the Flax NNX objects among arguments."""
+    nnx = _nnx()
+    with contextlib.nullcontext() if nnx is None else nnx.update_context(_CONTEXT):
+        yield Copies((args, kwargs))
+
+
+def update_objects(old: Any, new: Any) -> Any:
+    """Return a tree with the objects of an equal one, which then hold what its did."""
+    objects, others = (
+        [x for x in _flatten(tree)[0] if _is_object(x)] for tree in (old, new)
+    )
+    if objects:
+        _nnx().update(objects, _nnx().state(others))
+    return _put_in(objects, *_flatten(new))
+
+
+def _flatten(tree: Any) -> tuple[list[Any], Any]:
+    return jax.tree.flatten(tree, is_leaf=_is_object)
+
+
+def _put_in(objects: list[Any], leaves: list[Any], structure: Any) -> Any:
+    remaining = iter(objects)
+    leaves = [next(remaining) if x is _OBJECT or _is_object(x) else x for x in leaves]
+    return jax.tree.unflatten(structure, leaves)
 
 
 def _nnx() -> Any:
@@ -52,4 +93,7 @@ def _nnx() -> Any:
 
 def _is_object(x: Any) -> bool:
     nnx = _nnx()
-    return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
+    if nnx is None:
+        return False
+    # Flax 0.10 has no `Pytree`, and later versions have nothing below `Object`.
+    return isinstance(x, getattr(nnx, "Pytree", nnx.Object) | nnx.Variable)

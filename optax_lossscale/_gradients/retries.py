@@ -15,7 +15,7 @@ from .._rules.arguments import check_backoff_factor
 from .._validation import check_count
 from .at_scale import at_scale, warn_of_narrow_loss
 from .checks import check_axes
-from .in_place import Objects
+from .in_place import copied, update_objects
 from .staged import Staged, evaluate, staged
 
 
@@ -120,7 +120,7 @@ def value_and_grad_with_retries(
         allow_int=allow_int,
         value_and_grad=value_and_grad,
     )
-    scale_state = get_effective_state(state)
+    get_effective_state(state)  # refuses at once what holds no loss scale
     max_retries = check_count(
         "max_retries",
         max_retries,
@@ -131,53 +131,31 @@ def value_and_grad_with_retries(
 
     @functools.wraps(fun, updated=())
     def fun_with_retries(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+        # An optimizer of Flax NNX may have changed since.
+        scale_state = get_effective_state(state)
         warn_if_constant(scale_state)
+        with copied(args, kwargs) as copies:
 
-        def attempt(scale: jax.Array) -> tuple[jax.Array, Any, Any, Any]:
-            copies, (own_args, own_kwargs) = objects.copy()
-            output, grads = differentiated(scale, own_args, own_kwargs)
-            value = output[0] if has_aux else output
-            finite, sound = (all_finite(x, axis_name) for x in (grads, value))
-            # XLA would let the loop carry matrices as their products leave them,
-            # transposed, and a CPU would copy each of them behind the loop.
-            grads = jax.tree.map(row_major, grads)
-            return sound & ~finite, output, grads, copies.contents()
+            def attempt(scale: jax.Array) -> tuple[jax.Array, Any, Any, Any]:
+                output, grads, contents = copies.differentiate(differentiated, scale)
+                value = output[0] if has_aux else output
+                finite, sound = (all_finite(x, axis_name) for x in (grads, value))
+                # XLA would let the loop carry matrices as their products leave them,
+                # transposed, and a CPU would copy each of them behind the loop.
+                grads = jax.tree.map(row_major, grads)
+                return sound & ~finite, output, grads, contents
 
-        def proceed(carry: _Carry) -> jax.Array:
-            may_repeat = carry.result[0] & (carry.attempts <= max_retries)
-            return (carry.attempts == 0) | may_repeat
-
-        def body(carry: _Carry) -> _Carry:
-            lowered = jnp.maximum(carry.scale * backoff_factor, SMALLEST_SCALE)
-            scale = jnp.where(carry.attempts == 0, carry.scale, lowered)
-            inputs = [_depending_on(scale, x) for x in program.inputs[:-1]]
-            result = evaluate(program.jaxpr, *inputs, scale)
-            changing = [x for i, x in enumerate(result) if i not in unchanged]
-            return _Carry(carry.attempts + 1, scale, changing)
-
-        scale = jnp.asarray(scale_state.loss_scale)
-        objects = Objects((args, kwargs))
-        # In the loop alone it would be traced twice, for the types that it carries.
-        program = staged(attempt, scale)
-        check_axes(program.jaxpr, axis_name)
-        unchanged = _forwarded(program)
-        outputs = enumerate(program.jaxpr.outvars)
-        zeros = [zeros_like_aval(x.aval) for i, x in outputs if i not in unchanged]
-        _check_agreement(zeros[0], scale, axis_name)
-        start = _Carry(jnp.zeros((), jnp.int32), scale, zeros)
-        last = jax.lax.while_loop(proceed, body, start)
-        changing = iter(last.result)
-        _, output, grads, contents = program.put_back(
-            [
-                unchanged[i] if i in unchanged else next(changing)
-                for i in range(len(program.jaxpr.outvars))
-            ]
-        )
-        objects.update(contents)
+            program = staged(attempt, jnp.asarray(scale_state.loss_scale))
+            check_axes(program.jaxpr, axis_name)
+            attempts, scale, result = _repeated(
+                program, max_retries, backoff_factor, axis_name
+            )
+            _, output, grads, contents = program.put_back(result)
+            output = copies.update(output, contents)
         warn_of_narrow_loss(output[0] if has_aux else output)
-        tracker = jnp.where(last.attempts > 1, 0, scale_state.growth_tracker)
-        new = scale_state._replace(loss_scale=last.scale, growth_tracker=tracker)
-        new_state = Objects(state).update_like(replace_loss_scale_state(state, new))
+        tracker = jnp.where(attempts > 1, 0, scale_state.growth_tracker)
+        new = scale_state._replace(loss_scale=scale, growth_tracker=tracker)
+        new_state = update_objects(state, replace_loss_scale_state(state, new))
         return output, grads, new_state
 
     return fun_with_retries
@@ -189,15 +167,41 @@ class _Carry(NamedTuple):
     result: list[jax.Array]  # whether the last one overflowed, and what it computed
 
 
-def _forwarded(program: Staged) -> dict[int, jax.Array]:
-    """Return which outputs are inputs as they are: the loop need not carry them.
+def _repeated(
+    program: Staged, max_retries: int, backoff_factor: float, axis_name: AxisName | None
+) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    """Return how many attempts there were, the last one's scale, and its result.
 
-    The last input is the scale, which differs from attempt to attempt.
+    The program is that of one attempt. Its last input is the scale, and its first
+    output tells whether it overflowed.
     """
+    *inputs, first_scale = program.inputs
     variables = [*program.jaxpr.constvars, *program.jaxpr.invars][:-1]
-    known = {id(v): x for v, x in zip(variables, program.inputs[:-1], strict=True)}
-    outputs = enumerate(program.jaxpr.outvars)
-    return {i: known[id(v)] for i, v in outputs if id(v) in known}
+    known = {id(v): x for v, x in zip(variables, inputs, strict=True)}
+    # Outputs that are inputs as they are, such as parameters, are not carried.
+    forwarded = [known.get(id(v)) for v in program.jaxpr.outvars]
+
+    def proceed(carry: _Carry) -> jax.Array:
+        may_repeat = carry.result[0] & (carry.attempts <= max_retries)
+        return (carry.attempts == 0) | may_repeat
+
+    def body(carry: _Carry) -> _Carry:
+        lowered = jnp.maximum(carry.scale * backoff_factor, SMALLEST_SCALE)
+        scale = jnp.where(carry.attempts == 0, carry.scale, lowered)
+        barred = [_depending_on(scale, x) for x in inputs]
+        result = evaluate(program.jaxpr, *barred, scale)
+        computed = [x for x, y in zip(result, forwarded, strict=True) if y is None]
+        return _Carry(carry.attempts + 1, scale, computed)
+
+    outputs = zip(program.jaxpr.outvars, forwarded, strict=True)
+    # In the loop alone it would be traced twice, for the types that it carries.
+    zeros = [zeros_like_aval(v.aval) for v, y in outputs if y is None]
+    _check_agreement(zeros[0], first_scale, axis_name)
+    start = _Carry(jnp.zeros((), jnp.int32), first_scale, zeros)
+    last = jax.lax.while_loop(proceed, body, start)
+    computed = iter(last.result)
+    result = [next(computed) if y is None else y for y in forwarded]
+    return last.attempts, last.scale, result
 
 
 def _depending_on(scale: jax.Array, x: jax.Array) -> jax.Array:

@@ -89,7 +89,7 @@ def value_and_grad(
         Micikevicius et al., `Mixed Precision Training
         <https://arxiv.org/abs/1710.03740>`_, 2017, section 3.2
     """
-    scale_state = get_effective_state(state)
+    get_effective_state(state)  # refuses at once what holds no loss scale
     differentiated = at_scale(
         fun,
         argnums=argnums,
@@ -101,6 +101,8 @@ def value_and_grad(
 
     @functools.wraps(fun, updated=())
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        # An optimizer of Flax NNX may have changed since.
+        scale_state = get_effective_state(state)
         warn_if_constant(scale_state)
         output, grads = differentiated(scale_state.loss_scale, args, kwargs)
         warn_of_narrow_loss(output[0] if has_aux else output)
