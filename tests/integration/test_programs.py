@@ -148,6 +148,9 @@ def test_ppo_learns_and_loses_no_step(ppo):
     assert lengths[0] < 40 and np.mean(np.asarray(lengths[-40:])) > 400
     assert int(ppo["scale_state"].skipped_steps) == 0
     assert ls.all_finite(ppo["params"])
+    program = jax.make_jaxpr(ppo["network"])(ppo["params"], jnp.ones(4))
+    products = [e for e in program.eqns if e.primitive.name == "dot_general"]
+    assert [e.outvars[0].aval.dtype for e in products] == [jnp.float16] * 2
 
 
 @slow
@@ -167,7 +170,8 @@ def test_the_guard_ends_a_run_that_has_stopped_training():
 
 
 def test_the_readme_names_every_program_with_its_line():
-    for name, text in {**PROGRAMS, "reinforcement_learning": PPO}.items():
+    assert "(notebooks/frameworks/reinforcement_learning.md)" in README
+    for name, text in PROGRAMS.items():
         (line,) = re.findall(
             rf"^\| [^|]+ \| `(ls\.[^`]+)` \| \[`{name}.md`\]"
             rf"\(notebooks/frameworks/{name}.md\) \|$",
