@@ -8,13 +8,23 @@ import jax.extend.core
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters import ad
 
 # Effects, by the names of their classes, which jax does not export.
 COLLECTIVE = "NamedAxisEffect"
 DEBUGGING = frozenset({"DebugEffect", "OrderedDebugEffect"})
 _TRACE_STATE = "get_opaque_trace_state"  # jax 0.7 has it in jax.core
+
+
+def without_constants(closed_jaxpr: ClosedJaxpr) -> Jaxpr:
+    """Return a program whose first inputs are what were its constants.
+
+    jax 0.12 keeps the arrays in it, and a function that refers to it would keep tracers
+    for longer than their trace.
+    """
+    jaxpr = closed_jaxpr.jaxpr
+    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
 
 
 def bind(eqn: JaxprEqn, args: Iterable[Any]) -> Sequence[Any]:

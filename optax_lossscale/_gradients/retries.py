@@ -176,7 +176,7 @@ def _repeated(
     output tells whether it overflowed.
     """
     *inputs, first_scale = program.inputs
-    variables = [*program.jaxpr.constvars, *program.jaxpr.invars][:-1]
+    variables = program.jaxpr.invars[:-1]
     known = {id(v): x for v, x in zip(variables, inputs, strict=True)}
     # Outputs that are inputs as they are, such as parameters, are not carried.
     forwarded = [known.get(id(v)) for v in program.jaxpr.outvars]

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
+from .._jax_internals import without_constants
 from .._validation import describe
 
 _ARRAY = object()  # stands for an array, which must not outlive the trace
@@ -27,8 +28,7 @@ class Staged(NamedTuple):
 
 
 def evaluate(jaxpr: Jaxpr, *inputs: jax.Array) -> Sequence[jax.Array]:
-    number = len(jaxpr.constvars)
-    return jaxpr_as_fun(ClosedJaxpr(jaxpr, inputs[:number]))(*inputs[number:])
+    return jaxpr_as_fun(ClosedJaxpr(jaxpr, []))(*inputs)
 
 
 def staged(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Staged:
@@ -59,7 +59,7 @@ def staged(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Staged:
         return jax.tree.unflatten(out_structure, leaves)
 
     arrays = [*closed_jaxpr.consts, *inputs.values()]
-    return Staged(closed_jaxpr.jaxpr, arrays, put_back)
+    return Staged(without_constants(closed_jaxpr), arrays, put_back)
 
 
 def _check_unchanged(leaves: list[Any], arguments: Any) -> None:

@@ -64,8 +64,8 @@ def _evaluate(
     A loop is not entered in a step to be skipped, unless it ``steers`` what follows.
     Of what is ``known``, for steps that are applied, only the cheap is computed again.
     """
-    env = dict(zip(jaxpr.constvars, consts, strict=True))
-    env.update(zip(jaxpr.invars, jax.tree.leaves(given), strict=True))
+    inputs = [*consts, *jax.tree.leaves(given)]
+    env = dict(zip(jaxpr.invars, inputs, strict=True))
     for eqn in jaxpr.eqns:
         args = [_read(env, atom) for atom in eqn.invars]
         values: Sequence[Any]

@@ -26,7 +26,7 @@ import optax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, Var
 
-from .._jax_internals import as_varying
+from .._jax_internals import as_varying, without_constants
 from .evaluation import Leaves, maskable, masked
 from .sanitized import Given, sanitized, split
 from .steering import may_have_custom_derivatives, steering
@@ -79,15 +79,17 @@ def _evaluated(
 
     With ``is_checked`` the flag that says whether the step is applied comes first.
     """
-    jaxpr, args = closed_jaxpr.jaxpr, (apply, given, closed_jaxpr.consts, old_leaves)
+    jaxpr, consts = without_constants(closed_jaxpr), closed_jaxpr.consts
+    args = apply, given, consts, old_leaves
+    variables = jaxpr.invars[len(consts) :]  # those of the gradients
 
     steers = steering(jaxpr)
     if not (has_rule := may_have_custom_derivatives(jaxpr)):
         # Derivatives are then those of the values, so that no NaN may be among them.
-        steers = steers.union(jaxpr.invars)
+        steers = steers.union(variables)
 
     def fast(apply: jax.Array, given: Given, consts: Leaves, old: Leaves) -> Leaves:
-        given = _sanitized_where(steers, jaxpr.invars, apply, given)
+        given = _sanitized_where(steers, variables, apply, given)
         early = maskable(jaxpr, steers, old)
         return masked(jaxpr, steers, apply, given, consts, old, early, is_checked)
 

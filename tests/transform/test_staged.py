@@ -221,3 +221,10 @@ def test_an_inner_transformation_may_look_at_numbers_where_there_are_some(look):
     assert new_state.inner_state[0].tolist() == [[2, 2, 2], [1, 1, 1]]
     with pytest.raises((TypeError, IndexError)):
         jax.jit(tx.update)(ONE, state)
+
+
+def test_no_tracer_outlives_its_trace():
+    tx = ls.with_loss_scaling(optax.adam(0.1))
+    with jax.check_tracer_leaks():
+        updates, _ = jax.jit(tx.update)(ONE, tx.init(TWO), TWO)
+    assert jnp.all(updates < 0)
