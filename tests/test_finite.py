@@ -251,7 +251,8 @@ print(jax.jit(tx.update)(x, tx.init(x))[0])
 """
 
 
-@pytest.mark.parametrize("honored", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("honored", [True, False])
 def test_no_flag_of_the_compiler_hides_a_nan(honored):
     """With such flags XLA takes x - x for 0, or comparisons with NaN for False."""
     flags = "--xla_cpu_enable_fast_math=true"

@@ -20,8 +20,8 @@ import optax_lossscale as ls
 GUIDES = {path.stem: path for path in sorted(PAGES.glob("coming_from/*.md"))}
 every_guide = pytest.mark.parametrize("guide", GUIDES)
 
-# They differ little from each other, so in the default run two stand for all.
-QUICK = ("pytorch", "flax_dynamic_scale")
+# They differ little from each other, so in the default run one stands for all.
+QUICK = ("pytorch",)
 
 
 def unless_quick(value, guide):
@@ -381,6 +381,7 @@ def flax_course(steps):
             yield (flax_state, flax_loss), (state, loss)
 
 
+@pytest.mark.slow
 def test_flax_and_ours_take_the_same_course():
     course = list(flax_course(60))
     flax_scales = [float(state.dynamic_scale.scale) for (state, _), _ in course]
@@ -420,6 +421,7 @@ def test_what_is_said_of_flaxs_loss():
         ls.value_and_grad(half, state)(p)
 
 
+@pytest.mark.slow
 def test_flaxs_step_is_traced_twice_and_ours_once():
     theirs, ours = run_theirs("flax_dynamic_scale"), run("flax_dynamic_scale")
     x = ours["x"][0]

@@ -25,7 +25,14 @@ KINDS = {
     "mpx": RULES["mpx_dynamic"],
     "not a power of two": ls.LogNormalLossScale(power_of_two=False),
 }
-every_kind = pytest.mark.parametrize("rule", KINDS.values(), ids=KINDS)
+QUICK = ("dynamic", "headroom", "metaseq", "jmp in float16")
+every_kind = pytest.mark.parametrize(
+    "rule",
+    [
+        pytest.param(rule, marks=() if name in QUICK else pytest.mark.slow, id=name)
+        for name, rule in KINDS.items()
+    ],
+)
 
 INJECTED = [np.nan, np.inf, -np.inf, 0.0, -1.0, 2.0**31, 1e-45]
 FLAGS = np.arange(16) % 5 != 3

@@ -82,14 +82,7 @@ if hasattr(optax, "snapshot"):  # from optax 0.2.6
 
 
 # The others are slow.
-USUAL = (
-    "chain",
-    "inject_hyperparams",
-    "lookahead",
-    "masked",
-    "MultiSteps",
-    "partition",
-)
+USUAL = ("chain", "masked", "MultiSteps")
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,13 @@ INNER = {
 }
 
 
-@pytest.mark.parametrize("name", INNER)
+QUICK = ("cond", "custom derivatives", "one value, two leaves", "scan", "while_loop")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in INNER],
+)
 @pytest.mark.parametrize(
     "transform",
     [

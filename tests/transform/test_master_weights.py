@@ -55,6 +55,8 @@ def trained(inner, params, loss_scaling=ls.with_loss_scaling):
     return scan(carry)[0]
 
 
+slow = pytest.mark.slow
+
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-3),
     "momentum": optax.sgd(1e-2, momentum=0.9),
@@ -64,7 +66,13 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=() if n in ("momentum", "clipped adam") else slow)
+        for n in OPTIMIZERS
+    ],
+)
 def test_a_run_equals_that_of_float32_parameters_cast_in_the_loss(name):
     inner = OPTIMIZERS[name]
     params, state = trained(inner, FLOAT32)
@@ -95,7 +103,7 @@ def test_in_float16_alone_small_updates_are_lost():
     assert_same_bits(run(ls.with_master_weights(optax.sgd(1e-4))), moved)
 
 
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("jit", [pytest.param(False, marks=slow), True])
 def test_the_parameters_are_the_rounded_master_weights_after_every_step(jit):
     tx = ls.with_loss_scaling(ls.with_master_weights(optax.adam(0.1)))
     update = jax.jit(tx.update) if jit else tx.update
@@ -139,6 +147,7 @@ def test_only_what_is_narrower_is_copied():
     np.testing.assert_allclose(state.master_weights["half"], 1 - 1e-4, rtol=1e-7)
 
 
+@slow
 def test_float64_master_weights_of_float32_and_complex64():
     with enable_x64(True):
         params = {"z": jnp.array([1 + 2j], jnp.complex64), "w": jnp.ones(2, "f4")}
@@ -211,7 +220,13 @@ WRAPPED = {
 }
 
 
-@pytest.mark.parametrize("name", WRAPPED)
+QUICK = ("chain", "MultiSteps inside", "masked", "partition")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in WRAPPED],
+)
 def test_wrappers_inside_and_around_give_the_run_of_float32(name):
     def run(tx, params):
         tx = optax.with_extra_args_support(ls.with_loss_scaling(tx))

@@ -47,8 +47,9 @@ def cases():
     """The usual optimizers; the others are slow, or have a job of their own."""
     for name in [*OPTIMIZERS, *VARIANTS]:
         for dtype in ("float16", "float32", "bfloat16"):
-            marks = [] if name in USUAL else [pytest.mark.slow]
-            if marks and dtype == "bfloat16":
+            usual = name in USUAL and dtype != "bfloat16"
+            marks = [] if usual else [pytest.mark.slow]
+            if name not in USUAL and dtype == "bfloat16":
                 marks += [pytest.mark.longest]
             yield pytest.param(name, dtype, marks=marks)
 
@@ -203,6 +204,7 @@ def test_leaves_that_are_no_arrays_are_no_obstacle():
         assert bool(ls.was_applied(new_state)) is applied
 
 
+@pytest.mark.slow
 def test_it_is_the_same_in_float64_complex_and_float8():
     with enable_x64(True):
         for dtype, large in (("c16", 1e200), ("f8", 1e200), ("c8", 1e30)):
@@ -317,6 +319,7 @@ def test_an_ensemble_a_loop_and_effects():
     assert states.scale_state.loss_scale.tolist() == [2.0**15, 2.0**15, 2.0**14]
 
 
+@pytest.mark.slow
 def test_a_line_search_is_made_once():
     """It is not among what is computed again for the masks."""
     calls = []

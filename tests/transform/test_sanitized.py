@@ -86,7 +86,14 @@ def test_a_step_that_is_skipped_is_given_finite_numbers(differentiated):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float8_e5m2", "complex64"])
-@pytest.mark.parametrize("shape", [(), (1,), (2,), (7,), (3, 4), (2, 1, 5)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *((), (7,), (2, 1, 5)),
+        *(pytest.param(s, marks=pytest.mark.slow) for s in ((1,), (2,), (3, 4))),
+    ],
+    ids=str,
+)
 def test_where_a_derivative_is_taken_neither_they_nor_their_deviations_are_zero(
     shape, dtype
 ):
