@@ -404,6 +404,7 @@ def test_states_of_other_kinds_keep_their_kind():
         assert ls.get_loss_scale(new) < scale == RULE.init_scale
 
 
+@pytest.mark.slow
 def test_equinox_models_and_their_functions_may_be_returned():
     mlp = eqx.nn.MLP(3, 1, 4, 1, key=jax.random.key(0))
     params, static = eqx.partition(mlp, eqx.is_inexact_array)

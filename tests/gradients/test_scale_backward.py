@@ -172,6 +172,7 @@ def layer_gradients(dtype, wrap, ws, scale):
     return jax.grad(loss_fn)(ws) / scale
 
 
+@pytest.mark.slow
 def test_a_scale_for_each_layer_trains_what_no_single_scale_can():
     ws = jax.random.normal(jax.random.key(0), (DEPTH, WIDTH, WIDTH)) * 1.7 * WIDTH**-0.5
 
@@ -506,7 +507,9 @@ def test_sums_over_devices_fit():
     np.testing.assert_array_equal(grads, np.full(4, 8 * 512 * TINY))
 
 
-@pytest.mark.parametrize("parallel", [jax.vmap, jax.pmap])
+@pytest.mark.parametrize(
+    "parallel", [pytest.param(jax.vmap, marks=pytest.mark.slow), jax.pmap]
+)
 def test_an_axis_of_vmap_and_pmap_will_do(parallel):
     wrap = functools.partial(ls.scale_backward, axis_name=("data",))
     ours, theirs = (on_devices(w, normalized, False, parallel) for w in (wrap, plain))

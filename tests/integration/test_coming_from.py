@@ -20,17 +20,6 @@ import optax_lossscale as ls
 GUIDES = {path.stem: path for path in sorted(PAGES.glob("coming_from/*.md"))}
 every_guide = pytest.mark.parametrize("guide", GUIDES)
 
-# They differ little from each other, so in the default run one stands for all.
-QUICK = ("pytorch",)
-
-
-def unless_quick(value, guide):
-    marks = [] if guide in QUICK else [pytest.mark.slow]
-    return pytest.param(value, marks=marks)
-
-
-every_program = pytest.mark.parametrize("guide", [unless_quick(g, g) for g in GUIDES])
-
 PARTS = re.compile(
     r"^```(?P<fence>.*)\n(?P<code>(?s:.*?))^```$"
     r"|^(?P<level>#+) (?P<title>.+)$"
@@ -162,9 +151,7 @@ TRAININGS = {
     ),
     "jmp": Training("jmp", batch=("x",)),
 }
-every_training = pytest.mark.parametrize(
-    "training", [unless_quick(t, t.guide) for t in TRAININGS.values()], ids=TRAININGS
-)
+every_training = pytest.mark.parametrize("training", TRAININGS.values(), ids=TRAININGS)
 
 
 def params_and_opt_state(state):
@@ -183,6 +170,7 @@ def counts(state):
     return [int(count) for _, count in found]
 
 
+@pytest.mark.slow
 @every_training
 def test_every_program_trains(training):
     page = run(training.guide)
@@ -193,6 +181,7 @@ def test_every_program_trains(training):
     assert ls.all_finite(training.start())
 
 
+@pytest.mark.slow
 @every_training
 def test_a_bad_batch_changes_the_scale_alone(training):
     before = training.start()
@@ -204,6 +193,7 @@ def test_a_bad_batch_changes_the_scale_alone(training):
     assert not ls.was_applied(after)
 
 
+@pytest.mark.slow
 @every_training
 def test_a_good_batch_is_counted_by_optimizer_and_schedule(training):
     before = training.start()
@@ -213,7 +203,8 @@ def test_a_good_batch_is_counted_by_optimizer_and_schedule(training):
     assert len(counts(after)) == 2
 
 
-@every_program
+@pytest.mark.slow
+@every_guide
 def test_what_was_saved_is_what_was_trained(guide):
     page = run(guide)
     params, opt_state = params_and_opt_state(TRAININGS[guide].start())
@@ -236,7 +227,8 @@ CONVERTED = {"pytorch": "torch", "keras": "keras", "jmp": "jmp"}
 CONVERTED["flax_dynamic_scale"] = "flax"
 
 
-@every_program
+@pytest.mark.slow
+@every_guide
 def test_a_run_begun_there_goes_on_here(guide):
     """With the scale and the counter: the next finite step is one that grows."""
     page = run(guide)
@@ -298,6 +290,7 @@ def test_the_fixed_rules_skip_or_apply_as_said():
         assert bool(jnp.isnan(updates["w"][1])) is applies
 
 
+@pytest.mark.slow
 def test_pytorchs_window_is_accumulated():
     """The mean over micro-batches is the gradient of the whole window."""
     page = run("pytorch")

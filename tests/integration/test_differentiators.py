@@ -100,7 +100,7 @@ def equinox_loss(model, x):
     return cross_entropy(model(x)), model.activation
 
 
-@pytest.mark.parametrize("retries", [False, True])
+@pytest.mark.parametrize("retries", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_two_lines_train_an_equinox_module_and_skip_a_bad_batch(retries):
     keys = jax.random.split(jax.random.key(0))
     layers = [eqx.nn.Linear(8, 16, key=keys[0]), eqx.nn.Linear(16, 1, key=keys[1])]

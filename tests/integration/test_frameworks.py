@@ -191,6 +191,7 @@ def test_jaxs_differentiator_leaves_the_statistics_of_nnx_as_they_were():
     )
 
 
+@pytest.mark.slow
 def test_float16_models_follow_their_master_weights():
     tx = ls.with_loss_scaling(ls.with_master_weights(optax.adam(1e-2)))
     x = jnp.ones((4, 8), jnp.float16)

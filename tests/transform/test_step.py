@@ -207,6 +207,7 @@ def unwrapped(tx):
     return tx
 
 
+@pytest.mark.slow
 @optimizers
 def test_derivatives_through_skipped_steps_are_finite_and_right(optimizer):
     """Meta-learning: the derivative of what training reaches by the learning rate."""

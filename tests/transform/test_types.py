@@ -41,13 +41,8 @@ WIDENED_BY_OPTAX = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "adabelief",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("adan", "radam")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WIDENED_BY_OPTAX)
 def test_float16_parameters_have_the_updates_that_optax_gives_them(name):
     """Rounding the moments to float16 makes these 10 to 4,000 times too large."""
     inner = WIDENED_BY_OPTAX[name]
