@@ -122,6 +122,8 @@ def test_two_statements_are_changed_and_the_page_marks_them(name):
     assert after.startswith("ls.value_and_grad(")
     assert ("value_and_grad=" in after) == (not differentiate.startswith("jax."))
     assert f"value_and_grad={differentiate}" in after or differentiate.startswith("jax")
+    kept = len(re.findall(r"# kept$", program, re.M))
+    assert kept == (5 if "so five more lines, marked" in PROGRAMS[name] else 1)
     others = {"keep_if_applied", "get_loss_scale_state", "check_loss_scale"}
     used = re.findall(r"\bls\.(\w+)", program)
     assert sorted(used) == sorted({"with_loss_scaling", "value_and_grad", *others})
