@@ -19,8 +19,7 @@ class Copies:
     """
 
     def __init__(self, args_and_kwargs: tuple[Any, Any]):
-        self._leaves, self._structure = _flatten(args_and_kwargs)
-        self._objects = [x for x in self._leaves if _is_object(x)]
+        self._objects, *self._flat = _flatten(args_and_kwargs)
         if self._objects:
             with _nnx().split_context(_CONTEXT) as context:
                 self._graph, self._contents = context.split(self._objects)
@@ -37,12 +36,11 @@ class Copies:
         if self._objects:
             with _nnx().merge_context(_CONTEXT, True) as context:
                 copies = context.merge(self._graph, self._contents)
-        args, kwargs = _put_in(copies, self._leaves, self._structure)
+        args, kwargs = _put_in(copies, *self._flat)
         output, grads = differentiated(scale, args, kwargs)
         if not self._objects:
             return output, grads, ()
-        leaves, structure = _flatten(output)
-        returned = [x for x in leaves if _is_object(x)]
+        returned, leaves, structure = _flatten(output)
         with _nnx().split_context(_CONTEXT) as context:
             self._graph, contents = context.split([*copies, *returned])
         leaves = [_OBJECT if _is_object(x) else x for x in leaves]
@@ -54,8 +52,8 @@ class Copies:
             return output
         with _nnx().merge_context(_CONTEXT, False) as context:
             merged = context.merge(self._graph, contents)
-        leaves, structure = jax.tree.flatten(output)
-        return _put_in(merged[len(self._objects) :], leaves, structure)
+        _, *flat = _flatten(output)
+        return _put_in(merged[len(self._objects) :], *flat)
 
 
 @contextlib.contextmanager
@@ -68,16 +66,17 @@ def copied(args: Any, kwargs: Any) -> Iterator[Copies]:
 
 def update_objects(old: Any, new: Any) -> Any:
     """Return a tree with the objects of an equal one, which then hold what its did."""
-    objects, others = (
-        [x for x in _flatten(tree)[0] if _is_object(x)] for tree in (old, new)
-    )
+    objects, *_ = _flatten(old)
+    others, *flat = _flatten(new)
     if objects:
         _nnx().update(objects, _nnx().state(others))
-    return _put_in(objects, *_flatten(new))
+    return _put_in(objects, *flat)
 
 
-def _flatten(tree: Any) -> tuple[list[Any], Any]:
-    return jax.tree.flatten(tree, is_leaf=_is_object)
+def _flatten(tree: Any) -> tuple[list[Any], list[Any], Any]:
+    """Return the objects in a tree, its leaves, which these are among, and the rest."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_object)
+    return [x for x in leaves if _is_object(x)], leaves, structure
 
 
 def _put_in(objects: list[Any], leaves: list[Any], structure: Any) -> Any:

@@ -82,6 +82,33 @@ def test_two_lines_train_an_nnx_module_and_skip_a_bad_batch():
     assert_same_bits(jax.tree.leaves(nnx.state(model, nnx.Param)), before)
 
 
+def test_retries_of_an_nnx_module_that_is_split():
+    model = Net(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+    optimizer.opt_state.scale_state.loss_scale[...] = jnp.float32(2.0**24)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+        def loss_fn(params):
+            merged = nnx.merge(graph, params, rest, copy=True)
+            return 64.0 * nnx_loss(merged, x), nnx.state(merged, nnx.Not(nnx.Param))
+
+        fun = ls.value_and_grad_with_retries(
+            loss_fn, optimizer.opt_state, has_aux=True, max_retries=20
+        )
+        (loss, changed), grads, optimizer.opt_state = fun(params)
+        nnx.update(model, changed)
+        optimizer.update(model, grads)
+        return loss
+
+    before = jnp.copy(model.norm.mean[...])
+    step(model, optimizer, X)
+    assert ls.was_applied(optimizer) and 1 < ls.get_loss_scale(optimizer) < 2.0**16
+    assert not (model.norm.mean[...] == before).any()
+
+
 class Mlp(eqx.Module):
     layers: list
     activation: callable

@@ -31,6 +31,7 @@ def test_all_blocks_run_in_order(readme):
     assert "the last step was applied" in readme["printed"]
     assert not jnp.isinf(readme["statistics"]["mean"]).any()
     restored = readme["restored"]
+    assert ls.all_finite(restored)
     assert_same_bits(restored["params"], readme["params"])
     assert_same_bits(restored["opt_state"], readme["opt_state"])
 
