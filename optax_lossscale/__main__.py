@@ -1,4 +1,4 @@
-"""The demonstration: train in float16 with scales and without, and compare."""
+"""The demonstration: train in float16 with and without loss scales, and compare."""
 
 import argparse
 import functools
@@ -12,19 +12,31 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m optax_lossscale",
         description=(
             "Train a small network on Python's own manual five times from the same "
-            "seed (float32, and float16 without a loss scale, with a fixed and with a "
-            "dynamic one, and with scale_backward) and compare."
+            "seed: in float32, and in float16 without a loss scale, with a fixed "
+            "scale, with a dynamic scale, and with scale_backward. Then compare the "
+            "results."
         ),
     )
     parser.add_argument(
-        "--steps", type=_steps, default=150, help="training steps of each run (150)"
+        "--steps",
+        type=_steps,
+        default=150,
+        help="number of training steps per run (default: 150)",
     )
-    parser.add_argument("--seed", type=_seed, default=0, help="random seed (0)")
     parser.add_argument(
-        "--plot", type=_png_file, metavar="FILE.png", help="draw losses and scales"
+        "--seed", type=_seed, default=0, help="random seed (default: 0)"
     )
     parser.add_argument(
-        "--json", type=_file, metavar="FILE", help="write the figures of every step"
+        "--plot",
+        type=_png_file,
+        metavar="FILE.png",
+        help="plot the losses and scales to this file",
+    )
+    parser.add_argument(
+        "--json",
+        type=_file,
+        metavar="FILE",
+        help="write the results and the numbers of every step to this file",
     )
     options = parser.parse_args(arguments)
     missing = [
@@ -34,14 +46,14 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     if missing:
         parser.error(
-            f"{' and '.join(missing)} must be installed, which `pip install "
-            "'optax_lossscale[demo]'` does."
+            f"{' and '.join(missing)} must be installed. Run `pip install "
+            "'optax_lossscale[demo]'`."
         )
     run(options)
 
 
 def run(options: argparse.Namespace) -> None:
-    # Heavy imports wait until the arguments are known to be good.
+    # Heavy imports wait until the arguments have been checked.
     import jax
     from rich.console import Console
     from rich.progress import Progress
@@ -54,9 +66,11 @@ def run(options: argparse.Namespace) -> None:
     task = load_task()
     true_words = float(labels(task.held_out).sum(axis=1).mean())
     console.print(
-        f"Which of the 1,000 commonest words stand in the next 4 positions of Python's "
-        f"manual? {len(task.train.words):,} positions, an embedding, a hidden layer, "
-        f"Adam; {options.steps} steps on {jax.devices()[0].device_kind}.",
+        f"The task is to predict which of the 1,000 most common words occur in the "
+        f"next 4 positions of Python's manual. The training text has "
+        f"{len(task.train.words):,} positions. The network has an embedding and a "
+        f"hidden layer, and is trained with Adam for {options.steps} steps on "
+        f"{jax.devices()[0].device_kind}.",
         highlight=False,
     )
     start = time.monotonic()
@@ -81,7 +95,7 @@ def run(options: argparse.Namespace) -> None:
         settings = {"steps": options.steps, "seed": options.seed}
         report.save_json(options.json, settings, results, true_words)
         console.print(f"Wrote {options.json}.", highlight=False)
-    console.print(f"{time.monotonic() - start:.0f} seconds.", highlight=False)
+    console.print(f"Took {time.monotonic() - start:.0f} seconds.", highlight=False)
 
 
 def _whole_number(text: str, lowest: int, highest: int, advice: str) -> int:
@@ -93,18 +107,18 @@ def _whole_number(text: str, lowest: int, highest: int, advice: str) -> int:
 
 
 def _steps(text: str) -> int:
-    return _whole_number(text, 10, 100_000, "100 and more show the difference well.")
+    return _whole_number(text, 10, 100_000, "Use 100 or more for a clear difference.")
 
 
 def _seed(text: str) -> int:
-    return _whole_number(text, 0, 2**32 - 1, "Any seed shows the same.")
+    return _whole_number(text, 0, 2**32 - 1, "Any seed will do.")
 
 
 def _file(text: str) -> Path:
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(
-            f"must be a file in a folder that exists, got {text!r}. Make the folder "
+            f"must be a file in a folder that exists, got {text!r}. Create the folder "
             "first, or name another."
         )
     return path

@@ -1,4 +1,4 @@
-"""What the demonstration shows: a table, a verdict, a picture, a file of figures."""
+"""The output of the demonstration: a table, sentences, a plot and a JSON file."""
 
 import json
 import math
@@ -16,15 +16,16 @@ Results = Mapping[str, Result]
 
 
 def make_table(results: Results, true_words: float) -> Table:
-    """Draw up one row for each way to train."""
+    """Make a table with one row per way to train."""
     table = Table(
         title="On held-out text",
         title_justify="left",
         caption=(
-            f"words: how many words a position is said to have; the truth is "
+            f"words: number of words predicted per position; the true number is "
             f"{true_words:.2f}. flushed: share of the logits' gradients that are zero "
-            "in the backward pass with the final weights and not in float32. scale: "
-            "that of the loss, under scale_backward the last layer's for one batch."
+            "in the backward pass with the final weights, but not in float32. scale: "
+            "the final loss scale; for scale_backward, the scale of the last layer for "
+            "one batch."
         ),
         caption_justify="left",
     )
@@ -45,39 +46,40 @@ def make_table(results: Results, true_words: float) -> Table:
 
 
 def compare(results: Results) -> str:
-    """Set the held-out losses of all runs against that of the first."""
+    """Compare the held-out losses of all runs with that of the first."""
     (name, reference), *others = results.items()
     ratios = [
-        f"{other}, {result.held_out_loss / reference.held_out_loss:.3f} times"
+        f"{result.held_out_loss / reference.held_out_loss:.3f}x ({other})"
         for other, result in others
     ]
-    return f"Loss against {name}'s: {'; '.join(ratios)}."
+    return f"Held-out loss relative to {name}: {', '.join(ratios)}."
 
 
 def explain() -> str:
-    """Say in one sentence why float16 fails here without a scale."""
+    """Explain why float16 fails here without a scale."""
     elements = BATCH * VOCABULARY
     lost_below = elements * 2.0**-25
     return (
         f"Why float16 needs a scale here: the loss is a mean over {elements:,} labels, "
-        f"so a wrong word of probability p has the gradient p / {elements:,}, which "
-        f"float16 rounds to zero as soon as p < {lost_below:.2f} (half its smallest "
-        "number, 2^-24), so wrong words are no longer pushed down."
+        f"so a wrong word with probability p has the gradient p / {elements:,}. "
+        f"float16 rounds it to zero as soon as p < {lost_below:.2f}, because it is "
+        "then below half the smallest float16 number, 2^-24. Nothing pushes the wrong "
+        "words down any further."
     )
 
 
 def explain_poisoned(result: Result) -> str:
-    """Say what became of the poisoned step, as the run's own record has it."""
+    """Describe what happened in the poisoned step, from the records of the run."""
     step = result.poisoned_step
     if step is None:
         return ""
     fate = "skipped" if result.skipped[step] else "applied"
     scale, next_scale = result.scales[step : step + 2]
     return (
-        f"In the dynamic run the batch of step {step} held an inf: the step was "
+        f"In the dynamic run, the batch of step {step} contained an inf. The step was "
         f"{fate}, the scale went from 2^{math.log2(scale):g} to "
-        f"2^{math.log2(next_scale):g}, and training went on: loss "
-        f"{result.losses[step - 1]:.4f} before, "
+        f"2^{math.log2(next_scale):g}, and training continued. The loss was "
+        f"{result.losses[step - 1]:.4f} before that step and "
         f"{result.losses[-1]:.4f} at the end."
     )
 
@@ -85,9 +87,9 @@ def explain_poisoned(result: Result) -> str:
 def save_json(
     path: Path, settings: Mapping[str, int], results: Results, true_words: float
 ) -> None:
-    """Write the same figures, and each step's loss, scale and fate."""
+    """Write the same numbers, and the loss, the scale and the skips of each step."""
     runs = {name: result._asdict() for name, result in results.items()}
-    # A skipped step's loss is NaN or infinite, which JSON cannot hold.
+    # The loss of a skipped step is NaN or inf, which JSON cannot represent.
     for run in runs.values():
         run["losses"] = [x if math.isfinite(x) else None for x in run["losses"]]
     figures = {"settings": dict(settings), "true_words": true_words, "runs": runs}
@@ -95,8 +97,8 @@ def save_json(
 
 
 def save_plot(path: Path, results: Results) -> None:
-    """Draw the loss and the scale of every run over the steps."""
-    # Imported here: only --plot needs it. The Agg canvas works without a display.
+    """Plot the loss and the scale of every run over the steps."""
+    # Imported here, because only --plot needs it. Agg works without a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""A task with real data and no download: which words come next in Python's manual?"""
+"""A task with real data and no download: predict words of Python's manual."""
 
 import re
 from collections import Counter
@@ -18,7 +18,7 @@ class Batch(NamedTuple):
 
     Attributes:
         words: int32 of shape (batch, 8), the words before the position; 0 is unknown.
-        weights: float32 of shape (batch, 8), 1 for a known word and 0 for others.
+        weights: float32 of shape (batch, 8), 1 for known words and 0 for unknown ones.
         labels: int32 of shape (batch, 4), the words that come next.
     """
 
@@ -28,14 +28,14 @@ class Batch(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Every position of the training text, and some of text kept from training."""
+    """Every position of the training text, and some positions of held-out text."""
 
     train: Batch
     held_out: Batch
 
 
 def load_task() -> Task:
-    """Cut the language reference that ``help()`` shows into words and positions."""
+    """Split the language reference that ``help()`` shows into words and positions."""
     text = "\n".join(topics[name] for name in sorted(topics)).lower()
     words = re.findall(r"[a-z_]+|[^\sa-z_]", text)
     common = [word for word, _ in Counter(words).most_common(VOCABULARY)]

@@ -1,4 +1,4 @@
-"""One small network trained in float32, and in float16 with scales and without."""
+"""Train one small network in float32, and in float16 with and without loss scales."""
 
 import dataclasses
 import functools
@@ -31,9 +31,9 @@ LEARNING_RATE = 1e-2
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """One way to train: the type to compute in, the rule, and whether to poison.
+    """One way to train: the type to compute in, the rule, and whether to poison a step.
 
-    With ``wrapped`` each layer is in `scale_backward`, and the rule is left to skip.
+    If ``wrapped``, each layer is wrapped in `scale_backward` and the rule only skips.
     """
 
     name: str
@@ -50,7 +50,7 @@ WAYS = (
     Way(
         "float16, dynamic scale",
         jnp.float16,
-        # Steps are few here, so the scale grows a hundred times as often as usual.
+        # There are few steps, so the scale grows a hundred times as often as usual.
         DynamicLossScale(growth_interval=20),
         poisoned=True,
     ),
@@ -59,9 +59,9 @@ WAYS = (
 
 
 class Result(NamedTuple):
-    """What a run leaves behind; lists have one entry a step.
+    """The results of a run; lists have one entry per step.
 
-    The scales are those of the loss, or of the last layer where layers are wrapped.
+    The scales are those of the loss, or of the last layer if layers are wrapped.
     """
 
     held_out_loss: float
@@ -79,7 +79,7 @@ class Result(NamedTuple):
 def train(
     way: Way, task: Task, steps: int, seed: int, advance: Callable[[], None]
 ) -> Result:
-    """Train one way; the same seed gives the same weights and the same batches."""
+    """Train in one way; the same seed gives the same weights and the same batches."""
     tx = with_loss_scaling(optax.adam(LEARNING_RATE), way.loss_scale)
     params = init_params(jax.random.key(seed))
     opt_state = tx.init(params)
@@ -104,7 +104,7 @@ def train(
         if step == poisoned_step:
             batch.weights[0, 0] = np.inf
         params, opt_state, record = train_step(params, opt_state, batch)
-        history.append(jax.block_until_ready(record))  # for the progress bar's sake
+        history.append(jax.block_until_ready(record))  # so the progress bar is honest
         advance()
 
     losses, scales, skipped = np.array(jax.device_get(history)).T
@@ -157,9 +157,9 @@ def last_layer(params: Any, hidden: jax.Array, dtype: Any) -> jax.Array:
 
 
 def logits(params: Any, batch: Batch, dtype: Any, wrapped: bool = False) -> jax.Array:
-    """One logit for each of the 1,000 words: does it come within the next four?
+    """Return a logit for each of the 1,000 words: is it among the next four?
 
-    Each layer computes in ``dtype``, from float32 to float32.
+    Each layer takes and returns float32, and computes in ``dtype``.
     """
 
     def layer(fun: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -190,7 +190,7 @@ def mean_loss(
 
 @jax.jit
 def evaluate(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the loss, the F1 score, and how many words a position is said to have."""
+    """Return the loss, the F1 score, and the number of words predicted per position."""
     out, present = logits(params, batch, jnp.float32), labels(batch)
     said = out > 0
     f1 = 2 * jnp.sum(said & present) / (jnp.sum(said) + jnp.sum(present))
@@ -199,7 +199,7 @@ def evaluate(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def own_scale(params: Any, batch: Batch, dtype: Any) -> jax.Array:
-    """Return the scale that `scale_backward` gives the last layer: no state has it."""
+    """Return the scale of `scale_backward` in the last layer, which no state holds."""
     cotangent = jax.grad(cross_entropy)(logits(params, batch, dtype), batch)
     return suggest_loss_scale(
         jnp.abs(cotangent).sum(axis=0),
@@ -214,8 +214,8 @@ def own_scale(params: Any, batch: Batch, dtype: Any) -> jax.Array:
 def flushed_share(params: Any, batch: Batch, scale: float, dtype: Any) -> jax.Array:
     """Return the share of the logits' gradients that this way of training loses.
 
-    Those are lost which are not zero in float32 and are zero in the backward pass as
-    the training step runs it.
+    A gradient is lost if it is zero in the backward pass of the training step, but not
+    in float32.
     """
 
     def gradients(dtype: Any, scale: Any) -> jax.Array:

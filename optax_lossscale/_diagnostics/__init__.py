@@ -1,1 +1,1 @@
-"""What gradients and the loss scale look like: report, table, suggestion, guard."""
+"""Reports on gradients, their tables, a suggested scale, and guards."""

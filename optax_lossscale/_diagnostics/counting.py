@@ -1,4 +1,4 @@
-"""Count the elements of arrays by what a narrow type makes of them, on the device."""
+"""Count on the device how many elements a narrow type would lose."""
 
 import functools
 import itertools
@@ -16,7 +16,7 @@ from .._tree import dtype_of, wide_dtype
 LARGEST_COUNT = np.iinfo(np.int32).max
 
 # Counts that may not fit int32 have two digits, high * 2**14 + low, each an int32.
-# Those of 2**17 arrays or devices can be added up digit by digit.
+# The counts of 2**17 arrays or devices can be added digit by digit.
 _BITS = 14
 
 _INF = int(np.float32(np.inf).view(np.int32))
@@ -30,8 +30,8 @@ def measure(
 ) -> tuple[jax.Array, jax.Array]:
     """Return counts in two digits, of shape (2, 7, leaves), and ``max_abs``.
 
-    They are nan, inf, zero, underflow, subnormal, overflow and size. Nothing here has a
-    derivative.
+    The seven counts are nan, inf, zero, underflow, subnormal, overflow and size.
+    Nothing here is differentiated.
     """
     leaves, scale = jax.lax.stop_gradient((leaves, scale))
     sums, max_abs = zip(*(_leaf(x, scale, limits) for x in leaves), strict=True)
@@ -45,21 +45,21 @@ def measure(
 
 @jax.jit
 def as_int32(counts: jax.Array) -> jax.Array:
-    """Join the two digits, which stand first; what does not fit is the largest."""
+    """Join the two digits on the first axis; counts that do not fit saturate."""
     low, high = _carried(*counts)
     return jnp.where(high < 2 ** (31 - _BITS), (high << _BITS) | low, LARGEST_COUNT)
 
 
 @jax.jit
 def as_float32(counts: jax.Array) -> jax.Array:
-    """Join the two digits, which stand first, and round."""
+    """Join the two digits on the first axis, and round."""
     low, high = counts.astype(jnp.float32)
     return high * 2.0**_BITS + low
 
 
 @jax.jit
 def total(counts: jax.Array) -> jax.Array:
-    """Sum int32 counts over the first axis; what does not fit is the largest."""
+    """Sum int32 counts over the first axis; sums that do not fit saturate."""
     digits = jnp.stack(_carried(counts, jnp.zeros_like(counts)))
     return as_int32(jnp.sum(digits, axis=1, dtype=jnp.int32))
 
@@ -68,9 +68,9 @@ def total(counts: jax.Array) -> jax.Array:
 def _leaf(
     x: jax.Array | None, scale: jax.Array, limits: Limits
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the sums of one array and its maximum.
+    """Return the counts of one array and its maximum.
 
-    Compiled, so that arrays of one shape are traced once.
+    It is jitted so that arrays of the same shape are traced only once.
     """
     if x is None:
         return jnp.zeros((7, 2), jnp.int32), jnp.zeros((), jnp.float32)
@@ -80,14 +80,14 @@ def _leaf(
     bits = [_float32_bits(part) for part in parts]
     nan = functools.reduce(jnp.logical_or, [b > _INF for b in bits])
     finite = functools.reduce(jnp.logical_and, [b < _INF for b in bits])
-    # Under fast math XLA compares floats as if all were finite: zeros stand for others.
+    # With fast math, XLA compares floats as if all were finite, so the rest become 0.
     parts = [jnp.where(finite, part, 0) for part in parts]
     magnitude = _magnitude(parts)
     scale = scale.astype(magnitude.dtype)
     scaled = _magnitude([part * scale for part in parts])
-    # A limit below the normal numbers would be taken for zero.
+    # XLA would flush a subnormal limit to zero.
     normal_limit = max(limits.normal, float(jnp.finfo(scaled.dtype).tiny))
-    # Counted upwards from zero, the fewest comparisons.
+    # Cumulative counts, from zero upwards, need the fewest comparisons.
     flags = [
         nan,
         ~finite,
@@ -100,25 +100,25 @@ def _leaf(
 
 
 def _float32_bits(x: jax.Array) -> jax.Array:
-    """Return the bits of a positive number: above those of infinity for NaN."""
+    """Return the bits of nonnegative numbers; those of NaN are above infinity's."""
     if x.dtype == jnp.float64:
-        # What is finite stays so, and TPUs do not tell the bits of a float64.
+        # Finite numbers stay finite. TPUs cannot return the bits of a float64.
         x = (x * 2.0**-900).astype(jnp.float32)
     return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
 def _magnitude(parts: list[jax.Array]) -> jax.Array:
-    """Return the absolute value of a number from those of its parts."""
+    """Return absolute values from those of the real and imaginary parts."""
     if len(parts) == 1:
         return parts[0]
-    # XLA divides zero by zero for that of a complex zero, which fast math does not see.
+    # For a complex zero XLA divides zero by zero, and fast math misses the NaN.
     longer, shorter = jnp.maximum(*parts), jnp.minimum(*parts)
     ratio = shorter / jnp.maximum(longer, float(jnp.finfo(longer.dtype).tiny))
     return longer * jnp.sqrt(1 + ratio * ratio)
 
 
 def _overflows(scaled: jax.Array, limits: Limits) -> jax.Array:
-    """Return which magnitudes, some of them infinite, have come to the limit."""
+    """Return which magnitudes, infinite ones included, have reached the limit."""
     if scaled.dtype == jnp.float64 and math.isfinite(limits.overflow):
         return scaled >= limits.overflow
     with np.errstate(over="ignore"):
@@ -129,15 +129,15 @@ def _overflows(scaled: jax.Array, limits: Limits) -> jax.Array:
 
 
 def _sums_and_max(flags: list[jax.Array], x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Count flags, and all elements, and take the maximum of one more array.
+    """Count the flags and all elements, and return the maximum of ``x``.
 
-    The sums are in two digits, of shape (7, 2); the maximum is a finite float32.
+    The counts are in two digits, of shape (7, 2); the maximum is a finite float32.
 
-    XLA CPU makes one vectorized loop of a reduction with many operands, and a slow one
-    of each of many reductions. To carry digits takes ten times as long: where counts
-    may not fit, the longest axis along which they do is reduced before.
+    XLA CPU turns one reduction with many operands into one vectorized loop, and many
+    reductions into many slow loops. Carrying digits takes ten times as long. So if the
+    counts may not fit, the longest axis that still fits is reduced first.
     """
-    # Integers have the order of positive floats, and no NaN to look for.
+    # As integers, nonnegative floats keep their order, and no NaN needs care.
     bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
     operands = [*(flag.astype(jnp.int32) for flag in flags), bits]
     if _fits(x.size):
@@ -180,10 +180,10 @@ def _add_digits(left: _Operands, right: _Operands) -> _Operands:
 
 
 def _carried(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Bring the lower digit into its range, which begins at 0."""
+    """Carry from the lower digit, so that it is in its range again."""
     return low & (2**_BITS - 1), high + (low >> _BITS)
 
 
 def _fits(number: Any) -> bool:
-    """Return whether int32 holds a number of elements; a symbolic one might not."""
+    """Return whether a number of elements fits int32; a symbolic one might not."""
     return isinstance(number, int) and number <= LARGEST_COUNT

@@ -1,4 +1,4 @@
-"""The guard that a host, or a compiled loop, may ask whether training has stopped."""
+"""Guards that detect, on the host or in a compiled loop, that training has stopped."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,10 @@ from .table import check_report
 
 
 class LossScaleError(RuntimeError):
-    """Raised by the guards: steps are skipped, and none is applied.
+    """Raised if too many steps in a row were skipped, so training has stopped.
+
+    `check_loss_scale` and `watch_loss_scale` raise it. The message lists possible
+    causes and what to do about each.
 
     Examples:
         >>> import optax_lossscale as ls
@@ -33,25 +36,28 @@ def check_loss_scale(
     max_consecutive_skips: int = 100,
     report: GradientReport | None = None,
 ) -> None:
-    """Raise if too many steps in a row have been skipped.
+    """Raise an error if too many steps in a row have been skipped.
 
-    It waits for the device, so call it now and then from the host, where you log. A
-    compiled step neither waits nor raises; for a compiled loop of many steps there is
+    If every step is skipped, training has stopped, but the loop runs on. Call this from
+    the host now and then, for example where you log. It waits for the device.
+
+    It cannot be called in a compiled function. If you compile a loop of many steps, use
     `watch_loss_scale`.
 
     Args:
         state: an optimizer state, or whatever `get_loss_scale_state` takes.
         max_consecutive_skips: how many steps in a row may be skipped, 1 or more. A
-            scale that starts at 2**15 has come to 1 after 15 of them.
-        report: the `gradient_report` of the last gradients, to be shown in the error.
+            scale of 2**15 that is halved in each skipped step reaches 1 after 15.
+        report: the `gradient_report` of the last gradients, to show in the error.
 
     Returns:
         Nothing.
 
     Raises:
-        LossScaleError: if more steps were skipped since the last one that was applied.
-        ValueError: if ``state`` has no loss scale or more than one, or is being traced;
-            if ``max_consecutive_skips`` is no count, or ``report`` no report.
+        LossScaleError: if more steps in a row were skipped.
+        ValueError: if ``state`` has no loss scale or more than one, or is traced; if
+            ``max_consecutive_skips`` is not a whole number from 1; or if ``report`` is
+            not a `GradientReport`.
 
     Examples:
         >>> import optax_lossscale as ls
@@ -66,15 +72,15 @@ def check_loss_scale(
         optax_lossscale.LossScaleError: The last 3 steps were all skipped, ...
 
     References:
-        MindSpore's ``DynamicLossScaleManager`` gives up after more than 1,000
-        overflows in a row; DeepSpeed at the first one at the least scale.
+        MindSpore's ``DynamicLossScaleManager`` raises an error after more than 1,000
+        overflows in a row, and DeepSpeed at the first overflow at its minimum scale.
     """
     limit = _check_limit(max_consecutive_skips)
     scale_state = get_loss_scale_state(state)
     check_concrete(
         "state",
         scale_state,
-        "Call `check_loss_scale` outside of the compiled function, or "
+        "Call `check_loss_scale` outside the compiled function, or "
         "`watch_loss_scale` inside.",
     )
     if report is not None:
@@ -92,48 +98,55 @@ def watch_loss_scale(
     on_error: Callable[[LossScaleError], None] | None = None,
     axis_name: AxisName | None = None,
 ) -> None:
-    """Do in a compiled loop what `check_loss_scale` does on the host.
+    """Raise an error from a compiled loop if too many steps in a row are skipped.
 
-    For training that runs many steps in one ``jax.lax.scan``. Whether too many steps
-    have been skipped is decided on the device; only then is the host called, by
-    ``jax.debug.callback``, and nothing waits for that. A GPU may have to bring the
-    decision itself to the host, as that of any ``jax.lax.cond``: where that matters,
-    nest two scans and call this in the outer one. ``jax.vmap`` runs both sides of a
-    branch, and so calls the host in every step: for an ensemble, call this outside of
-    it with the state of all members, without ``grads``. Outside of compiled functions
-    this waits for the device and decides on the host, as `check_loss_scale` does.
+    Use it if many steps run in one ``jax.lax.scan``, where `check_loss_scale` cannot be
+    called. The device decides whether too many steps were skipped. Only then does it
+    call the host, with ``jax.debug.callback``, and it does not wait for the host.
 
-    Without ``on_error`` the error ends the compiled program. XLA passes no exception
-    on: you get a ``jax.errors.JaxRuntimeError`` with the text of the `LossScaleError`
-    in it, from the call or when the results are waited for. jax logs the error as well.
-    The results are lost then, as are arguments that were donated. To raise the
-    `LossScaleError` itself, keep it, and raise it on the host as in the first example.
+    Without ``on_error``, the error ends the compiled program. XLA does not pass
+    exceptions on, so you get a ``jax.errors.JaxRuntimeError`` that contains the text of
+    the `LossScaleError`, from the call or when you wait for the results. JAX logs the
+    error too. The results are lost, and so are donated arguments. To raise the
+    `LossScaleError` itself, store it in ``on_error`` and raise it on the host, as in
+    the first example.
+
+    On a GPU, the decision may be copied to the host in every step, as for any
+    ``jax.lax.cond``. If that is too slow, nest two scans and call this in the outer
+    one.
+
+    Under ``jax.vmap`` both branches run, so the host is called in every step. For an
+    ensemble, call this outside ``jax.vmap``, with the state of all members and without
+    ``grads``.
+
+    Outside compiled functions it waits for the device and decides on the host, as
+    `check_loss_scale` does.
 
     Args:
         state: the optimizer state after the update, or whatever
             `get_loss_scale_state` takes.
         max_consecutive_skips: how many steps in a row may be skipped, 1 or more.
-        every: the number of skipped steps between two reports: the host is called at
-            the first skipped step beyond the limit, and once every so many after it.
-            Use 1 if you call this only now and then.
+        every: the number of skipped steps between two reports. The host is called at
+            the first skipped step beyond the limit, and again after each ``every``
+            further ones. If you do not call this in every step, use 1.
         grads: the gradients of this step, to show their `gradient_report` in the error.
-            It is computed only when there is one, but compiled with the loop.
-        on_error: called on the host with the `LossScaleError`, in place of raising it:
-            to log it, to save something, to set a flag.
+            The report is compiled with the loop, but computed only for an error.
+        on_error: called on the host with the `LossScaleError` instead of raising it,
+            for example to log it, to save a checkpoint or to set a flag.
         axis_name: inside ``shard_map``, ``pmap`` or ``vmap``, the name of the mapped
             axis, or a tuple of names, along which the state is the same everywhere.
-            Only the first device along them calls the host, and ``grads`` are its own.
-            Without it every device calls.
+            Only the first device along them calls the host, with its own ``grads``.
+            Without it, every device does.
 
     Returns:
         Nothing.
 
     Raises:
-        LossScaleError: outside of compiled functions, if more steps were skipped.
-        ValueError: if ``state`` has no loss scale or more than one,
-            ``max_consecutive_skips`` or ``every`` is no count, ``grads`` can be no tree
-            of gradients, ``on_error`` cannot be called, or ``axis_name`` is not bound
-            here.
+        LossScaleError: outside compiled functions, if more steps were skipped.
+        ValueError: if ``state`` has no loss scale or more than one; if
+            ``max_consecutive_skips`` or ``every`` is not a whole number from 1; if
+            ``grads`` is not a tree of gradients; if ``on_error`` is not callable; or if
+            ``axis_name`` is not bound here.
 
     Examples:
         >>> import jax
@@ -157,7 +170,7 @@ def watch_loss_scale(
         ...
         optax_lossscale.LossScaleError: The last 3 steps were all skipped, ...
 
-        Without ``on_error`` jax raises its own error:
+        Without ``on_error``, JAX raises its own error:
 
         >>> try:
         ...     state = jax.block_until_ready(train(rule.init(), flags, on_error=None))
@@ -171,8 +184,8 @@ def watch_loss_scale(
     )
     if on_error is not None and not callable(on_error):
         raise ValueError(
-            f"`on_error` must be a function of one LossScaleError, got "
-            f"{describe(on_error)}. Leave it out to have the error raised."
+            "`on_error` must be a function of one LossScaleError, got "
+            f"{describe(on_error)}. To raise the error, leave it out."
         )
     if grads is not None:
         check_gradients("grads", grads)
@@ -185,7 +198,7 @@ def watch_loss_scale(
     def tell_host(
         due: Any, scale_state: LossScaleState, report: GradientReport | None
     ) -> None:
-        # ``jax.vmap`` calls for every member.
+        # Under ``jax.vmap`` this is called for every member.
         if not due:
             return
         error = LossScaleError(stop_message(scale_state, limit, report))

@@ -1,4 +1,4 @@
-"""What the elements of gradients would be in a narrow type, leaf by leaf."""
+"""Report, per leaf, what a narrow type would lose of the gradients."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,22 +15,24 @@ from .counting import as_int32, measure, total
 
 
 class GradientReport(NamedTuple):
-    """How the elements of gradients fare, as trees like the gradients.
+    """The result of `gradient_report`: one number per leaf of the gradients.
 
-    Each leaf is an array of shape ``()``. Counts are int32 and stay at 2**31 - 1 when
-    there are more. No element is counted twice; those in no count are normal numbers.
+    Each field is a tree with the structure of the gradients, and each leaf of it is an
+    array of shape ``()``. Counts are int32 and saturate at 2**31 - 1. No element is
+    counted twice; an element in none of the counts is a normal number.
 
     Attributes:
-        nan: how many elements are NaN.
-        inf: how many are infinite.
-        zero: how many are zero.
-        underflow: how many are not zero, but round to zero in the type at the scale.
-        subnormal: how many become subnormal numbers there, which hold fewer digits.
-        overflow: how many are finite, but not in the type at the scale.
-        max_abs: float32, the largest absolute value of the finite elements, 0 if there
-            are none, the largest float32 if it is beyond. It is not multiplied by the
-            scale.
-        size: how many elements there are; 0 for what is not floating-point.
+        nan: the number of elements that are NaN.
+        inf: the number of elements that are infinite.
+        zero: the number of elements that are zero.
+        underflow: the number of nonzero elements that round to zero in ``dtype`` after
+            scaling.
+        subnormal: the number of elements that become subnormal there, and so lose
+            digits.
+        overflow: the number of finite elements that become infinite or NaN there.
+        max_abs: float32, the largest absolute value of the finite elements, before
+            scaling; 0 if there are none, and at most the largest float32.
+        size: the number of elements; 0 for leaves that are not floating-point.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -52,7 +54,7 @@ class GradientReport(NamedTuple):
 
     @property
     def totals(self) -> "GradientReport":
-        """The report of all leaves together: sums, and the largest of ``max_abs``."""
+        """The report of all leaves together: summed counts, the largest ``max_abs``."""
 
         def stacked(leaves: list[Any], dtype: Any) -> jax.Array:
             arrays = [jnp.asarray(x, dtype) for x in leaves]
@@ -66,7 +68,7 @@ class GradientReport(NamedTuple):
 
 
 def exact_totals(report: GradientReport) -> GradientReport:
-    """Return the totals as Python's own numbers, where sums of counts do not saturate.
+    """Return the totals as Python numbers, whose sums do not saturate.
 
     It waits for the device.
     """
@@ -97,37 +99,38 @@ def gradient_report(
 ) -> GradientReport:
     """Count, per leaf, the elements that underflow, become subnormal or overflow.
 
-    What counts is the gradient multiplied by ``loss_scale`` and rounded to ``dtype``.
+    The counts are for gradients multiplied by ``loss_scale`` and rounded to ``dtype``.
+    They show which parameter overflowed, whether to inf or NaN, and how much of the
+    gradients a lower or a higher scale would lose. `format_report` prints them as a
+    table.
 
-    It answers which parameter overflowed, whether by inf or by NaN, and how much of the
-    gradients a lower or higher scale would lose. It compiles, and returns arrays on the
-    device without waiting for it; `format_report` makes a table of them.
+    Pass gradients that were computed in float32, or at a high scale. Elements that the
+    backward pass has already rounded to zero count as zero, not as underflow.
 
-    Elements that the backward pass has rounded to zero count as zero. To see what a
-    type would lose, give gradients that were computed in float32, or at a high scale.
-    float32 numbers below 2**-126 count as zero where the device takes them for it, as
-    XLA does on CPU. A report is a constant to functions that are differentiated.
+    It can be jitted, and returns arrays on the device without waiting for it. In a
+    function that is differentiated, the report is a constant. If the device flushes
+    float32 numbers below 2**-126 to zero, as XLA does on CPU, they count as zero.
 
     Args:
-        grads: true (unscaled) gradients, any pytree of arrays, sharded ones too. Leaves
-            that are not floating-point are passed over, with a size of 0. Complex
-            elements count by their absolute value, as NaN if either part is NaN, else
-            as infinite if either part is.
-        loss_scale: what the loss is multiplied by, a number or an array of shape
-            ``()``.
+        grads: true (unscaled) gradients, any pytree of arrays, which may be sharded.
+            Leaves that are not floating-point are ignored and have a size of 0. A
+            complex element is counted by its absolute value. It counts as NaN if either
+            part is NaN, and otherwise as infinite if either part is infinite.
+        loss_scale: the loss scale, a number or an array of shape ``()``.
         dtype: the floating-point type to which the scaled gradients are rounded, or its
             name.
         axis_name: the mapped axis, or a tuple of them, along which the gradients differ
-            or are split. The counts of all devices (``shard_map``, ``pmap``) or members
-            (``vmap``) along it are added up.
+            or are sharded. The counts are summed over the devices (``shard_map``,
+            ``pmap``) or members (``vmap``) along it.
 
     Returns:
-        A `GradientReport`; one without leaves if ``grads`` has none.
+        A `GradientReport`. It has no leaves if ``grads`` has none.
 
     Raises:
         ValueError: if ``grads`` is a single number, holds something other than arrays,
-            or nothing that is floating-point; if ``loss_scale`` is not one number above
-            0, ``dtype`` is no floating-point type, or ``axis_name`` is not bound here.
+            or holds no floating-point array; if ``loss_scale`` is not one number above
+            0; if ``dtype`` is not a floating-point type; or if ``axis_name`` is not
+            bound here.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -142,7 +145,7 @@ def gradient_report(
 
     References:
         Micikevicius et al., `Mixed Precision Training
-        <https://arxiv.org/abs/1710.03740>`_, section 3.2, for what float16 loses.
+        <https://arxiv.org/abs/1710.03740>`_, 2017, section 3.2 (what float16 loses)
     """
     limits = limits_of(dtype)
     check_scale("loss_scale", loss_scale)
@@ -161,31 +164,31 @@ def gradient_report(
 
 
 def measurable(leaves: list[Any]) -> list[Any]:
-    """Put None in the place of what holds no floating-point numbers."""
+    """Replace leaves that are not floating-point with None."""
     return [x if is_inexact(x) else None for x in leaves]
 
 
 def check_gradients(name: str, tree: Any) -> None:
-    """Refuse what can be no tree of gradients, without looking at its elements."""
+    """Raise if this cannot be a tree of gradients, without reading its elements."""
     arrays = jax.Array | np.ndarray | np.generic | int | float | complex
     if isinstance(tree, arrays) and jnp.ndim(tree) == 0:
         raise ValueError(
             f"`{name}` must be a tree of gradients, got one number: {describe(tree)}. "
-            "Is it the loss? Put the gradient of a single parameter into a container, "
-            "as in {'x': gradient}."
+            "Is it the loss? If it is the gradient of one parameter, put it into a "
+            "container: {'x': gradient}."
         )
     pairs = jax.tree_util.tree_leaves_with_path(tree)
     for path, leaf in pairs:
         if not isinstance(leaf, arrays):
             raise ValueError(
-                f"`{name}` must hold arrays alone, got {describe(leaf)} at "
+                f"`{name}` must hold only arrays, got {describe(leaf)} at "
                 f"{jax.tree_util.keystr(path) or 'its root'}. Leave out what is not "
-                "differentiated, or put None in its place."
+                "differentiated, or replace it with None."
             )
     if pairs and not any(is_inexact(leaf) for _, leaf in pairs):
         path, leaf = pairs[0]
         raise ValueError(
             f"`{name}` must hold floating-point gradients, got none: "
-            f"{dtype_of(leaf)} at {jax.tree_util.keystr(path) or 'its root'}. Are "
-            "these the inputs of the loss, or its labels?"
+            f"{dtype_of(leaf)} at {jax.tree_util.keystr(path) or 'its root'}. Did you "
+            "pass the inputs of the loss, or its labels?"
         )

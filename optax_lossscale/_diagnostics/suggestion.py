@@ -1,4 +1,4 @@
-"""Which loss scale gradients call for."""
+"""Suggest a loss scale for given gradients."""
 
 import math
 from typing import Any, NamedTuple
@@ -15,17 +15,18 @@ from .report import check_gradients, measurable
 
 
 class SuggestedLossScale(NamedTuple):
-    """What `suggest_loss_scale` returns, arrays of shape ``()``.
+    """The result of `suggest_loss_scale`, as arrays of shape ``()``.
 
     Attributes:
         loss_scale: float32, a power of two from ``min_scale`` to ``max_scale``, if
             there is one.
-        rescued: float32, the share of the finite elements other than zero that
-            underflow without a scale, but not with this one.
-        lost: float32, the share of them that underflow even with this one.
-        informative: bool, whether any element is finite and not zero. If not, the
-            gradients tell nothing: ``loss_scale`` is 2**15, with which the rules begin,
-            or the nearest in the range, and the shares are 0.
+        rescued: float32, the share of the finite nonzero elements that underflow
+            without a scale, but not with this one.
+        lost: float32, the share of the finite nonzero elements that underflow even
+            with this scale.
+        informative: bool, whether any element is finite and not zero. If False,
+            ``loss_scale`` is the rules' default, 2**15, or the nearest number within
+            the bounds, and both shares are 0.
 
     Examples:
         >>> import optax_lossscale as ls
@@ -47,37 +48,38 @@ def suggest_loss_scale(
     min_scale: float = 1.0,
     max_scale: float = 2.0**24,
 ) -> SuggestedLossScale:
-    """Return the power of two that brings the largest gradient safely below overflow.
+    """Suggest the power of two that brings the largest gradient safely below overflow.
 
-    For `FixedLossScale`, or for the first scale of another rule. Every rule takes it as
-    it is: it lies in the range in which the rules keep theirs. `HeadroomLossScale`
-    would take it after seeing these gradients alone. This compiles, and returns arrays
-    on the device without waiting for it.
+    Use it to choose the scale of `FixedLossScale`, or the first scale of another rule.
+    With the default bounds, every rule accepts the suggested scale. It is the scale
+    that `HeadroomLossScale` would choose after seeing only these gradients.
 
-    Give gradients of a few typical batches, early and late, as a list of trees: they
-    are taken together. Compute them in float32, or at a scale that loses little, since
-    a zero says nothing. Gradients inside of the network may be larger than those of the
-    parameters: the headroom is for them.
+    Pass the gradients of a few typical batches from early and late in training, as a
+    list of trees. Compute them in float32, or at a scale that loses little: an element
+    that is already zero tells nothing. Gradients inside the network may be larger than
+    those of the parameters, and the headroom leaves room for them.
+
+    It can be jitted, and returns arrays on the device without waiting for it.
 
     Args:
         grads: true (unscaled) gradients, any pytree of arrays, as for
-            `gradient_report`. Elements that are not finite are passed over.
-        dtype: the floating-point type that gradients are computed in, or its name.
+            `gradient_report`. Non-finite elements are ignored.
+        dtype: the floating-point type in which gradients are computed, or its name.
         headroom: how many octaves (factors of two) to leave free between the largest
             gradient and the type's maximum, from 0 to 126.
-        min_scale: the least scale to suggest, from 2**-126, even where it leaves less
-            headroom. `FixedLossScale` takes none below 1.
-        max_scale: the largest scale to suggest, up to 2**126. Where no power of two
-            lies between the bounds, one of them is suggested.
+        min_scale: the smallest scale to suggest, from 2**-126, even if it leaves less
+            headroom. `FixedLossScale` accepts no scale below 1.
+        max_scale: the largest scale to suggest, up to 2**126. If there is no power of
+            two between the bounds, one of the bounds is suggested.
 
     Returns:
-        A `SuggestedLossScale`. If its ``informative`` is False, try other gradients.
+        A `SuggestedLossScale`. If its ``informative`` is False, pass other gradients.
 
     Raises:
         ValueError: if ``grads`` is a single number, holds something other than arrays,
-            or nothing that is floating-point; if ``dtype`` is no floating-point type,
-            ``headroom`` or a bound is out of range, ``min_scale`` exceeds
-            ``max_scale``, or a bound is being traced.
+            or holds no floating-point array; if ``dtype`` is not a floating-point type;
+            if ``headroom`` or a bound is out of range; if ``min_scale`` exceeds
+            ``max_scale``; or if a bound is traced.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -88,7 +90,7 @@ def suggest_loss_scale(
         262144, rescues 33%
         >>> rule = ls.DynamicLossScale(init_scale=suggested.loss_scale)
 
-        Several batches are taken together:
+        Pass several batches as a list:
 
         >>> late = {"w": jnp.array([0.0, 2e-6, 2e-3])}
         >>> suggested = ls.suggest_loss_scale([early, late])
@@ -98,8 +100,8 @@ def suggest_loss_scale(
     References:
         NVIDIA, `Train With Mixed Precision
         <https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/>`_,
-        "Choosing A Scaling Factor": the product of the scale and the largest gradient
-        is to stay below 65,504.
+        "Choosing A Scaling Factor": the scale times the largest gradient should stay
+        below 65,504
     """
     least, largest = _powers_of_two(min_scale, max_scale)
     usual = HeadroomLossScale.init_scale
@@ -122,13 +124,13 @@ def suggest_loss_scale(
 
 
 def _powers_of_two(min_scale: float, max_scale: float) -> tuple[float, float]:
-    """Return the outermost powers of two within the bounds, or these if none is."""
-    advice = "Pass numbers: a suggestion is compiled for its bounds."
+    """Return the outermost powers of two in the bounds, or the bounds if none is."""
+    advice = "Pass numbers: the bounds are compiled in."
     check_concrete("min_scale", min_scale, advice)
     check_concrete("max_scale", max_scale, advice)
     min_scale, max_scale = check_min_scale(min_scale), check_max_scale(max_scale)
     check_order(min_scale=min_scale, max_scale=max_scale)
-    # frexp counts from 0.5.
+    # frexp returns a mantissa from 0.5 to 1.
     mantissa, exponent = math.frexp(min_scale)
     least = 2.0 ** (exponent - (mantissa == 0.5))
     largest = 2.0 ** (math.frexp(max_scale)[1] - 1)
@@ -137,7 +139,7 @@ def _powers_of_two(min_scale: float, max_scale: float) -> tuple[float, float]:
 
 @jax.jit
 def _evidence(counts: jax.Array, max_abs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return whether any element is finite and not zero, and the largest of them."""
+    """Return whether any element is finite and nonzero, and the largest magnitude."""
     elements, _ = _elements_and_underflow(counts)
     informative = as_float32(elements) > 0
     return informative, jnp.where(informative, jnp.max(max_abs), 0)
@@ -145,9 +147,9 @@ def _evidence(counts: jax.Array, max_abs: jax.Array) -> tuple[jax.Array, jax.Arr
 
 @jax.jit
 def _shares(before: jax.Array, after: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the shares that a scale rescues and loses, by counts before and after it.
+    """Return the rescued and the lost share, from counts without and with the scale.
 
-    A scale below 1 loses more than none does, and rescues nothing.
+    A scale below 1 loses more than no scale, and rescues nothing.
     """
     elements, lost_before = _elements_and_underflow(before)
     _, lost = _elements_and_underflow(after)
@@ -157,7 +159,7 @@ def _shares(before: jax.Array, after: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _elements_and_underflow(counts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return how many elements are finite and not zero, and how many underflow."""
+    """Return how many elements are finite and nonzero, and how many underflow."""
     sums = jnp.sum(counts, axis=-1, dtype=jnp.int32)
     nan, inf, zero, underflow, _, _, size = jnp.moveaxis(sums, 1, 0)
     return size - nan - inf - zero, underflow

@@ -1,4 +1,4 @@
-"""A report of gradients as a table for people."""
+"""Format a report on gradients as a table."""
 
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ _HEADINGS = {
 
 
 class Table(str):
-    """Text whose ``repr`` is the text: notebooks show the last line's repr."""
+    """Text whose ``repr`` is the text, because notebooks show the repr of a result."""
 
     __slots__ = ()
 
@@ -28,7 +28,7 @@ class Table(str):
 
 
 class _Row(NamedTuple):
-    """One array's counts as Python's own numbers, which do not overflow."""
+    """The counts of one array as Python numbers, which do not overflow."""
 
     path: str
     counts: dict[str, int]
@@ -48,23 +48,25 @@ class _Row(NamedTuple):
 
 
 def format_report(report: GradientReport, limit: int = 20) -> str:
-    """Draw up a report as a table: one array a row, the worst first.
+    """Format a report as a table with one row per array, the worst array first.
 
-    The worst have the largest share of NaN and inf, then of overflow, of underflow, of
-    subnormal numbers and of zeros. A count comes with its share of the array's
-    elements; ``-`` is none. It fetches the report, and so waits for the device.
+    Arrays are sorted by their share of NaN and inf, then of overflow, underflow,
+    subnormal numbers and zeros. Each count is followed by its share of the array's
+    elements; ``-`` means none.
+
+    It copies the report to the host, so it waits for the device.
 
     Args:
         report: what `gradient_report` returned.
-        limit: how many arrays to show at most, 1 or more.
+        limit: the largest number of arrays to show, 1 or more.
 
     Returns:
-        A string of several lines, which an interactive session shows as such. The paths
-        are as ``jax.tree_util.keystr`` writes them.
+        A string of several lines. An interactive session shows it as a table, without
+        ``print``. Paths are written as by ``jax.tree_util.keystr``.
 
     Raises:
-        ValueError: if ``report`` is no `GradientReport`, is being traced or has more
-            than one number in a leaf, or ``limit`` is no count.
+        ValueError: if ``report`` is not a `GradientReport`, is traced, or has more than
+            one number in a leaf; or if ``limit`` is not a whole number from 1.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -77,7 +79,7 @@ def format_report(report: GradientReport, limit: int = 20) -> str:
         ['b']     2    -      -     -      1 50%          -         -        1
         all       4    -  1 25%     -      1 25%          -         -        2
     """
-    limit = check_count("limit", limit, "It is how many arrays to show at most.")
+    limit = check_count("limit", limit, "It is the largest number of arrays to show.")
     check_report(report)
     report = jax.device_get(report)
     rows = sorted(_rows(report), key=_Row.badness, reverse=True)
@@ -105,7 +107,7 @@ def format_report(report: GradientReport, limit: int = 20) -> str:
 
 
 def check_report(report: GradientReport) -> None:
-    """Refuse what is no report of one tree of gradients, without fetching it."""
+    """Raise if this is not a report on one tree of gradients, without fetching it."""
     if not isinstance(report, GradientReport):
         raise ValueError(
             "`report` must be a GradientReport, as `gradient_report(grads)` returns "

@@ -1,1 +1,1 @@
-"""The rules, what they share, and the base that others derive from."""
+"""The rules, the code they share, and the base class that users derive from."""

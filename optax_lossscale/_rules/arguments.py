@@ -1,8 +1,8 @@
-"""Checks of the arguments that several rules, and the presets, have in common.
+"""Checks of the arguments that rules and presets share.
 
-The checks of numbers return Python's own, so that equal rules are equal and JSON holds
-them, or the value as it is while ``optax.inject_hyperparams`` traces it. ``name`` is
-what the user calls the argument.
+Checks of numbers return Python numbers, so that equal rules compare equal and a
+configuration can be written as JSON. A value that ``optax.inject_hyperparams`` traces
+is returned unchanged. ``name`` is what the user calls the argument.
 """
 
 import itertools
@@ -17,7 +17,7 @@ REFILLS = ("finite", "growth", "change")
 
 
 def settle(rule: Any, **fields: Any) -> None:
-    """Set fields of a frozen rule to the values that were checked.
+    """Set the fields of a frozen rule to their checked values.
 
     Remember which of them were given as arrays: see `compiled`.
     """
@@ -38,7 +38,7 @@ def check_init_scale(value: Any, name: str = "init_scale") -> float:
 
 
 def check_min_scale(value: Any) -> float:
-    advice = "It is the least loss scale; 1 is usual."
+    advice = "It is the smallest loss scale; 1 is usual."
     return check_normal_scale(value, "min_scale", advice)
 
 
@@ -63,7 +63,7 @@ def check_fixed_scale(value: Any, name: str = "loss_scale") -> float:
         value,
         lambda x: 1 <= x <= LARGEST_SCALE,
         "a number from 1 to 2**126",
-        "It multiplies the loss; for no scaling, use 1.",
+        "It multiplies the loss. To turn scaling off, use 1.",
     )
 
 
@@ -73,7 +73,7 @@ def check_growth_factor(value: Any, name: str = "growth_factor") -> float:
         value,
         lambda x: 1 < x <= LARGEST_SCALE,
         "a number above 1, up to 2**126",
-        "It multiplies the loss scale after a run of finite steps; 2 is usual.",
+        "It multiplies the loss scale after enough finite steps in a row; 2 is usual.",
     )
 
 
@@ -89,7 +89,7 @@ def check_backoff_factor(value: Any, name: str = "backoff_factor") -> float:
 
 def check_growth_interval(value: Any, name: str = "growth_interval") -> int:
     return check_count(
-        name, value, "It is how many finite steps in a row make the loss scale grow."
+        name, value, "It is how many finite steps in a row raise the loss scale."
     )
 
 
@@ -98,20 +98,20 @@ def check_hysteresis(value: Any, name: str = "hysteresis") -> int:
         name,
         value,
         "It is how many non-finite steps it takes to lower the loss scale; 1 lowers it "
-        "at once.",
+        "at the first.",
     )
 
 
 def check_hysteresis_refill(value: Any) -> None:
     if value not in REFILLS:
         raise ValueError(
-            f"`hysteresis_refill` must be one of {REFILLS}, got {value!r}. It says "
+            f"`hysteresis_refill` must be one of {REFILLS}, got {value!r}. It decides "
             "what resets the hysteresis counter."
         )
 
 
 def check_order(**numbers: float) -> None:
-    """Check that arguments do not decrease, as far as they are not traced."""
+    """Check that the arguments are in ascending order; traced ones are not checked."""
     for (lower, low), (upper, high) in itertools.pairwise(numbers.items()):
         if isinstance(low, jax.core.Tracer) or isinstance(high, jax.core.Tracer):
             continue

@@ -1,4 +1,4 @@
-"""The rules' common base."""
+"""The base class of all rules."""
 
 import abc
 import dataclasses
@@ -17,13 +17,13 @@ UpdateT = TypeVar("UpdateT", bound=Callable[..., Any])
 
 
 def compiled(update: UpdateT) -> UpdateT:
-    """Compile a rule's ``update`` once for each configuration.
+    """Compile a rule's ``update`` once per configuration.
 
-    The configuration enters the program as constants, so that an eager update moves
-    nothing from the host. Numbers that were arrays are arguments of the program:
-    eager ``optax.inject_hyperparams`` makes a rule with others in every step. While
-    it traces one, the rule has no hash to compile for, and the caller's program takes
-    the update in.
+    The configuration is compiled in as constants, so an eager update transfers nothing
+    from the host. Numbers that were given as arrays are arguments of the program,
+    because eager ``optax.inject_hyperparams`` builds a rule with new ones in every
+    step. While it traces a number, the rule cannot be hashed, and the update becomes
+    part of the caller's program.
     """
 
     @functools.wraps(update)
@@ -54,30 +54,32 @@ def compiled(update: UpdateT) -> UpdateT:
 
 
 def _parts(rule: Any) -> tuple[type, tuple[tuple[str, Any], ...], dict[str, jax.Array]]:
-    """Return a rule's class, its constants, and on the device what were arrays."""
+    """Return a rule's class, its constants, and its arrays, put on the device."""
     fields = {name: getattr(rule, name) for name in _field_names(type(rule))}
     numbers = {name: np.asarray(fields.pop(name)) for name in rule._given_as_arrays}
     return type(rule), tuple(fields.items()), jax.device_put(numbers)
 
 
 class LossScale(abc.ABC):
-    """A rule: what the loss scale is at first, and what each step makes of it.
+    """Decide how the loss scale starts and how it changes after each step.
 
-    A rule is configuration and holds no arrays; what changes is in
-    `LossScaleState`. Derive from it for a rule of your own, as a frozen dataclass,
-    which gives it a repr, equality, a hash and ``get_config``. A rule must not define
-    ``__call__``: ``optax.inject_hyperparams`` takes callables for schedules.
+    This is the base class of all rules. A rule is configuration and holds no arrays;
+    whatever changes during training is in `LossScaleState`.
 
-    The numbers of a rule are checked when it is made, except while
-    ``optax.inject_hyperparams`` traces them. Traced numbers never take a rule of this
-    package out of its range, 2**-126 to 2**126: the scale then stays as it was.
+    To write your own rule, derive from this class and make it a frozen dataclass. That
+    gives it a repr, equality, a hash and ``get_config``. A rule must not define
+    ``__call__``, because ``optax.inject_hyperparams`` takes callables for schedules.
+
+    The rules of this package check their numbers when they are created, except while
+    ``optax.inject_hyperparams`` traces them. A traced number cannot take the scale out
+    of its range, 2**-126 to 2**126: the scale stays as it was instead.
 
     Attributes:
-        skip_nonfinite: whether a step with non-finite gradients is skipped. If not,
-            gradients are not checked either, and ``update`` is always given True.
+        skip_nonfinite: whether steps with non-finite gradients are skipped. If False,
+            gradients are not checked, and ``update`` is always given True.
         uses_max_magnitude: whether ``update`` takes a third argument, the largest
             absolute value of the gradients, as `max_magnitude` returns it. It is
-            computed only for rules that ask.
+            computed only for rules that use it.
 
     Examples:
         >>> import dataclasses
@@ -113,23 +115,23 @@ class LossScale(abc.ABC):
         """Return the state after a step.
 
         Args:
-            state: the state whose ``loss_scale`` multiplied this step's loss. Numbers
-                of other types, as a checkpoint or ``optax.tree.set`` may leave, are
-                converted by the rules of this package.
+            state: the state whose ``loss_scale`` multiplied this step's loss. A
+                checkpoint or ``optax.tree.set`` may have left numbers of other types
+                in it; the rules of this package convert them.
             grads_finite: one boolean, whether all gradients were finite.
 
         Raises:
-            TypeError: if ``state`` is no LossScaleState.
-            ValueError: if ``state`` is that of several runs outside of ``jax.vmap``,
-                has no numbers in it or belongs to a rule that remembers other things,
-                or ``grads_finite`` is not one boolean.
+            TypeError: if ``state`` is not a `LossScaleState`.
+            ValueError: if ``state`` holds several runs outside of ``jax.vmap``, holds
+                no numbers, or belongs to a rule with a different memory; or if
+                ``grads_finite`` is not one boolean.
         """
 
     def get_config(self) -> dict[str, Any]:
         """Return the configuration as a dictionary that JSON can hold.
 
         Returns:
-            The fields by name, and the name of the class as ``"class_name"``.
+            The fields by name, plus the name of the class as ``"class_name"``.
 
         Raises:
             TypeError: if the class is not a dataclass.
@@ -146,20 +148,20 @@ class LossScale(abc.ABC):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Build the rule that ``get_config`` described.
+        """Build a rule from its configuration.
 
-        ``LossScale.from_config`` restores the rules of this package. A rule of your own
-        restores itself: call ``from_config`` on its class.
+        Call ``LossScale.from_config`` for any rule of this package. For your own rule,
+        call ``from_config`` on its class.
 
         Args:
-            config: what ``get_config`` returned. Called on ``LossScale``, its
-                ``"class_name"`` says which rule to build; called on one rule, the
-                name may be missing. Fields left out take their defaults.
+            config: what ``get_config`` returned. ``LossScale.from_config`` reads from
+                ``"class_name"`` which rule to build. Called on one rule, the name may
+                be missing. Missing fields take their defaults.
 
         Raises:
             TypeError: if ``config`` is not a mapping.
-            ValueError: if it names another rule, has an argument that the rule does not
-                take, or has a value that the rule refuses.
+            ValueError: if ``config`` names another rule, has an argument that the rule
+                does not take, or has a value that is out of range.
 
         Examples:
             >>> import optax_lossscale as ls
@@ -179,15 +181,15 @@ class LossScale(abc.ABC):
         if not isinstance(name, str) or name not in rules:
             raise ValueError(
                 f"`config['class_name']` must be one of {sorted(rules)}, got {name!r}. "
-                "`LossScale.from_config` restores the rules of this package; for "
-                "another one call `from_config` on the rule's own class."
+                "`LossScale.from_config` builds the rules of this package. For your "
+                "own rule, call `from_config` on the rule's class."
             )
         rule = rules[name]
         unknown = sorted(fields.keys() - set(_field_names(rule)), key=str)
         if unknown:
             raise ValueError(
                 f"`config` for {name} must hold only {_field_names(rule)}, got "
-                f"{unknown}. Remove them, or rename them to the arguments meant."
+                f"{unknown}. Remove or rename them."
             )
         return rule(**fields)
 

@@ -1,4 +1,4 @@
-"""The rule that finds the largest scale that does not overflow."""
+"""The rule that searches for the largest scale that does not overflow."""
 
 import dataclasses
 from typing import Literal, final
@@ -26,9 +26,11 @@ from .soundness import count, first_scale
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicLossScale(LossScale):
-    """Raise the scale while gradients stay finite, lower it when they do not.
+    """Raise the scale while gradients stay finite, and lower it when they do not.
 
-    ::
+    This is the default rule. It finds a scale near the largest one that does not
+    overflow, and adjusts it as the gradients change during training. A step is finite
+    if all of its gradients are finite. After each step the rule does the following::
 
         if grads_finite:
             growth_tracker += 1
@@ -41,34 +43,38 @@ class DynamicLossScale(LossScale):
             if hysteresis_tracker == 0:
                 loss_scale = max(loss_scale * backoff_factor, min_scale)
 
-    ``hysteresis_refill`` says when ``hysteresis_tracker`` returns to ``hysteresis``:
+    ``hysteresis_refill`` decides when ``hysteresis_tracker`` is reset to
+    ``hysteresis``:
 
-    - ``"finite"``: at any finite step (Apex, DeepSpeed's ``consecutive_hysteresis``);
-    - ``"growth"``: only when the scale grows; until then every further non-finite
-      step backs off (Megatron, DeepSpeed);
-    - ``"change"``: when the scale grows or backs off, so non-finite steps add up over
-      finite ones (``decr_every_n_nan_or_inf`` in ``tf.contrib``).
+    - ``"finite"``: after any finite step, as in Apex and in DeepSpeed with
+      ``consecutive_hysteresis``.
+    - ``"growth"``: only when the scale grows, as in Megatron-LM and DeepSpeed. Until
+      then, every further non-finite step backs off.
+    - ``"change"``: when the scale grows or backs off, as ``decr_every_n_nan_or_inf``
+      in ``tf.contrib``. Non-finite steps are counted across finite ones.
 
-    A restored scale outside the new limits is clipped on the first step that leaves it
-    unchanged; a growth never lowers the scale and a backoff never raises it. A scale
-    that is NaN starts again from ``init_scale``.
+    A scale restored from a checkpoint may be outside ``min_scale`` and ``max_scale``.
+    It is clipped on the first step that leaves it unchanged. Growth never lowers the
+    scale and backoff never raises it. A NaN scale is replaced by ``init_scale``.
 
     Args:
         init_scale: the first scale, from ``min_scale`` to ``max_scale``. The default is
-            the largest power of two that float16 holds.
-        growth_factor: what the scale is multiplied by after ``growth_interval`` finite
-            steps in a row, more than 1. With ``max_scale=init_scale`` it never grows.
-        backoff_factor: what it is multiplied by after a non-finite step, between 0
-            and 1. With ``min_scale=init_scale`` it never backs off.
+            the largest power of two that float16 can represent.
+        growth_factor: the factor by which the scale grows, more than 1. To stop the
+            scale from ever growing, set ``max_scale=init_scale``.
+        backoff_factor: the factor by which the scale backs off, between 0 and 1. To
+            stop the scale from ever backing off, set ``min_scale=init_scale``.
         growth_interval: how many finite steps in a row raise the scale, 1 or more.
-        min_scale: the least the scale backs off to, from 2**-126. With
-            ``max_scale``, keeps the scale and its reciprocal normal float32 numbers.
-        max_scale: the most it grows to, up to 2**126.
+        min_scale: the smallest scale to back off to, from 2**-126. The bounds keep the
+            scale and its reciprocal normal float32 numbers.
+        max_scale: the largest scale to grow to, up to 2**126.
         hysteresis: how many non-finite steps it takes to back off, 1 or more.
-        hysteresis_refill: ``"finite"``, ``"growth"`` or ``"change"``, as above.
+        hysteresis_refill: what resets the hysteresis counter: ``"finite"``,
+            ``"growth"`` or ``"change"``, as described above.
 
     Raises:
-        ValueError: if an argument is out of range, as it is or rounded to float32.
+        ValueError: if an argument is out of range, before or after it is rounded to
+            float32.
 
     Examples:
         >>> import optax_lossscale as ls

@@ -18,24 +18,29 @@ from .soundness import first_scale
 @final
 @dataclasses.dataclass(frozen=True)
 class FixedLossScale(LossScale):
-    """Keep the scale constant.
+    """Keep the loss scale constant.
 
-    A restored scale is kept too. If it is NaN or has no normal reciprocal in float32,
-    the next step sets it to ``loss_scale``, unless ``skip_nonfinite`` is False: then
-    nothing is checked.
+    Use it if you know a scale that works; `suggest_loss_scale` returns one for given
+    gradients. ``FixedLossScale(1.0)`` scales nothing and only skips non-finite steps,
+    which suits training in bfloat16 and float32.
 
-    The rule of TensorFlow's ``FixedLossScale`` (``skip_nonfinite=False``) and of
-    MindSpore's ``FixedLossScaleManager``, whose ``drop_overflow_update`` is
-    ``skip_nonfinite`` here. With ``FixedLossScale(1.0)`` nothing is scaled and only
-    the skipping remains, which is what bfloat16 and float32 want.
+    A scale restored from a checkpoint is kept. If it is NaN, or its float32 reciprocal
+    is not a normal number, the next step sets it to ``loss_scale``. With
+    ``skip_nonfinite=False`` the restored scale is not checked.
+
+    TensorFlow's ``FixedLossScale`` is this rule with ``skip_nonfinite=False``. In
+    MindSpore's ``FixedLossScaleManager``, ``skip_nonfinite`` is called
+    ``drop_overflow_update``.
 
     Args:
-        loss_scale: the scale, from 1 to 2**126. A power of two makes scaling exact.
-        skip_nonfinite: whether to skip steps whose gradients are not finite. If not,
-            nothing is checked and nothing masked.
+        loss_scale: the scale, from 1 to 2**126. Use a power of two: scaling is then
+            exact.
+        skip_nonfinite: whether to skip steps with non-finite gradients. If False,
+            nothing is checked or masked.
 
     Raises:
-        ValueError: if an argument is out of range, as it is or rounded to float32.
+        ValueError: if an argument is out of range, before or after it is rounded to
+            float32.
 
     Examples:
         >>> import optax_lossscale as ls
@@ -57,7 +62,7 @@ class FixedLossScale(LossScale):
         check_bool(
             "skip_nonfinite",
             self.skip_nonfinite,
-            "It decides how the step is built, so it cannot be an array.",
+            "It decides how the step is compiled, so it cannot be an array.",
         )
 
     def init(self) -> LossScaleState:
@@ -70,7 +75,7 @@ class FixedLossScale(LossScale):
         if not self.skip_nonfinite:
             return state
         scale = state.loss_scale
-        # A checkpoint may hold anything; zero or infinity would stay forever.
+        # A checkpoint may hold anything, and zero or infinity would stay forever.
         sound = (scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE)
         (first,) = float32(self, "loss_scale")
         scale = jnp.where(sound, scale, first)

@@ -1,4 +1,4 @@
-"""What the rules that grow and back off share: their counters, and the next scale."""
+"""Code that the growing rules share: the counters and the next scale."""
 
 import math
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from .soundness import count, normal
 
 
 def float32(rule: LossScale, *names: str) -> tuple[jax.Array, ...]:
-    """Return fields as float32; ``inject_hyperparams`` traces them in any type."""
+    """Return fields as float32: ``inject_hyperparams`` may trace them in any type."""
     return tuple(jnp.asarray(getattr(rule, name), jnp.float32) for name in names)
 
 
@@ -25,31 +25,32 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
 
 
 def exact_power(exponent: jax.Array) -> jax.Array:
-    """Return the normal number 2**exponent of a whole exponent.
+    """Return 2**exponent for a whole exponent; the result must be a normal number.
 
-    ``jnp.exp2`` and ``jnp.ldexp`` compute powers, which not every device rounds well.
+    ``jnp.exp2`` and ``jnp.ldexp`` compute powers, which some devices round poorly.
     """
     return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
 class Change(NamedTuple):
-    """What a step does to the scale: at most one of the two is True."""
+    """How a step changes the scale: at most one of the two is True."""
 
     grows: jax.Array
     backs_off: jax.Array
 
 
 def backed_off(rule: Any, scale: jax.Array) -> jax.Array:
-    """Return a scale after a backoff, which never raises it, wherever it was."""
+    """Return the scale after a backoff, which never raises it, even out of range."""
     minimum, maximum = float32(rule, "min_scale", "max_scale")
     (backoff,) = float32(rule, "backoff_factor")
     return jnp.minimum(scale, jnp.clip(scale * backoff, minimum, maximum))
 
 
 def moved(rule: Any, state: LossScaleState, change: Change) -> jax.Array:
-    """Return the scale after a step, inside the limits if they allow it.
+    """Return the scale after a step.
 
-    A growth never lowers a scale and a backoff never raises one, wherever it was.
+    It is clipped to the limits, except that growth never lowers a scale and backoff
+    never raises one, even if the scale was out of range.
     """
     minimum, maximum = float32(rule, "min_scale", "max_scale")
     (growth,) = float32(rule, "growth_factor")
@@ -63,9 +64,9 @@ def moved(rule: Any, state: LossScaleState, change: Change) -> jax.Array:
 def advance(
     rule: Any, state: LossScaleState, grads_finite: Any, restart: int = 0
 ) -> tuple[LossScaleState, Change]:
-    """Return the state with all but the scale brought up to date, and what is due.
+    """Return the state with every field updated but the scale, and how that changes.
 
-    ``restart`` is where the growth tracker begins again after a non-finite step.
+    ``restart`` is the growth tracker's value after a non-finite step.
     """
     state = recorded(state, grads_finite)
     grads_finite = state.grads_finite

@@ -1,4 +1,4 @@
-"""The rule that keeps the largest gradient a fixed distance below overflow."""
+"""The rule that keeps the largest gradient a fixed factor below overflow."""
 
 import dataclasses
 import math
@@ -28,8 +28,8 @@ class HeadroomMemory(NamedTuple):
     """What `HeadroomLossScale` remembers, in ``LossScaleState.memory``.
 
     Attributes:
-        max_magnitude: float32 of shape ``()``, the decaying maximum of the gradients'
-            largest absolute values; 0 before there is one.
+        max_magnitude: float32 of shape ``()``, a decaying maximum of the largest
+            absolute value of the gradients; 0 before the first one.
     """
 
     max_magnitude: jax.Array
@@ -38,42 +38,46 @@ class HeadroomMemory(NamedTuple):
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadroomLossScale(LossScale):
-    """Keep the largest gradient a number of octaves below the overflow of a type.
+    """Keep the largest gradient a fixed number of octaves below overflow.
 
-    The largest gradient is seen in every step, so the scale follows it at once, up and
-    down, where `DynamicLossScale` waits for a whole interval to grow and for an
-    overflow to know that it has grown too far. ::
+    Use it if the scale should follow the gradients without delay. It measures the
+    largest gradient in every step and adjusts the scale right away, up or down.
+    `DynamicLossScale` waits a whole interval before it grows, and learns only from an
+    overflow that it has grown too far.
+
+    After each step it does the following, and clips the scale to ``min_scale`` and
+    ``max_scale``::
 
         if grads_finite:
             max_magnitude = max(max_magnitude * 0.5**(1 / half_life), largest gradient)
         else:                                   # and the step is skipped
-            max_magnitude = what gives loss_scale * backoff_factor, or more
+            max_magnitude = one that gives loss_scale * backoff_factor, or larger
         loss_scale = the largest power of two for which
             loss_scale * max_magnitude <= 65504 / 2**headroom        # in float16
 
-    and from ``min_scale`` to ``max_scale``. Until a gradient other than zero has been
-    seen the scale is ``init_scale``. An overflow inside the network, of values that are
-    no gradients of parameters, is not seen before it happens: it counts as a gradient
-    that would have called for the lower scale, and is forgotten as slowly as any other
-    maximum.
+    The scale is ``init_scale`` until the first gradient that is not zero.
+
+    The rule sees only gradients of parameters, so it cannot foresee that another value
+    overflows inside the network. After an overflow it remembers a gradient that is
+    large enough for the lower scale, and forgets it as slowly as any other maximum.
 
     Args:
         init_scale: the first scale, from ``min_scale`` to ``max_scale``.
-        headroom: how many octaves (factors of two) stay free between the largest
-            gradient of the recent steps and overflow, 0 or more, for gradients that
+        headroom: how many octaves (factors of two) to leave free between the largest
+            recent gradient and overflow, from 0 to 126. They are for gradients that
             grow from one step to the next.
-        dtype: the name of the floating-point type that gradients overflow in, or the
-            type itself.
-        half_life: after how many steps a maximum counts for half of what it was, 1 or
-            more.
-        backoff_factor: what a non-finite step multiplies the scale by, between 0
-            and 1. A large step down costs little where the next gradient says how far
-            to come up again.
-        min_scale: the least scale, from 2**-126.
+        dtype: the floating-point type in which gradients overflow, or its name.
+        half_life: how many steps it takes for a remembered maximum to decay to half
+            its value, 1 or more.
+        backoff_factor: the factor by which a non-finite step lowers the scale, between
+            0 and 1. A large backoff costs little, because the next gradient shows how
+            far the scale can rise again.
+        min_scale: the smallest scale, from 2**-126.
         max_scale: the largest scale, up to 2**126.
 
     Raises:
-        ValueError: if an argument is out of range, as it is or rounded to float32.
+        ValueError: if an argument is out of range, before or after it is rounded to
+            float32.
 
     Examples:
         >>> import optax_lossscale as ls
@@ -85,10 +89,10 @@ class HeadroomLossScale(LossScale):
     References:
         NVIDIA, `Train With Mixed Precision
         <https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/>`_,
-        "Choosing A Scaling Factor", for the largest gradient as the measure;
+        "Choosing A Scaling Factor" (the scale follows from the largest gradient);
         `Transformer Engine
         <https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/>`_,
-        ``DelayedScaling``, for the maximum over past steps
+        ``DelayedScaling`` (the maximum over past steps)
     """
 
     init_scale: float = 2.0**15
@@ -110,17 +114,17 @@ class HeadroomLossScale(LossScale):
                 self.headroom,
                 lambda x: 0 <= x <= 126,
                 "a number from 0 to 126",
-                "It is how many octaves stay free below overflow; 3 suits most.",
+                "It is how many octaves to leave free below overflow; 3 is usual.",
             ),
             dtype=check_float_dtype(
                 "dtype",
                 self.dtype,
-                'It is what gradients overflow in, usually "float16".',
+                'It is the type in which gradients overflow, usually "float16".',
             ).name,
             half_life=check_count(
                 "half_life",
                 self.half_life,
-                "It is after how many steps a maximum counts for half.",
+                "It is how many steps halve a remembered maximum.",
             ),
             backoff_factor=check_backoff_factor(self.backoff_factor),
             min_scale=check_min_scale(self.min_scale),
@@ -149,10 +153,10 @@ class HeadroomLossScale(LossScale):
             state: the state whose ``loss_scale`` multiplied this step's loss.
             grads_finite: one boolean, whether all gradients were finite.
             max_magnitude: the largest absolute value of the true gradients, as
-                `max_magnitude` returns it; 0 says nothing.
+                `max_magnitude` returns it; 0 is ignored.
 
         Raises:
-            TypeError: if ``state`` is no LossScaleState.
+            TypeError: if ``state`` is not a `LossScaleState`.
             ValueError: as for `LossScale.update`, or if ``max_magnitude`` is not one
                 real number.
         """
@@ -167,7 +171,7 @@ class HeadroomLossScale(LossScale):
         remembered = _magnitude(state.memory.max_magnitude)
 
         bound, exponent = self._bound
-        # The margin keeps an inexact division from costing another octave.
+        # Without the margin, an inexact division could cost another octave.
         top = jnp.minimum(jnp.ldexp(bound, jnp.minimum(exponent, 128)), 2.0**127)
         unseen = _magnitude((1 - 2.0**-12) * top / (scale * backoff))
         magnitude = jnp.where(
@@ -186,10 +190,10 @@ class HeadroomLossScale(LossScale):
 
     @property
     def _bound(self) -> tuple[jax.Array, jax.Array]:
-        """What the scaled gradient may come to: a number from 0.5 to 1, and octaves.
+        """The largest allowed scaled gradient, as a mantissa in [0.5, 1) and octaves.
 
-        It is rounded down to float32. With a traced headroom that is not whole it may
-        be lower by 2**-20, and is never higher.
+        It is rounded down to float32. If the headroom is traced and not a whole
+        number, the bound may be too low by 2**-20, but is never too high.
         """
         largest = float(jnp.finfo(self.dtype).max)
         if not isinstance(self.headroom, jax.core.Tracer):
@@ -199,7 +203,7 @@ class HeadroomLossScale(LossScale):
         headroom = jnp.clip(*float32(self, "headroom"), 0, 126)
         whole = jnp.floor(headroom)
         rest = headroom - whole
-        # `jnp.exp2` is a few units in the last place off, to either side.
+        # The error of `jnp.exp2` is a few units in the last place, of either sign.
         part = jnp.where(rest > 0, jnp.exp2(-rest) * (1 - 2.0**-21), 1.0)
         mantissa, octaves = jnp.frexp(part * _rounded_down(bound))
         return mantissa, exponent + octaves - whole.astype(jnp.int32)
@@ -214,9 +218,9 @@ def _rounded_down(x: float) -> jax.Array:
 def _scale_for(
     magnitude: jax.Array, bound: jax.Array, exponent: jax.Array
 ) -> jax.Array:
-    """Return the largest power of two by which a magnitude stays within a bound.
+    """Return the largest power of two that keeps a scaled magnitude within a bound.
 
-    It compares mantissas: a logarithm would round to either side.
+    It compares mantissas, because a logarithm may round up or down.
     """
     mantissa, octaves = jnp.frexp(jnp.maximum(magnitude, SMALLEST_SCALE))
     above = (mantissa > bound).astype(jnp.int32)
@@ -224,6 +228,6 @@ def _scale_for(
 
 
 def _magnitude(x: jax.typing.ArrayLike) -> jax.Array:
-    """Return a magnitude as a finite float32; one that is NaN says nothing."""
+    """Return a magnitude as a finite float32, and NaN as 0, which is ignored."""
     x = jnp.asarray(x, jnp.float32)
     return jnp.where(jnp.isnan(x), 0, jnp.clip(x, 0, jnp.finfo(jnp.float32).max))

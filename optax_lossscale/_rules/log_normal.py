@@ -26,15 +26,15 @@ from .soundness import first_scale
 class LogNormalMemory(NamedTuple):
     """What `LogNormalLossScale` remembers, in ``LossScaleState.memory``.
 
-    Every field is a float32 array of shape ``()``; the averages begin at 0 and the
-    weights say what part of them is past their beginning.
+    Every field is a float32 array of shape ``()``. The averages start at 0, and the
+    weights correct them for that, as Adam corrects its moments.
 
     Attributes:
-        fast_mean: average of log2 of the largest gradient, by ``beta1``.
-        slow_mean: the same by ``beta2``.
-        slow_square: average of its square by ``beta2``.
-        fast_weight: ``beta1`` to the power of the steps seen.
-        slow_weight: ``beta2`` to the power of the steps seen.
+        fast_mean: average of log2 of the largest gradient, with decay ``beta1``.
+        slow_mean: the same average with decay ``beta2``.
+        slow_square: average of its square, with decay ``beta2``.
+        fast_weight: ``beta1`` to the power of the number of steps seen.
+        slow_weight: ``beta2`` to the power of the number of steps seen.
     """
 
     fast_mean: jax.Array
@@ -47,36 +47,41 @@ class LogNormalMemory(NamedTuple):
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogNormalLossScale(LossScale):
-    """Choose the scale so that an overflow is as rare as asked for.
+    """Choose the scale from statistics of the gradients, for a given overflow rate.
 
-    The largest gradient of a step is modeled as log-normal. Its mean and its deviation
-    are averages over the past steps. ::
+    This is the LogMax rule of OpenSeq2Seq. It models the largest gradient of a step as
+    log-normal, and leaves more room below overflow if that gradient varies more. The
+    mean and the standard deviation are moving averages over past steps.
+
+    After each step it does the following, and clips the scale to ``min_scale`` and
+    ``max_scale``::
 
         x = log2(largest gradient) if grads_finite else nonfinite_log
-        mean = average of x by beta1                          # corrected for its start
-        deviation = standard deviation of x by beta2          # likewise
+        mean = average of x with decay beta1                  # with bias correction
+        deviation = standard deviation of x with decay beta2  # likewise
         loss_scale = 2**(log_max - mean - overflow_std_dev * deviation)
 
-    and from ``min_scale`` to ``max_scale``. A step whose gradients are all zero says
-    nothing about them: its logarithm is minus infinity, which OpenSeq2Seq averages, and
-    its scale is NaN from then on. Here such a step leaves averages and scale alone.
+    A step whose gradients are all zero changes neither the averages nor the scale. In
+    OpenSeq2Seq its logarithm, minus infinity, enters the averages, and the scale is NaN
+    from then on.
 
     Args:
-        init_scale: the first scale, from ``min_scale`` to ``max_scale``; the first step
-            decides what follows it.
-        log_max: log2 of where gradients overflow.
+        init_scale: the scale of the first step, from ``min_scale`` to ``max_scale``.
+            Later scales depend only on the gradients.
+        log_max: log2 of the magnitude at which gradients overflow, from -126 to 128.
         beta1: the decay of the mean, between 0 and 1.
-        beta2: the decay of the deviation, between 0 and 1.
-        overflow_std_dev: how many deviations stay free below overflow; at 3.09 one step
-            in a thousand overflows.
-        nonfinite_log: what a step counts as whose gradients were not finite.
+        beta2: the decay of the standard deviation, between 0 and 1.
+        overflow_std_dev: how many standard deviations to leave free below overflow,
+            from 0 to 100. With 3.09, one step in a thousand overflows in the model.
+        nonfinite_log: the log2 that a step with non-finite gradients counts as.
         power_of_two: whether to round the scale down to a power of two, so that
             unscaling is exact.
-        min_scale: the least scale, from 2**-126.
+        min_scale: the smallest scale, from 2**-126.
         max_scale: the largest scale, up to 2**126.
 
     Raises:
-        ValueError: if an argument is out of range, as it is or rounded to float32.
+        ValueError: if an argument is out of range, before or after it is rounded to
+            float32.
 
     Examples:
         >>> import optax_lossscale as ls
@@ -118,7 +123,8 @@ class LogNormalLossScale(LossScale):
                 self.log_max,
                 lambda x: -126 <= x <= 128,
                 "a number from -126 to 128",
-                "It is log2 of where gradients overflow, 16 in float16.",
+                "It is log2 of the magnitude at which gradients overflow; for float16 "
+                "use 16.",
             ),
             beta1=_check_decay("beta1", self.beta1),
             beta2=_check_decay("beta2", self.beta2),
@@ -127,15 +133,15 @@ class LogNormalLossScale(LossScale):
                 self.overflow_std_dev,
                 lambda x: 0 <= x <= 100,
                 "a number from 0 to 100",
-                "It is how many standard deviations stay free below overflow; one step "
-                "in a thousand lies beyond 3.09.",
+                "It is how many standard deviations to leave free below overflow; with "
+                "3.09, one step in a thousand overflows.",
             ),
             nonfinite_log=check_number(
                 "nonfinite_log",
                 self.nonfinite_log,
                 lambda x: -126 <= x <= 2.0**16,
                 "a number from -126 to 65536",
-                "It is what a non-finite step counts as, as log2 of a gradient.",
+                "It is the log2 that a non-finite step counts as.",
             ),
             min_scale=check_min_scale(self.min_scale),
             max_scale=check_max_scale(self.max_scale),
@@ -148,7 +154,7 @@ class LogNormalLossScale(LossScale):
         check_bool(
             "power_of_two",
             self.power_of_two,
-            "It decides how the step is built, so it cannot be an array.",
+            "It decides how the step is compiled, so it cannot be an array.",
         )
 
     def init(self) -> LossScaleState:
@@ -169,10 +175,10 @@ class LogNormalLossScale(LossScale):
             state: the state whose ``loss_scale`` multiplied this step's loss.
             grads_finite: one boolean, whether all gradients were finite.
             max_magnitude: the largest absolute value of the true gradients, as
-                `max_magnitude` returns it; 0 says nothing.
+                `max_magnitude` returns it; 0 is ignored.
 
         Raises:
-            TypeError: if ``state`` is no LossScaleState.
+            TypeError: if ``state`` is not a `LossScaleState`.
             ValueError: as for `LossScale.update`, or if ``max_magnitude`` is not one
                 real number.
         """
@@ -181,7 +187,7 @@ class LogNormalLossScale(LossScale):
         first, nonfinite_log = float32(self, "init_scale", "nonfinite_log")
         log_max, free = float32(self, "log_max", "overflow_std_dev")
         fast, slow = float32(self, "beta1", "beta2")
-        # Rounded once from Python's numbers, as OpenSeq2Seq rounds them.
+        # Subtracted in Python and rounded once, as in OpenSeq2Seq.
         fast_rest, slow_rest = (
             jnp.asarray(1 - x, jnp.float32) for x in (self.beta1, self.beta2)
         )
@@ -220,7 +226,7 @@ def _check_decay(name: str, value: Any) -> float:
 
 
 def _sound(memory: LogNormalMemory) -> LogNormalMemory:
-    """Return the averages as loaded, or as at first if they make no sense."""
+    """Return the averages as they are, or the first ones if a loaded state is bad."""
     weights = jnp.stack([memory.fast_weight, memory.slow_weight])
     sound = all_finite(memory) & jnp.all((weights >= 0) & (weights <= 1))
     return select(sound, memory, _first_memory())

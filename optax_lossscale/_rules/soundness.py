@@ -1,6 +1,6 @@
-"""What holds of every state that a rule takes and returns.
+"""Checks and repairs of the states that rules take and return.
 
-A state that was loaded may hold anything. So may a rule whose numbers
+A loaded state may hold anything. So may a rule whose numbers
 ``optax.inject_hyperparams`` traces: they are not checked, and may be NaN.
 """
 
@@ -25,37 +25,37 @@ def is_traced(rule: Any) -> bool:
 
 
 def normal(scale: Any, otherwise: Any) -> jax.Array:
-    """Return a loaded scale with a normal reciprocal; ``otherwise`` if it is NaN."""
+    """Clip a loaded scale so that its reciprocal is normal; NaN is ``otherwise``."""
     scale = jnp.asarray(scale, jnp.float32)
     scale = jnp.where(jnp.isnan(scale), jnp.asarray(otherwise, jnp.float32), scale)
     return jnp.clip(scale, SMALLEST_SCALE, LARGEST_SCALE)
 
 
 def first_scale(value: Any) -> Any:
-    """Return the scale of a rule's first state; one that is traced was not checked."""
+    """Return the first scale of a rule; if it is traced, it was not checked before."""
     return normal(value, 1.0) if isinstance(value, jax.core.Tracer) else value
 
 
 def count(value: Any) -> jax.Array:
-    """Return a count as int32, 1 or more; one that is traced was not checked."""
+    """Return a count as int32, 1 or more; if traced, it was not checked before."""
     if not isinstance(value, jax.core.Tracer):
         return jnp.asarray(value, jnp.int32)
     if jnp.issubdtype(value.dtype, jnp.floating):
-        # What a NaN or a number too large becomes as an integer is not defined.
+        # Converting NaN, or a number that is too large, to an integer is undefined.
         value = jnp.asarray(value, jnp.float32)
         value = jnp.where(value >= 1, jnp.minimum(value, _LARGEST_COUNT), 1)
     return jnp.maximum(jnp.asarray(value, jnp.int32), 1)
 
 
 def check_state(state: Any) -> LossScaleState:
-    """Return the state of one run in its own types, or say why it is none."""
+    """Return the state of one run in its own types, or raise if it is not one."""
     if not isinstance(state, LossScaleState):
         raise TypeError(
-            "`state` must be a LossScaleState, as the rule's `init` returns, got "
-            f"{describe(state)}. Of an optimizer state, `get_loss_scale_state` returns "
-            "the one in it."
+            "`state` must be a LossScaleState, as the rule's `init` returns it, got "
+            f"{describe(state)}. `get_loss_scale_state` returns the one inside an "
+            "optimizer state."
         )
-    # In nearly every call nothing is amiss; this takes less time than the full check.
+    # Nearly every state is fine, and this check is faster than the full one.
     for x, dtype in zip(state, _DTYPES, strict=False):
         if not isinstance(x, jax.Array) or x.dtype is not dtype:
             return check_single(state)
@@ -67,7 +67,7 @@ def check_state(state: Any) -> LossScaleState:
 def own_memory(rule: Any, state: LossScaleState) -> LossScaleState:
     """Return a state whose memory has the types that the rule gives it.
 
-    A rule that remembers nothing leaves what another one remembered.
+    A rule without a memory leaves that of another rule alone.
     """
     own = jax.eval_shape(rule.init).memory
     if not jax.tree.leaves(own):
@@ -79,17 +79,18 @@ def own_memory(rule: Any, state: LossScaleState) -> LossScaleState:
         raise ValueError(
             f"`state` must have the memory of a {type(rule).__name__}, "
             f"{jax.tree.structure(own)} of shapes {own_shapes}, got "
-            f"{describe(state.memory)}. To go on with another rule, start its scale "
-            "afresh: `rule.init()`."
+            f"{describe(state.memory)}. To switch to another rule, start from its own "
+            "state: `rule.init()`."
         )
     memory = jax.tree.map(lambda x, y: jnp.asarray(x, y.dtype), state.memory, own)
     return state._replace(memory=memory)
 
 
 def sound(rule: Any, state: LossScaleState, old: LossScaleState) -> LossScaleState:
-    """Return the next state of a rule whose numbers are traced, made sound.
+    """Repair the next state of a rule whose numbers are traced.
 
-    A scale out of range stays as it was, and a memory that is not finite starts again.
+    A scale that would leave the range keeps its old value. A memory that is not finite
+    is initialized again.
     """
     if not rule.skip_nonfinite:
         return state

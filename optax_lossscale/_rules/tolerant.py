@@ -33,9 +33,9 @@ class TolerantMemory(NamedTuple):
     Every field is an int32 array of shape ``()`` and saturates.
 
     Attributes:
-        growth_interval: finite steps in a row that raise the scale, as it is now.
-        steps_since_change: steps since the scale grew or backed off.
-        overflows_since_backoff: non-finite steps since it backed off.
+        growth_interval: the current growth interval.
+        steps_since_change: steps since the scale last grew or backed off.
+        overflows_since_backoff: non-finite steps since it last backed off.
     """
 
     growth_interval: jax.Array
@@ -46,9 +46,11 @@ class TolerantMemory(NamedTuple):
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TolerantLossScale(LossScale):
-    """Back off only when the share of non-finite steps reaches a tolerance.
+    """Back off only if the share of non-finite steps reaches a tolerance.
 
-    ::
+    Use it if single overflows should not lower the scale. The affected steps are
+    skipped all the same. This is the rule of fairseq, and with
+    ``interval_follows_scale`` that of metaseq. After each step it does the following::
 
         steps_since_change += 1
         if grads_finite:
@@ -65,29 +67,30 @@ class TolerantLossScale(LossScale):
                 steps_since_change = overflows_since_backoff = 0
                 growth_interval = max(growth_interval // growth_factor, 1)   # likewise
 
-    A restored scale outside the new limits is clipped on the first step that leaves it
-    unchanged; a growth never lowers the scale and a backoff never raises it. A scale
-    that is NaN starts again from ``init_scale``.
+    A scale restored from a checkpoint may be outside ``min_scale`` and ``max_scale``.
+    It is clipped on the first step that leaves it unchanged. Growth never lowers the
+    scale and backoff never raises it. A NaN scale is replaced by ``init_scale``.
 
     Args:
         init_scale: the first scale, from ``min_scale`` to ``max_scale``.
-        growth_factor: what a growth multiplies the scale by, more than 1; a whole
-            number up to 2147483647 if the interval follows the scale.
-        backoff_factor: what a backoff multiplies it by, between 0 and 1.
+        growth_factor: the factor by which the scale grows, more than 1. If the interval
+            follows the scale, it must be a whole number up to 2147483647.
+        backoff_factor: the factor by which the scale backs off, between 0 and 1.
         growth_interval: how many finite steps in a row raise the scale, 1 or more.
-        min_scale: the least that the scale backs off to, from 2**-126.
-        max_scale: the most that it grows to, up to 2**126.
-        tolerance: the share of non-finite steps, since the scale last changed, at
-            which it backs off, from 0 to 1; 0 backs off at each.
-        interval_follows_scale: whether the interval is multiplied and divided by
-            ``growth_factor`` as the scale changes, so that a low scale recovers fast
-            and a high one is left alone.
+        min_scale: the smallest scale to back off to, from 2**-126.
+        max_scale: the largest scale to grow to, up to 2**126.
+        tolerance: the share of non-finite steps since the scale last changed at which
+            it backs off, from 0 to 1. With 0, it backs off at every non-finite step.
+        interval_follows_scale: whether to multiply the interval by ``growth_factor``
+            when the scale grows and to divide it when the scale backs off. A low scale
+            then recovers quickly, and a high one seldom grows.
 
     Raises:
-        ValueError: if an argument is out of range, as it is or rounded to float32.
+        ValueError: if an argument is out of range, before or after it is rounded to
+            float32.
 
     Examples:
-        One non-finite step in four is tolerated here, two in five are not:
+        This rule tolerates one non-finite step in four, but not two in five:
 
         >>> import optax_lossscale as ls
         >>> rule = ls.TolerantLossScale(tolerance=0.3)
@@ -142,7 +145,7 @@ class TolerantLossScale(LossScale):
         check_bool(
             "interval_follows_scale",
             self.interval_follows_scale,
-            "It decides how the step is built, so it cannot be an array.",
+            "It decides how the step is compiled, so it cannot be an array.",
         )
         growth = self.growth_factor
         if self.interval_follows_scale and not (
@@ -150,9 +153,9 @@ class TolerantLossScale(LossScale):
             or (growth.is_integer() and growth <= _LARGEST)
         ):
             raise ValueError(
-                f"`growth_factor` must be a whole number up to {_LARGEST} where "
-                f"`interval_follows_scale`, got {growth!r}. It multiplies a number of "
-                "steps; use 2."
+                f"`growth_factor` must be a whole number up to {_LARGEST} if "
+                f"`interval_follows_scale` is True, got {growth!r}. It multiplies a "
+                "number of steps; 2 is usual."
             )
 
     def init(self) -> LossScaleState:
@@ -166,8 +169,9 @@ class TolerantLossScale(LossScale):
     ) -> LossScaleState:
         new_state = recorded(state, grads_finite)
         finite = new_state.grads_finite
-        # A checkpoint may hold any counters. One that has come to the largest int32
-        # stays there; that number is prime, so no interval above 1 divides it.
+        # A checkpoint may hold any counters. A counter that has reached the largest
+        # int32 stays there. That number is prime, so no smaller interval above 1
+        # divides it.
         memory = TolerantMemory(*(jnp.maximum(x, 0) for x in state.memory))
         interval = jnp.maximum(memory.growth_interval, 1)
         (tolerance,) = float32(self, "tolerance")

@@ -1,4 +1,4 @@
-"""The growing and backing-off rule as other systems have it, quirks and all."""
+"""The rule that reproduces other systems' dynamic scales, quirks included."""
 
 import dataclasses
 from typing import Literal, final
@@ -31,37 +31,40 @@ SCALE_DTYPES = ("float32", "bfloat16", "float16")
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VerbatimLossScale(LossScale):
-    """`DynamicLossScale` with what it leaves out of other systems' rules.
+    """Change the scale as another system does, quirks included.
 
-    The presets return one where a `DynamicLossScale` would take another course than
-    the system that they are named after. For a new run there is no reason to.
+    Presets return this rule when `DynamicLossScale` would not reproduce the scales of
+    the system that they are named after. For a new run, use `DynamicLossScale`.
 
-    - ``init_scale`` may lie outside the limits. A growth then comes down to
-      ``max_scale`` and a backoff *rises* to ``min_scale``; other steps leave it, or
-      with ``clips_every_step`` bring it inside (mpx).
-    - With ``first_growth_late``, the first growth after the start or a non-finite step
-      comes one step late (DeepSpeed since 2025).
-    - ``scale_dtype`` is the type that the scale is rounded to after each change, and
-      beyond whose range it does not grow (jmp, whose scale has any type).
+    It is `DynamicLossScale` with these additions:
+
+    - ``init_scale`` may be outside the limits. Growth then lowers the scale to
+      ``max_scale``, and backoff *raises* it to ``min_scale``. Other steps leave it
+      unchanged, or with ``clips_every_step`` clip it, as in mpx.
+    - With ``first_growth_late``, the first growth after the start or after a non-finite
+      step comes one step late, as in DeepSpeed since 2025.
+    - ``scale_dtype`` is the type to which the scale is rounded after each change. The
+      scale does not grow beyond the range of this type. In jmp, the scale may have any
+      type.
 
     Args:
         init_scale: the first scale, from 2**-126 to 2**126.
-        growth_factor: what the scale is multiplied by after ``growth_interval`` finite
-            steps in a row, more than 1.
-        backoff_factor: what it is multiplied by after a non-finite step, between 0
-            and 1.
+        growth_factor: the factor by which the scale grows, more than 1.
+        backoff_factor: the factor by which the scale backs off, between 0 and 1.
         growth_interval: how many finite steps in a row raise the scale, 1 or more.
-        min_scale: the least that a backoff leads to, from 2**-126.
-        max_scale: the most that a growth leads to, up to 2**126.
+        min_scale: the scale at which backoff stops, from 2**-126.
+        max_scale: the scale at which growth stops, up to 2**126.
         hysteresis: how many non-finite steps it takes to back off, 1 or more.
-        hysteresis_refill: as for `DynamicLossScale`.
-        first_growth_late: whether the first growth takes a finite step more.
-        clips_every_step: whether every step brings the scale inside the limits.
-        scale_dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``. The state holds
-            the scale in float32 all the same.
+        hysteresis_refill: what resets the hysteresis counter, as in
+            `DynamicLossScale`.
+        first_growth_late: whether the first growth takes one more finite step.
+        clips_every_step: whether to clip the scale to the limits in every step.
+        scale_dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``. The state holds the
+            scale in float32 in any case.
 
     Raises:
-        ValueError: if an argument is out of range, as it is or rounded to float32.
+        ValueError: if an argument is out of range, before or after it is rounded to
+            float32.
 
     Examples:
         >>> from optax_lossscale import presets
@@ -102,14 +105,14 @@ class VerbatimLossScale(LossScale):
             hysteresis=check_hysteresis(self.hysteresis),
         )
         check_order(min_scale=self.min_scale, max_scale=self.max_scale)
-        advice = "It is a quirk of another system, best left out."
+        advice = "It is a quirk of another system; leave it out in a new run."
         check_bool("first_growth_late", self.first_growth_late, advice)
         check_bool("clips_every_step", self.clips_every_step, advice)
         if self.scale_dtype not in SCALE_DTYPES:
             raise ValueError(
                 f"`scale_dtype` must be one of {SCALE_DTYPES}, got "
-                f"{self.scale_dtype!r}. It is the name of the type that the scale is "
-                "rounded to."
+                f"{self.scale_dtype!r}. It is the name of the type to which the scale "
+                "is rounded."
             )
 
     @property

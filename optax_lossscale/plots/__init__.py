@@ -1,4 +1,4 @@
-"""Pictures of gradients and of loss scales, for notebooks and for print.
+"""Plots of gradients and loss scales, for notebooks and for print.
 
 They need matplotlib: ``pip install 'optax_lossscale[plots]'``.
 

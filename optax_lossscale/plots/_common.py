@@ -1,16 +1,16 @@
-"""What the plots share: colors and new axes."""
+"""Code that the plots share: colors and new axes."""
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Colors that the color-blind tell apart: of Okabe and Ito, and two more.
+# Colors that color-blind readers can tell apart: those of Okabe and Ito, and two more.
 GREY, BLUE, RED = "0.6", "#0072b2", "#d55e00"
 ORANGE, GREEN, PINK, SKY = "#e69f00", "#009e73", "#cc79a7", "#56b4e9"
 BROWN, VIOLET = "#8c5a2b", "#9b4dff"
 
-# The way out where something to be drawn is being traced.
+# The advice if something to be drawn is traced.
 TRACED = "Return it from the compiled function and plot it outside."
 
 
@@ -19,6 +19,6 @@ def new_axes() -> "Axes":
         from matplotlib import pyplot
     except ImportError as error:
         raise ImportError(
-            "Plots need matplotlib: `pip install 'optax_lossscale[plots]'` brings it."
+            "Plots need matplotlib. Install it: `pip install 'optax_lossscale[plots]'`."
         ) from error
     return pyplot.subplots(figsize=(7.5, 3.6), layout="constrained")[1]

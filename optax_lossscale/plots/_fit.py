@@ -1,4 +1,4 @@
-"""Text that fits: margins, legends, titles and labels for figures of any size."""
+"""Fit margins, legends, titles and labels into figures of any size."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -10,14 +10,15 @@ if TYPE_CHECKING:
     from matplotlib.text import Text
     from matplotlib.transforms import Bbox
 
-_PAD = 3  # points between a text and what it must not touch
+_PAD = 3  # points between a text and anything that it must not touch
 
 
 def settle(ax: "Axes") -> None:
     """Place the axes as they will be drawn, with their texts inside the figure.
 
-    A layout engine places them. In a figure without one, the margins are widened by
-    what sticks out, unless the axes do not stand where their grid of subplots has them.
+    If the figure has a layout engine, the engine places them. Otherwise the margins are
+    widened until no text sticks out, unless the axes are not where their subplot grid
+    puts them.
     """
     figure = ax.figure
     engine = figure.get_layout_engine()
@@ -25,13 +26,13 @@ def settle(ax: "Axes") -> None:
         engine.execute(figure.canvas.figure)
     if engine is None or engine.adjust_compatible:
         _widen_margins(ax)
-        _widen_margins(ax)  # narrower axes may have other ticks
+        _widen_margins(ax)  # narrower axes may have different ticks
 
 
 def legend_below(ax: "Axes", last: str = "") -> None:
-    """Put a legend under the x label, in as few rows as there is room for.
+    """Put a legend below the x label, in as few rows as fit.
 
-    No curve can be under it there, and no title. The entry named ``last`` comes last.
+    There it cannot cover a curve or a title. The entry named ``last`` comes last.
     """
     from matplotlib.transforms import ScaledTranslation
 
@@ -64,8 +65,8 @@ def legend_below(ax: "Axes", last: str = "") -> None:
         )
         return legend.get_window_extent()
 
-    # Under the axes, and under the labels of the y axis too if no layout engine would
-    # take that for a reason to make the axes narrower.
+    # The legend may also extend below the labels of the y axis, unless a layout engine
+    # would make the axes narrower for that.
     room = axes.width
     if figure.get_layout_engine() is None:
         room = axes.x1 - max(around.x0, figure.bbox.x0)
@@ -82,7 +83,7 @@ def legend_below(ax: "Axes", last: str = "") -> None:
 
 
 def fit_title(ax: "Axes", wordings: Sequence[str]) -> None:
-    """Set the first wording that is not too wide as the title, in a size that fits."""
+    """Set the title to the first wording that fits, in a size that fits."""
     title = ax.set_title(wordings[0])
     size = float(title.get_fontsize())
     factors = [(1.0, 0.83, 0.7), *[(0.83, 0.7, 0.6)] * (len(wordings) - 1)]
@@ -106,7 +107,7 @@ def shrink(
     room: float,
     along: str = "width",
 ) -> bool:
-    """Set the first size at which texts in a row fit, and say whether one does."""
+    """Set the first size at which texts in a row fit; return whether there is one."""
     for size in sizes:
         for text in texts:
             text.set_fontsize(size)
@@ -123,7 +124,7 @@ def spread(
     high: float,
     gap: float,
 ) -> list[float]:
-    """Move ascending centers just far enough that none overlaps the next.
+    """Move ascending centers just far enough apart that none overlaps the next.
 
     They stay between ``low`` and ``high`` if there is room.
     """
@@ -139,7 +140,7 @@ def spread(
 
 
 def pixels(artist: "Text", points: float) -> float:
-    """Return how many pixels of a figure so many points are."""
+    """Convert points to pixels of a figure."""
     figure = artist.figure
     assert figure is not None
     return points * figure.dpi / 72
@@ -152,7 +153,7 @@ def _widen_margins(ax: "Axes") -> None:
         return
     for other, spec in subplots:
         place = other.get_position(original=True).bounds
-        # The annotation does not know of subfigures.
+        # The annotation omits subfigures.
         if spec and not np.allclose(place, spec.get_position(figure).bounds):  # type: ignore[arg-type]
             return  # placed by hand
     inside, pad = figure.bbox, _PAD * figure.dpi / 72

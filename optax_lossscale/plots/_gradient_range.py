@@ -1,4 +1,4 @@
-"""Where gradients lie in the range of a type."""
+"""Plot where gradients lie in the range of a type."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -31,21 +31,24 @@ def plot_gradient_range(
     dtype: Any = jnp.float16,
     ax: "Axes | None" = None,
 ) -> "Axes":
-    """Draw where gradients lie in the range of a type, before and after scaling.
+    """Plot where gradients lie in the range of a type, before and after scaling.
 
-    A histogram of log2 of their absolute values, one octave (factor of two) a bar, over
-    the zones in which the type loses them to zero, holds them as subnormal numbers with
-    fewer digits, holds them in full, or cannot hold them. Above each zone stands which
-    share of the elements is in it. Elements that are zero, NaN or infinite already are
-    in no bar and no share; the title counts them.
+    Use it to see how much a type would lose of the gradients, and how a loss scale
+    helps. The plot is a histogram of the log2 of their absolute values, with one bar
+    per octave (factor of two).
+
+    Behind the bars are four zones of the type: lost (rounded to zero), subnormal (held
+    with fewer digits), normal (held in full) and overflow. Above each zone is the share
+    of elements in it. Elements that are already zero, NaN or infinite are in no bar and
+    no share; the title counts them.
 
     Args:
         grads: true (unscaled) gradients, any pytree of arrays, as for
-            `gradient_report`. They are fetched to the host, array by array.
-        loss_scale: what the loss is multiplied by, a number or an array of shape
-            ``()``; at 1 the gradients are drawn as they are.
+            `gradient_report`. They are copied to the host, array by array.
+        loss_scale: the loss scale, a number or an array of shape ``()``. With 1, only
+            the unscaled gradients are drawn.
         dtype: the floating-point type whose zones are drawn, or its name.
-        ax: the matplotlib ``Axes`` to draw on; by default those of a new figure. If
+        ax: the matplotlib ``Axes`` to draw on, by default those of a new figure. If
             their figure has no layout engine, its margins grow until the labels fit.
 
     Returns:
@@ -53,9 +56,9 @@ def plot_gradient_range(
 
     Raises:
         ImportError: if matplotlib is not installed.
-        ValueError: if ``grads`` is a single number, is being traced, holds something
-            other than arrays, or nothing that is floating-point; if ``loss_scale`` is
-            not one number above 0, or ``dtype`` no floating-point type.
+        ValueError: if ``grads`` is a single number, is traced, holds something other
+            than arrays, or holds no floating-point array; if ``loss_scale`` is not one
+            number above 0; or if ``dtype`` is not a floating-point type.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -63,11 +66,11 @@ def plot_gradient_range(
         >>> grads = {"w": jnp.geomspace(1e-9, 1e-3, 1000)}
         >>> axes = ls.plots.plot_gradient_range(grads, loss_scale=2.0**15)
         >>> [text.get_text() for text in axes.get_legend().get_texts()]
-        ['as they are', 'times 2^15']
+        ['unscaled', 'scaled by 2^15']
 
     References:
         Micikevicius et al., `Mixed Precision Training
-        <https://arxiv.org/abs/1710.03740>`_, figure 3.
+        <https://arxiv.org/abs/1710.03740>`_, 2017, figure 3
     """
     check_gradients("grads", grads)
     check_concrete("grads", grads, TRACED)
@@ -88,9 +91,9 @@ def plot_gradient_range(
     from matplotlib.ticker import PercentFormatter
 
     shares = counts / max(counts.sum(), 1)
-    ax.stairs(shares, octaves, fill=True, color=GREY, label="as they are")
+    ax.stairs(shares, octaves, fill=True, color=GREY, label="unscaled")
     if shift:
-        label = f"times {_power_of_two(shift)}"
+        label = f"scaled by {_power_of_two(shift)}"
         ax.stairs(shares, octaves + shift, color=BLUE, linewidth=1.8, label=label)
 
     finite = np.finfo(np.float64)
@@ -104,9 +107,9 @@ def plot_gradient_range(
     peak = max(shares.max(initial=0.0), 0.01)
     ax.set_ylim(0, 1.5 * peak)
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
-    ax.set(xlabel="log2 |gradient|", ylabel="share of the elements")
+    ax.set(xlabel="log2 |gradient|", ylabel="share of elements")
 
-    # What is written depends on the size of the axes, and the other way around.
+    # The texts depend on the size of the axes, and the size on the texts.
     settle(ax)
     fit_title(ax, _titles(totals[0], name))
     if shift:
@@ -120,7 +123,7 @@ def plot_gradient_range(
         before, *after = (_percent(shares_of[zone]) for shares_of in held)
         texts[zone] = [before, *(f"→ {share}" for share in after)]
     taken = draw_zones(ax, [left, *edges, right], texts)
-    # Room for the names of the zones above the highest bar.
+    # Leave room for the names of the zones above the highest bar.
     top = peak / (1 - min(taken, 0.7))
     ax.set_ylim(0, top)
     ax.set_yticks([y for y in ax.get_yticks() if y <= min(top, 1)] if drawn else [])
@@ -129,7 +132,7 @@ def plot_gradient_range(
 
 
 def _octaves(grads: Any) -> tuple[npt.NDArray[np.int64], int]:
-    """Count the finite elements other than zero in each octave, and name the first."""
+    """Count the finite nonzero elements in each octave; return the first octave too."""
     lowest, highest = -1100, 1100  # of float64
     counts = np.zeros(highest - lowest, np.int64)
     for x in jax.tree.leaves(grads):
@@ -145,7 +148,7 @@ def _octaves(grads: Any) -> tuple[npt.NDArray[np.int64], int]:
 
 
 def _zones(totals: GradientReport) -> dict[str, float]:
-    """Return which share of the finite elements other than zero is in each zone."""
+    """Return the share of the finite nonzero elements in each zone."""
     elements = totals.size - totals.nan - totals.inf - totals.zero
     normal = elements - totals.underflow - totals.subnormal - totals.overflow
     counts = (totals.underflow, totals.subnormal, normal, totals.overflow)
@@ -156,12 +159,12 @@ def _zones(totals: GradientReport) -> dict[str, float]:
 
 
 def _titles(totals: GradientReport, name: str) -> list[str]:
-    """Return a title in one line, and broken into more."""
+    """Return the title in one line, and broken into several."""
     nonfinite = totals.nan + totals.inf
     size, where = f"{totals.size:,} gradients", f"in the range of {name}"
     parts = []
     if totals.zero:
-        parts.append(f"{_percent(totals.zero / totals.size)} zero already")
+        parts.append(f"{_percent(totals.zero / totals.size)} already zero")
     if nonfinite:
         parts.append(f"{nonfinite:,} NaN or inf")
     rest = ", ".join(parts)
@@ -172,7 +175,7 @@ def _titles(totals: GradientReport, name: str) -> list[str]:
 
 
 def _percent(share: float) -> str:
-    """Round so that neither a few nor all but a few look like none or all."""
+    """Format a share so that a few do not look like none, nor nearly all like all."""
     if 0 < share < 0.001:
         return "<0.1%"
     if 0.999 < share < 1:

@@ -1,4 +1,4 @@
-"""The loss scale over the steps."""
+"""Plot the loss scale over the steps."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _SKIPPED = "skipped step"
-# None is the color of the text, on a light or a dark background.
+# None stands for the color of the text, on a light or a dark background.
 _COLORS = (BLUE, ORANGE, GREEN, PINK, None, BROWN, SKY, VIOLET)
-# Dashes show a run that lies on another, and tell runs apart in grey.
+# Dashes show a line under another line, and tell runs apart in grayscale.
 _DASHES = ("-", (0, (5, 1.5)), (0, (6, 1.5, 1.2, 1.5)), (0, (1.2, 1)))
 
 
@@ -37,19 +37,19 @@ def plot_loss_scale(
     ax: "Axes | None" = None,
     **style: Any,
 ) -> "Axes":
-    """Draw the loss scale over the steps, on a log2 axis, with skipped steps marked.
+    """Plot the loss scale over the steps on a log2 axis, and mark skipped steps.
 
-    The scale that step ``i`` used is drawn from ``i`` to ``i + 1``; a skipped step is
-    marked at ``i``. The legend is below the axes.
+    The scale of step ``i`` is drawn from ``i`` to ``i + 1``. A skipped step is marked
+    at ``i``. The legend is below the axes.
 
-    Call it once more with the same ``ax`` and another ``label`` to compare runs. Each
-    run takes its own color and dashes, up to eight, unless ``style`` names a color.
+    To compare runs, call it again with the same ``ax`` and another ``label``. Up to
+    eight runs get different colors and dashes, unless ``style`` contains a color.
 
     Args:
-        scales: the scale that each step used, of shape ``(steps,)``, above 0.
+        scales: the scale that each step used, above 0, of shape ``(steps,)``.
         skipped: whether each step was skipped, as booleans or as 0 and 1, of the same
             shape.
-        ax: the matplotlib ``Axes`` to draw on; by default those of a new figure. If
+        ax: the matplotlib ``Axes`` to draw on, by default those of a new figure. If
             their figure has no layout engine, its margins grow until the labels fit.
         style: passed on to ``Axes.step``, such as ``label`` or ``color``.
 
@@ -59,8 +59,8 @@ def plot_loss_scale(
     Raises:
         ImportError: if matplotlib is not installed.
         ValueError: if ``scales`` is not one-dimensional, or holds something other than
-            numbers above 0; if ``skipped`` is not of its shape, or holds something
-            other than booleans, 0 and 1; if either is being traced.
+            numbers above 0; if ``skipped`` does not have the same shape, or holds
+            something other than booleans, 0 and 1; or if either is traced.
 
     Examples:
         >>> import optax_lossscale as ls
@@ -73,7 +73,7 @@ def plot_loss_scale(
     values = _scales(scales)
     flags = _flags(skipped, len(values))
     ax = new_axes() if ax is None else ax
-    # The last value is repeated, so that its step is as wide as the others.
+    # Repeat the last value, so that its step is as wide as the others.
     levels = np.append(values, values[-1:])
     steps = np.arange(len(levels))
     (line,) = ax.step(steps, levels, where="post", **_styled(ax, style))
@@ -120,22 +120,22 @@ def _flags(skipped: npt.ArrayLike | None, steps: int) -> npt.NDArray[np.bool_]:
         if _is_real(flags) and np.all((flags == 0) | (flags == 1)):
             return flags == 1
     raise ValueError(
-        f"`skipped` must be {steps} booleans, one for each scale, or 0 and 1 in their "
-        f"place, got {describe(skipped)}. A step was skipped if `grads_finite` of the "
-        "state after it is False."
+        f"`skipped` must be {steps} booleans, one for each scale, or 0 and 1 instead, "
+        f"got {describe(skipped)}. A step was skipped if `grads_finite` is False in "
+        "the state after it."
     )
 
 
 def _is_real(values: npt.NDArray[Any]) -> bool:
-    """Tell whether an array has a type of real numbers, such as bfloat16."""
+    """Return whether an array holds real numbers, of bfloat16 or similar types too."""
     kinds = jnp.floating, jnp.integer
     return any(jnp.issubdtype(values.dtype, kind) for kind in kinds)
 
 
 def _styled(ax: "Axes", style: dict[str, Any]) -> dict[str, Any]:
-    """Return the style by full names, with a color and dashes if it has no color.
+    """Return the style with full names, and with color and dashes if it has no color.
 
-    The color is the first of those that the fewest lines on the axes have.
+    The color is the first of those that the fewest lines on the axes use.
     """
     from matplotlib.cbook import normalize_kwargs
     from matplotlib.colors import to_rgb
@@ -148,14 +148,14 @@ def _styled(ax: "Axes", style: dict[str, Any]) -> dict[str, Any]:
     colors = [foreground if color is None else color for color in _COLORS]
     lines = np.array([to_rgb(line.get_color()) for line in ax.lines]).reshape(-1, 1, 3)
     distances = np.linalg.norm(lines - [to_rgb(color) for color in colors], axis=-1)
-    uses = np.sum(distances < 0.2, axis=0)  # a color near to another is no other
+    uses = np.sum(distances < 0.2, axis=0)  # similar colors count as the same
     choice = int(uses.argmin())
     dashes = _DASHES[(choice + uses[choice]) % len(_DASHES)]
     return {"linestyle": dashes, **style, "color": colors[choice]}
 
 
 def _whole_ticks(ax: "Axes") -> None:
-    """Put ticks at whole steps, unless the user placed them."""
+    """Put ticks at whole steps, unless the user has placed ticks."""
     from matplotlib.ticker import MaxNLocator
 
     locator = ax.xaxis.get_major_locator()

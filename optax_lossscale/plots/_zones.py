@@ -1,4 +1,4 @@
-"""The zones of a type, tinted, with their names in a row at the top."""
+"""Draw the zones of a type, tinted, with their names in a row at the top."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -11,23 +11,23 @@ if TYPE_CHECKING:
     from matplotlib.text import Annotation
     from matplotlib.transforms import Transform
 
-# In print the zones are told by their names.
+# In grayscale the names tell the zones apart.
 ZONES = {"lost": RED, "subnormal": ORANGE, "normal": GREEN, "overflow": PINK}
 
 _SIZES = ("small", "x-small", "xx-small")
 _MARGIN, _LEADER = 4, 8  # points above and below the names, and of a line to a zone
-_LOW = 130  # points: the names are smaller in axes lower than that
+_LOW = 130  # points: in axes lower than this, the names are smaller
 
 
 def draw_zones(
     ax: "Axes", bounds: Sequence[float], texts: Mapping[str, Sequence[str]]
 ) -> float:
-    """Tint each zone and write its lines of text into it, at the top.
+    """Tint each zone and write its lines of text at its top.
 
-    The axes must have their limits and their final width.
+    The axes must already have their limits and their final width.
 
     Returns:
-        The share of the height that the texts take.
+        The share of the height that the texts take up.
     """
     for zone, low, high in zip(ZONES, bounds, bounds[1:], strict=False):
         ax.axvspan(low, high, color=ZONES[zone], alpha=0.16, linewidth=0, zorder=0)
@@ -62,7 +62,8 @@ def _spread_names(
 ) -> bool:
     """Move names sideways until none overlaps the next or leaves the axes.
 
-    Draw a line to its zone from each that is beside it, and say whether one is.
+    From each name that is now beside its zone, draw a line to the zone. Return whether
+    there is one.
     """
     from matplotlib.patches import ConnectionPatch
 
@@ -98,7 +99,7 @@ def _spread_names(
 
 
 def _moved(ax: "Axes", right: float, up: float) -> "Transform":
-    """Place x in data and y in axes, and then go on by points."""
+    """Return a transform with x in data and y in axes coordinates, moved by points."""
     from matplotlib.transforms import ScaledTranslation
 
     by = ScaledTranslation(right / 72, up / 72, ax.figure.dpi_scale_trans)

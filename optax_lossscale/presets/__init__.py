@@ -1,10 +1,13 @@
-"""The rules of other systems by their names, and their saved states, there and back.
+"""The loss-scaling rules of other systems, and conversion of their saved states.
 
-A preset takes the arguments of the system that it is named after, with its defaults,
-and returns the rule that takes the same course; the tests replay trajectories recorded
-from the systems themselves. Where a system is broken its rule is not: "Departures" says
-where. ``from_..._state_dict`` and ``to_..._state_dict`` convert a saved state, so that
-a run goes on here or there.
+A preset takes the arguments of the system that it is named after, with the same
+defaults, and returns a rule that changes the scale in the same way. The tests replay
+trajectories recorded from the systems themselves. If a system has a defect that breaks
+training, the preset does not reproduce it: "Departures" lists every difference. A step
+is finite if all of its gradients are finite.
+
+``from_..._state_dict`` and ``to_..._state_dict`` convert saved states, so that a run
+can continue in the other system.
 
 Examples:
     >>> import optax

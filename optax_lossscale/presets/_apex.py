@@ -36,26 +36,28 @@ def apex_amp(
 ) -> Growing | FixedLossScale:
     """Return the rule of ``apex.amp``.
 
-    The scale doubles at every ``scale_window``-th finite step in a row, up to
-    ``max_loss_scale``, and is halved at every non-finite step, down to
-    ``min_loss_scale``.
-    An ``init_scale`` above ``max_loss_scale`` is lowered to it. A number for
-    ``loss_scale`` stays, and no step is skipped.
+    The scale is doubled after every ``scale_window`` finite steps in a row, up to
+    ``max_loss_scale``. It is halved after every non-finite step, down to
+    ``min_loss_scale``. An ``init_scale`` above ``max_loss_scale`` is lowered to it.
 
-    Departures: without a ``min_loss_scale`` the floor is 2**-126, where Apex goes on to
-    0 and divides by it. ``scale_factor``, which Apex takes and does not use, is not
-    taken. Apex with ``num_losses`` is a rule and a state for each loss: see the README.
+    If ``loss_scale`` is a number, the scale is constant and no step is skipped.
+
+    Departures: without a ``min_loss_scale``, the minimum is 2**-126; Apex lowers the
+    scale to 0 and divides by it. Apex's ``scale_factor``, which it ignores, is not an
+    argument here. For Apex with ``num_losses``, use one rule and one state per loss:
+    see the guide to several losses.
 
     Args:
-        loss_scale: ``"dynamic"``, or the number to keep, 1 or more.
+        loss_scale: ``"dynamic"``, or a constant scale, 1 or more.
         init_scale: the first scale, from 2**-126.
-        scale_window: finite steps in a row before a growth.
-        min_loss_scale: the least scale, or None.
-        max_loss_scale: the largest scale; in effect 2**126 or less.
+        scale_window: finite steps in a row before the scale grows.
+        min_loss_scale: the smallest scale, or None.
+        max_loss_scale: the largest scale; values above 2**126 mean 2**126.
 
     Returns:
-        A `DynamicLossScale`, or a `FixedLossScale` that skips nothing; a
-        `VerbatimLossScale` where ``init_scale`` is below ``min_loss_scale``.
+        A `DynamicLossScale`; a `VerbatimLossScale` if ``init_scale`` is below
+        ``min_loss_scale``; or a `FixedLossScale` that skips nothing if ``loss_scale``
+        is a number.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -68,9 +70,9 @@ def apex_amp(
         FixedLossScale(loss_scale=128.0, skip_nonfinite=False)
 
     References:
-        `apex/amp/scaler.py at 25.04
-        <https://github.com/NVIDIA/apex/blob/25.04/apex/amp/scaler.py>`_; the module was
-        removed in 2025
+        `apex/amp/scaler.py of 25.04
+        <https://github.com/NVIDIA/apex/blob/25.04/apex/amp/scaler.py>`_ (the module was
+        removed in 2025)
     """
     if loss_scale != "dynamic":
         return FixedLossScale(loss_scale, skip_nonfinite=False)

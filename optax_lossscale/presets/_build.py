@@ -1,4 +1,4 @@
-"""Build a rule from another system's arguments, checked under that system's names."""
+"""Build rules from other systems' arguments, with errors that use their names."""
 
 import dataclasses
 from typing import Any
@@ -18,9 +18,9 @@ def growing(
     max_scale: float = LARGEST_SCALE,
     **arguments: Any,
 ) -> Growing:
-    """Return a `DynamicLossScale`, if one takes the course that these arguments mean.
+    """Return a `DynamicLossScale`, if one behaves as these arguments ask.
 
-    For a quirk, or a first scale outside the limits, it is a `VerbatimLossScale`.
+    With a quirk, or a first scale outside the limits, return a `VerbatimLossScale`.
     """
     rule = VerbatimLossScale(min_scale=min_scale, max_scale=max_scale, **arguments)
     quirks = rule.first_growth_late or rule.scale_dtype != "float32"
@@ -31,25 +31,25 @@ def growing(
 
 
 def factors(value: Any, name: str) -> dict[str, Any]:
-    """Return the factors of a system that divides by what it multiplies by."""
+    """Return both factors of a system that multiplies and divides by the same one."""
     factor = check_growth_factor(value, name)
     return {"growth_factor": factor, "backoff_factor": 1 / factor}
 
 
 def floor(value: Any, name: str) -> float:
-    """Return a least scale, 2**-126 where another system goes down to less."""
+    """Return a smallest scale, raised to 2**-126 if another system goes lower."""
     number = check_number(
         name,
         value,
         lambda x: 0 <= x <= LARGEST_SCALE,
         "a number from 0 to 2**126",
-        "It is the least loss scale; 1 is usual.",
+        "It is the smallest loss scale; 1 is usual.",
     )
     return max(number, SMALLEST_SCALE)
 
 
 def ceiling(value: Any, name: str) -> float:
-    """Return a largest scale, 2**126 where another system goes up to more."""
+    """Return a largest scale, lowered to 2**126 if another system goes higher."""
     number = check_number(
         name,
         value,

@@ -21,34 +21,38 @@ def deepspeed(
 ) -> Growing:
     """Return the rule of DeepSpeed's ``DynamicLossScaler`` (ZeRO).
 
-    The first ``delayed_shift - 1`` non-finite steps leave the scale, every further one
-    divides it by ``scale_factor``, down to ``min_scale``, until the hysteresis counter
-    is reset: by a growth, or with ``consecutive_hysteresis`` by any finite step. A
-    growth comes every ``scale_window`` finite steps in a row, but the first one after
-    the start or a non-finite step comes one step late, a slip of 2025 that is kept
-    here; with ``first_growth_late=False`` the timing is that of the versions before.
+    The first ``delayed_shift - 1`` non-finite steps leave the scale unchanged. Each
+    further one divides it by ``scale_factor``, down to ``min_scale``, until the
+    hysteresis counter is reset. Growth resets it, and with ``consecutive_hysteresis``
+    any finite step does.
 
-    Departures: nothing is raised at ``min_scale``, where DeepSpeed stops by default:
-    a compiled step cannot; `check_loss_scale` does, and ``raise_error_at_min_scale`` is
-    accepted only because your configuration may have it. The ceiling is 2**126, where
-    DeepSpeed has none. Gradients are divided by the scale that multiplied the loss,
-    where DeepSpeed divides them by the next. The defaults are those of its
-    configuration, for which there is `deepspeed_fp16`.
+    The scale grows after every ``scale_window`` finite steps in a row. The first growth
+    after the start or after a non-finite step comes one step late, as in DeepSpeed
+    since 2025. For the timing of earlier versions, pass ``first_growth_late=False``.
+
+    The defaults are those of DeepSpeed's configuration. To pass a configuration, use
+    `deepspeed_fp16`.
+
+    Departures: DeepSpeed raises an error at ``min_scale`` by default. A compiled step
+    cannot raise, so this rule does not; use `check_loss_scale`. The argument
+    ``raise_error_at_min_scale`` is accepted because your configuration may contain it.
+    The maximum is 2**126; DeepSpeed has none. Gradients are divided by the scale that
+    multiplied the loss; DeepSpeed divides them by the next one.
 
     Args:
-        init_scale: the first scale. One below ``min_scale`` stays until an overflow
-            raises it, as in DeepSpeed.
-        scale_factor: what a growth multiplies by and a backoff divides by, above 1.
-        scale_window: finite steps in a row before a growth.
-        min_scale: the least scale, 0 or more; in effect 2**-126 or more.
-        delayed_shift: non-finite steps that it takes to back off.
+        init_scale: the first scale. If it is below ``min_scale``, it stays until an
+            overflow raises it, as in DeepSpeed.
+        scale_factor: the factor by which the scale grows and backs off, above 1.
+        scale_window: finite steps in a row before the scale grows.
+        min_scale: the smallest scale, 0 or more; values below 2**-126 mean 2**-126.
+        delayed_shift: how many non-finite steps it takes to back off.
         consecutive_hysteresis: whether any finite step resets the hysteresis counter.
-        raise_error_at_min_scale: taken and not used, as said above.
-        first_growth_late: whether the first growth takes a finite step more.
+        raise_error_at_min_scale: accepted and ignored, as described above.
+        first_growth_late: whether the first growth takes one more finite step.
 
     Returns:
-        A `VerbatimLossScale`; a `DynamicLossScale` if the first growth is not late and
-        ``init_scale`` is not below ``min_scale``.
+        A `VerbatimLossScale`, or a `DynamicLossScale` if ``first_growth_late`` is False
+        and ``init_scale`` is not below ``min_scale``.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -73,12 +77,12 @@ def deepspeed(
     check_bool(
         "consecutive_hysteresis",
         consecutive_hysteresis,
-        "It says whether any finite step resets the hysteresis counter.",
+        "It decides whether any finite step resets the hysteresis counter.",
     )
     check_bool(
         "raise_error_at_min_scale",
         raise_error_at_min_scale,
-        "Nothing is raised inside a step; `check_loss_scale` raises outside.",
+        "It is ignored: a compiled step cannot raise. Use `check_loss_scale`.",
     )
     return growing(
         init_scale=init_scale,
@@ -100,20 +104,22 @@ def deepspeed_fp16(
     consecutive_hysteresis: bool = False,
     min_loss_scale: float = 1.0,
 ) -> Growing | FixedLossScale:
-    """Return the rule that the ``"fp16"`` part of a DeepSpeed configuration means.
+    """Return the rule for the ``"fp16"`` section of a DeepSpeed configuration.
 
-    A ``loss_scale`` other than 0 stays; with 0 the rule is that of `deepspeed`.
+    With a ``loss_scale`` of 0, it is the rule of `deepspeed`. Any other number is a
+    constant scale.
 
     Departures: those of `deepspeed`.
 
     Args:
-        enabled: if False, nothing is scaled, and non-finite steps are skipped.
-        loss_scale: 0, or the scale to keep, 1 or more.
+        enabled: if False, nothing is scaled. Non-finite steps are still skipped.
+        loss_scale: 0, or a constant scale, 1 or more.
         initial_scale_power: log2 of the first scale.
-        loss_scale_window: finite steps in a row before a growth.
-        hysteresis: non-finite steps that it takes to back off.
+        loss_scale_window: finite steps in a row before the scale grows.
+        hysteresis: how many non-finite steps it takes to back off.
         consecutive_hysteresis: whether any finite step resets the hysteresis counter.
-        min_loss_scale: the least scale, 0 or more; in effect 2**-126 or more.
+        min_loss_scale: the smallest scale, 0 or more; values below 2**-126 mean
+            2**-126.
 
     Returns:
         A `VerbatimLossScale` or a `FixedLossScale`.
@@ -131,7 +137,7 @@ def deepspeed_fp16(
         `DeepSpeed, "FP16 training options"
         <https://www.deepspeed.ai/docs/config-json/#fp16-training-options>`_
     """
-    check_bool("enabled", enabled, "It says whether to scale at all.")
+    check_bool("enabled", enabled, "It decides whether to scale the loss.")
     if not enabled:
         return FixedLossScale(1.0)
     if loss_scale:

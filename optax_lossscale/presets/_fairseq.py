@@ -26,25 +26,25 @@ def fairseq(
 ) -> DynamicLossScale | TolerantLossScale:
     """Return the rule of fairseq's ``DynamicLossScaler``.
 
-    The scale is multiplied by ``scale_factor`` at every ``scale_window``-th finite step
-    since the last overflow. A non-finite step divides it, down to ``threshold``, if
-    the share of non-finite steps since the last change of the scale has come to
-    ``tolerance``.
+    The scale is multiplied by ``scale_factor`` after every ``scale_window`` finite
+    steps since the last overflow. A non-finite step divides it by ``scale_factor``,
+    down to ``threshold``, if the share of non-finite steps since the scale last changed
+    has reached ``tolerance``.
 
-    Departures: at ``min_loss_scale`` fairseq raises FloatingPointError and keeps the
-    scale it had; here it stays there, and `check_loss_scale` raises. The ceiling is
-    2**126, where fairseq has none.
+    Departures: when the scale would reach ``min_loss_scale``, fairseq keeps it and
+    raises FloatingPointError. Here the scale is kept and nothing is raised; use
+    `check_loss_scale`. The maximum is 2**126; fairseq has none.
 
     Args:
         init_scale: the first scale, above ``min_loss_scale``.
-        scale_factor: what a growth multiplies by and a backoff divides by, above 1.
-        scale_window: finite steps in a row before a growth.
-        tolerance: the share of non-finite steps that is tolerated, from 0 to 1.
-        threshold: the least scale, or None.
-        min_loss_scale: what the scale stays above.
+        scale_factor: the factor by which the scale grows and backs off, above 1.
+        scale_window: finite steps in a row before the scale grows.
+        tolerance: the share of non-finite steps to tolerate, from 0 to 1.
+        threshold: the smallest scale, or None.
+        min_loss_scale: the scale stays above this number.
 
     Returns:
-        A `DynamicLossScale`, or with a ``tolerance`` a `TolerantLossScale`.
+        A `DynamicLossScale`, or a `TolerantLossScale` if ``tolerance`` is not 0.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -76,10 +76,10 @@ def fairseq_arguments(
     min_loss_scale: float,
     strict: bool,
 ) -> dict[str, Any]:
-    """Translate what fairseq and metaseq share.
+    """Translate the arguments that fairseq and metaseq share.
 
-    A backoff that would come to ``min_loss_scale`` (``strict``) or below it is undone,
-    so the floor is the least scale on the way down from the first one.
+    A backoff to below ``min_loss_scale``, or with ``strict`` to it, is undone. So the
+    minimum is the smallest scale that can be reached from the first one.
     """
     scale_factor = check_growth_factor(scale_factor, "scale_factor")
     init_scale = check_init_scale(init_scale)
@@ -89,7 +89,7 @@ def fairseq_arguments(
     def undone(scale: float) -> bool:
         return scale < lowest or (strict and scale == lowest)
 
-    # As many backoffs as fit, but for rounding.
+    # As many backoffs as fit; rounding may leave this one off.
     backoffs = math.log(init_scale / lowest) // math.log(scale_factor)
     min_scale = init_scale / scale_factor ** max(backoffs, 0)
     if undone(min_scale) and min_scale < init_scale:
@@ -98,7 +98,7 @@ def fairseq_arguments(
         min_scale /= scale_factor
     min_scale = min(min_scale, init_scale)
     if threshold is not None and not undone(floor(threshold, "threshold")):
-        advice = "It is the least loss scale; leave it out for `min_loss_scale` alone."
+        advice = "It is the smallest loss scale; None leaves only `min_loss_scale`."
         min_scale = check_normal_scale(threshold, "threshold", advice)
         check_order(threshold=min_scale, init_scale=init_scale)
     return {

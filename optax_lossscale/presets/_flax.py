@@ -30,25 +30,27 @@ def flax_dynamic_scale(
 ) -> Growing:
     """Return the rule of ``flax.training.dynamic_scale.DynamicScale``.
 
-    The scale is multiplied by ``growth_factor`` at every finite step that follows
-    ``growth_interval`` others in a row, one later than Flax documents, and by
-    ``backoff_factor``, down to ``minimum_scale``, at every non-finite step. The late
-    growth is kept: the rule's own ``growth_interval`` is larger by 1.
+    The scale is multiplied by ``growth_factor`` after every ``growth_interval + 1``
+    finite steps in a row, and by ``backoff_factor``, down to ``minimum_scale``, after
+    every non-finite step. Flax documents ``growth_interval`` steps but takes one more,
+    so the ``growth_interval`` of the returned rule is larger by 1.
 
-    Departures: the ceiling is 2**126, where Flax's is the largest float32, which is no
-    power of two. ``minimum_scale=None`` is 2**-126, where the scale of Flax falls to 0
-    and makes NaN of every gradient.
+    Departures: the maximum is 2**126; in Flax it is the largest float32, which is not a
+    power of two. ``minimum_scale=None`` means 2**-126; in Flax the scale falls to 0 and
+    turns every gradient into NaN.
 
     Args:
-        growth_factor: what a growth multiplies the scale by, more than 1.
-        backoff_factor: what an overflow multiplies it by, between 0 and 1.
-        growth_interval: finite steps in a row before one that grows.
-        scale: the first scale, from 2**-126 to 2**126. One below the least scale stays
-            until an overflow raises it, as in Flax.
-        minimum_scale: the least scale, 0 or more; in effect 2**-126 or more, or None.
+        growth_factor: the factor by which the scale grows, more than 1.
+        backoff_factor: the factor by which the scale backs off, between 0 and 1.
+        growth_interval: finite steps in a row before the one that grows the scale.
+        scale: the first scale, from 2**-126 to 2**126. If it is below
+            ``minimum_scale``, it stays until an overflow raises it, as in Flax.
+        minimum_scale: the smallest scale, 0 or more, or None; values below 2**-126 mean
+            2**-126.
 
     Returns:
-        A `DynamicLossScale`; a `VerbatimLossScale` for a first scale below the least.
+        A `DynamicLossScale`, or a `VerbatimLossScale` if ``scale`` is below
+        ``minimum_scale``.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -65,7 +67,7 @@ def flax_dynamic_scale(
     interval = check_count(
         "growth_interval",
         growth_interval,
-        "It is how many finite steps in a row come before one that grows.",
+        "It is how many finite steps in a row precede the one that grows the scale.",
     )
     least = SMALLEST_SCALE if minimum_scale is None else minimum_scale
     return growing(
@@ -80,19 +82,20 @@ def flax_dynamic_scale(
 def from_flax_state_dict(
     state_dict: Mapping[str, Any], **arguments: Any
 ) -> tuple[LossScaleState, Growing]:
-    """Go on where a ``flax.training.dynamic_scale.DynamicScale`` stopped.
+    """Return the state and the rule that continue a saved Flax ``DynamicScale``.
 
     Args:
-        state_dict: what ``flax.serialization.to_state_dict`` made of it: ``scale`` and
-            ``fin_steps``.
-        arguments: those of `flax_dynamic_scale`, which Flax does not save.
+        state_dict: what ``flax.serialization.to_state_dict`` returned for the
+            ``flax.training.dynamic_scale.DynamicScale``: ``scale`` and ``fin_steps``.
+        arguments: the arguments of `flax_dynamic_scale`, which Flax does not save.
 
     Returns:
         The state, and the rule of `flax_dynamic_scale`.
 
     Raises:
-        TypeError: if ``state_dict`` is no dictionary, or an argument is unknown.
-        ValueError: if it has other keys, or a value is no number or out of range.
+        TypeError: if ``state_dict`` is not a dictionary, or an argument is unknown.
+        ValueError: if ``state_dict`` has other keys, or a value is not a number or out
+            of range.
 
     Examples:
         >>> from optax_lossscale import presets
@@ -117,21 +120,22 @@ def from_flax_state_dict(
 
 
 def to_flax_state_dict(state: Any, rule: LossScale) -> dict[str, Any]:
-    """Return what ``flax.serialization.from_state_dict`` takes for a ``DynamicScale``.
+    """Return a state dict to restore into a Flax ``DynamicScale``.
 
-    Its ``growth_interval`` is that of the rule less 1, since Flax is one step late.
-    Flax has no ceiling: that of the rule stays behind, like the counts of skipped
-    steps.
+    Pass it to ``flax.serialization.from_state_dict``. Give the ``DynamicScale`` a
+    ``growth_interval`` that is smaller by 1 than that of the rule, because Flax grows
+    one step late. Flax has no maximum and does not count skipped steps, so the rule's
+    maximum and these counts are lost.
 
     Args:
         state: an optimizer state, or whatever `get_loss_scale_state` takes.
-        rule: the rule that made it.
+        rule: the rule that produced ``state``.
 
     Returns:
         The keys of `from_flax_state_dict`, with arrays of shape ``()``.
 
     Raises:
-        ValueError: if Flax could not follow the rule, or ``state`` has no loss scale or
+        ValueError: if Flax cannot follow the rule, or ``state`` has no loss scale or
             more than one.
 
     Examples:

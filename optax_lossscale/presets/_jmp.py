@@ -28,12 +28,13 @@ from ._saved import (
 def jmp_static(loss_scale: float) -> FixedLossScale:
     """Return the rule of ``jmp.StaticLossScale``.
 
-    The scale stays. jmp leaves the skipping to the caller and recommends it, so
-    non-finite steps are skipped; ``FixedLossScale(scale, skip_nonfinite=False)`` skips
-    none. ``jmp.NoOpLossScale`` is ``FixedLossScale(1.0)``.
+    The scale is constant. Non-finite steps are skipped, as jmp recommends; jmp itself
+    leaves this to the caller. To apply every step, use
+    ``FixedLossScale(scale, skip_nonfinite=False)``. For ``jmp.NoOpLossScale``, use
+    ``FixedLossScale(1.0)``.
 
-    Departures: gradients are divided in float32 or wider, where jmp divides float16 in
-    float16 and flushes small ones to zero.
+    Departures: gradients are divided in float32 or wider; jmp divides float16 gradients
+    in float16 and flushes small ones to zero.
 
     Args:
         loss_scale: the scale, 1 or more.
@@ -42,7 +43,7 @@ def jmp_static(loss_scale: float) -> FixedLossScale:
         A `FixedLossScale`.
 
     Raises:
-        ValueError: if the scale is below 1 or no number.
+        ValueError: if the scale is below 1 or not a number.
 
     Examples:
         >>> from optax_lossscale import presets
@@ -63,25 +64,26 @@ def jmp_dynamic(
 ) -> Growing:
     """Return the rule of ``jmp.DynamicLossScale``.
 
-    The scale is multiplied by ``factor`` at every ``period``-th finite step in a row,
-    and divided by it, down to ``min_loss_scale``, at every non-finite step. If
-    ``loss_scale`` is a float16 or bfloat16 number the scale is rounded like one, and
-    does not grow out of its range.
+    The scale is multiplied by ``factor`` after every ``period`` finite steps in a row.
+    It is divided by ``factor``, down to ``min_loss_scale``, after every non-finite
+    step. If ``loss_scale`` is a float16 or bfloat16 number, the scale is rounded to
+    that type and does not grow out of its range.
 
-    Departures: the floor is kept under ``jit`` too, where jmp forgets it for 1. The
-    ceiling is 2**126, where jmp's is the largest float32, whose reciprocal is flushed
-    to zero. Gradients are divided in float32 or wider.
+    Departures: ``min_loss_scale`` is kept under ``jit``; jmp uses 1 instead. The
+    maximum is 2**126; in jmp it is the largest float32, whose reciprocal is flushed to
+    zero. Gradients are divided in float32 or wider.
 
     Args:
-        loss_scale: the first scale, from 2**-126 to 2**126. One below the floor stays
-            until an overflow raises it, as in jmp.
-        period: finite steps in a row before a growth.
-        factor: what a growth multiplies by and a backoff divides by, above 1.
-        min_loss_scale: the least scale, 0 or more; in effect 2**-126 or more.
+        loss_scale: the first scale, from 2**-126 to 2**126. If it is below
+            ``min_loss_scale``, it stays until an overflow raises it, as in jmp.
+        period: finite steps in a row before the scale grows.
+        factor: the factor by which the scale grows and backs off, above 1.
+        min_loss_scale: the smallest scale, 0 or more; values below 2**-126 mean
+            2**-126.
 
     Returns:
-        A `DynamicLossScale`; a `VerbatimLossScale` for a narrow type, or a first
-        scale below the floor.
+        A `DynamicLossScale`, or a `VerbatimLossScale` if ``loss_scale`` is float16 or
+        bfloat16, or below ``min_loss_scale``.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -111,7 +113,7 @@ def jmp_dynamic(
 def from_jmp_state_dict(
     state_dict: Mapping[str, Any],
 ) -> tuple[LossScaleState, Growing]:
-    """Go on where a ``jmp.DynamicLossScale`` stopped.
+    """Return the state and the rule that continue a saved ``jmp.DynamicLossScale``.
 
     Args:
         state_dict: ``dataclasses.asdict(loss_scale)``: ``loss_scale``, ``counter``,
@@ -122,8 +124,9 @@ def from_jmp_state_dict(
         scale.
 
     Raises:
-        TypeError: if ``state_dict`` is no dictionary.
-        ValueError: if it has other keys, or a value is no number or out of range.
+        TypeError: if ``state_dict`` is not a dictionary.
+        ValueError: if ``state_dict`` has other keys, or a value is not a number or out
+            of range.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -154,20 +157,22 @@ def from_jmp_state_dict(
 
 
 def to_jmp_state_dict(state: Any, rule: LossScale) -> dict[str, Any]:
-    """Return the arguments of the ``jmp.DynamicLossScale`` that goes on from a state.
+    """Return the arguments of a ``jmp.DynamicLossScale`` that continues a run.
 
-    jmp has no ceiling: that of the rule stays behind, like the counts of skipped steps.
+    jmp has no maximum and does not count skipped steps, so the rule's maximum and these
+    counts are lost.
 
     Args:
         state: an optimizer state, or whatever `get_loss_scale_state` takes.
-        rule: the rule that made it.
+        rule: the rule that produced ``state``.
 
     Returns:
-        The keys of `from_jmp_state_dict`, the arguments of ``jmp.DynamicLossScale``:
-        arrays of shape ``()`` for the scale, its floor and the counter.
+        The keys of `from_jmp_state_dict`, which are the arguments of
+        ``jmp.DynamicLossScale``. The scale, its minimum and the counter are arrays of
+        shape ``()``.
 
     Raises:
-        ValueError: if jmp could not follow the rule, or ``state`` has no loss scale or
+        ValueError: if jmp cannot follow the rule, or ``state`` has no loss scale or
             more than one.
 
     Examples:

@@ -25,8 +25,8 @@ from ._saved import (
 )
 from ._tensorflow import tf_dynamic_loss_scale
 
-# The places of `step_counter` and `dynamic_scale` among a LossScaleOptimizer's own
-# variables, which come before those of the optimizer inside.
+# The positions of `step_counter` and `dynamic_scale` among the variables of a
+# LossScaleOptimizer. Those of its inner optimizer come after them.
 _COUNTER, _SCALE = "2", "3"
 
 
@@ -35,15 +35,15 @@ def keras_loss_scale(
 ) -> Growing:
     """Return the rule of ``keras.optimizers.LossScaleOptimizer`` (Keras 3).
 
-    The scale doubles at every ``dynamic_growth_steps``-th finite step in a row and is
-    halved at every non-finite step.
+    The scale is doubled after every ``dynamic_growth_steps`` finite steps in a row, and
+    halved after every non-finite step.
 
-    Departures: the scale stays between 2**-126 and 2**126. Keras's falls to 0, from
-    where it applies NaN, and grows to infinity, from where it skips every step.
+    Departures: the scale stays between 2**-126 and 2**126. In Keras it can fall to 0,
+    after which NaN is applied, or grow to infinity, after which every step is skipped.
 
     Args:
         initial_scale: the first scale, from 2**-126 to 2**126.
-        dynamic_growth_steps: finite steps in a row before a growth.
+        dynamic_growth_steps: finite steps in a row before the scale grows.
 
     Returns:
         A `DynamicLossScale`.
@@ -71,22 +71,23 @@ def keras_loss_scale(
 def from_keras_state_dict(
     state_dict: Mapping[str, Any], **arguments: Any
 ) -> tuple[LossScaleState, Growing]:
-    """Go on where a ``keras.optimizers.LossScaleOptimizer`` (Keras 3) stopped.
+    """Return the state and the rule that continue a Keras 3 ``LossScaleOptimizer``.
 
     Args:
-        state_dict: what its ``save_own_variables`` stored: ``"2"`` is its count of
-            steps and ``"3"`` its scale; the others belong to the optimizer inside and
-            are passed over.
-        arguments: those of `keras_loss_scale`, which Keras saves in its
+        state_dict: what ``save_own_variables`` of the
+            ``keras.optimizers.LossScaleOptimizer`` stored. ``"2"`` is its step counter
+            and ``"3"`` its scale. The other entries belong to the inner optimizer and
+            are ignored.
+        arguments: the arguments of `keras_loss_scale`, which Keras saves in its
             configuration.
 
     Returns:
         The state, and the rule of `keras_loss_scale`.
 
     Raises:
-        TypeError: if ``state_dict`` is no dictionary, or an argument is unknown.
-        ValueError: if one of the two is missing, or a value is no number or out of
-            range.
+        TypeError: if ``state_dict`` is not a dictionary, or an argument is unknown.
+        ValueError: if one of the two keys is missing, or a value is not a number or out
+            of range.
 
     Examples:
         >>> from optax_lossscale import presets
@@ -111,22 +112,22 @@ def from_keras_state_dict(
 
 
 def to_keras_state_dict(state: Any, rule: LossScale) -> dict[str, Any]:
-    """Return the variables of the ``LossScaleOptimizer`` that goes on from a state.
+    """Return the variables of a Keras 3 ``LossScaleOptimizer`` that continues a run.
 
-    Keras has no limits for the scale, and does not count skipped steps: these stay
-    behind.
+    Keras does not limit the scale and does not count skipped steps, so the rule's
+    limits and these counts are lost.
 
     Args:
         state: an optimizer state, or whatever `get_loss_scale_state` takes.
-        rule: the rule that made it.
+        rule: the rule that produced ``state``.
 
     Returns:
-        The two keys of `from_keras_state_dict`, with arrays of shape ``()``, to put
-        into what ``load_own_variables`` takes.
+        The two keys of `from_keras_state_dict`, with arrays of shape ``()``. Add them
+        to the variables that you pass to ``load_own_variables``.
 
     Raises:
-        ValueError: if Keras could not follow the rule, or ``state`` has no loss scale
-            or more than one.
+        ValueError: if Keras cannot follow the rule, or ``state`` has no loss scale or
+            more than one.
 
     Examples:
         >>> import optax_lossscale as ls
@@ -166,23 +167,24 @@ def tf_keras_loss_scale(
 ) -> Growing | FixedLossScale:
     """Return the rule of ``tf.keras.mixed_precision.LossScaleOptimizer`` (Keras 2).
 
-    It is the rule of `tf_dynamic_loss_scale` with a multiplier of 2. If not
-    ``dynamic``, the scale stays and every step is applied.
+    It is the rule of `tf_dynamic_loss_scale` with a multiplier of 2. If ``dynamic`` is
+    False, the scale is constant and every step is applied.
 
-    Departures: as for `tf_dynamic_loss_scale`.
+    Departures: those of `tf_dynamic_loss_scale`.
 
     Args:
-        dynamic: whether the scale moves.
-        initial_scale: the first scale, 2**15 if left out; required if not ``dynamic``.
-        dynamic_growth_steps: finite steps in a row before a growth, 2000 if left out;
-            must be left out if not ``dynamic``.
+        dynamic: whether the scale changes.
+        initial_scale: the first scale, by default 2**15. It is required if ``dynamic``
+            is False.
+        dynamic_growth_steps: finite steps in a row before the scale grows, by default
+            2000. It must be left out if ``dynamic`` is False.
 
     Returns:
-        A `DynamicLossScale`, or a `FixedLossScale` that skips nothing; a
-        `VerbatimLossScale` for a first scale below 1.
+        A `DynamicLossScale`; a `VerbatimLossScale` if ``initial_scale`` is below 1; or
+        a `FixedLossScale` that skips nothing if ``dynamic`` is False.
 
     Raises:
-        ValueError: if an argument is out of range, missing or too many.
+        ValueError: if an argument is out of range, missing, or not allowed.
 
     Examples:
         >>> from optax_lossscale import presets
@@ -195,11 +197,11 @@ def tf_keras_loss_scale(
         `tf.keras.mixed_precision.LossScaleOptimizer
         <https://www.tensorflow.org/api_docs/python/tf/keras/mixed_precision/LossScaleOptimizer>`_
     """
-    check_bool("dynamic", dynamic, "A number is the `initial_scale`.")
+    check_bool("dynamic", dynamic, "Pass a number as `initial_scale`.")
     if not dynamic and dynamic_growth_steps is not None:
         raise ValueError(
-            "`dynamic_growth_steps` must be left out where `dynamic` is False, got "
-            f"{dynamic_growth_steps!r}. A scale that stays has no use for it."
+            "`dynamic_growth_steps` must be left out if `dynamic` is False, got "
+            f"{dynamic_growth_steps!r}. A constant scale does not use it."
         )
     if not dynamic:
         scale = check_fixed_scale(initial_scale, "initial_scale")

@@ -31,22 +31,24 @@ def megatron(
 ) -> DynamicLossScale:
     """Return the rule of Megatron-LM's ``DynamicGradScaler``.
 
-    The scale is multiplied by ``growth_factor`` at every ``growth_interval``-th finite
-    step in a row. The first ``hysteresis - 1`` non-finite steps leave the scale, every
-    further one multiplies it by ``backoff_factor``, down to ``min_scale``, until a
-    growth resets the hysteresis counter. These steps need not be consecutive:
-    Megatron-LM does so, though it documents otherwise.
+    The scale is multiplied by ``growth_factor`` after every ``growth_interval`` finite
+    steps in a row. The first ``hysteresis - 1`` non-finite steps leave it unchanged.
+    Each further one multiplies it by ``backoff_factor``, down to ``min_scale``, until
+    growth resets the hysteresis counter. These non-finite steps need not be
+    consecutive: that is what Megatron-LM does, although it documents otherwise.
 
-    Departures: the ceiling is 2**126, where Megatron-LM has none. Its constant scaler
-    is ``FixedLossScale(scale)``. The defaults are those of its command line.
+    The defaults are those of Megatron-LM's command line. For its constant scaler, use
+    ``FixedLossScale(scale)``.
+
+    Departures: the maximum is 2**126; Megatron-LM has none.
 
     Args:
         initial_scale: the first scale, from ``min_scale`` to 2**126.
-        min_scale: the least scale, 0 or more; in effect 2**-126 or more.
-        growth_factor: what a growth multiplies it by, more than 1.
-        backoff_factor: what a backoff multiplies it by, between 0 and 1.
-        growth_interval: finite steps in a row before a growth.
-        hysteresis: non-finite steps that it takes to back off.
+        min_scale: the smallest scale, 0 or more; values below 2**-126 mean 2**-126.
+        growth_factor: the factor by which the scale grows, more than 1.
+        backoff_factor: the factor by which the scale backs off, between 0 and 1.
+        growth_interval: finite steps in a row before the scale grows.
+        hysteresis: how many non-finite steps it takes to back off.
 
     Returns:
         A `DynamicLossScale`.
@@ -82,19 +84,20 @@ def megatron(
 def from_megatron_state_dict(
     state_dict: Mapping[str, Any], **arguments: Any
 ) -> tuple[LossScaleState, DynamicLossScale]:
-    """Go on where Megatron-LM's ``DynamicGradScaler`` stopped.
+    """Return the state and the rule that continue a saved Megatron-LM scaler.
 
     Args:
-        state_dict: what its ``state_dict()`` returned: ``scale`` (one element), and
-            ``growth_tracker`` and ``hysteresis_tracker``.
-        arguments: those of `megatron`, which Megatron-LM does not save.
+        state_dict: what ``DynamicGradScaler.state_dict()`` returned: ``scale`` (one
+            element), ``growth_tracker`` and ``hysteresis_tracker``.
+        arguments: the arguments of `megatron`, which Megatron-LM does not save.
 
     Returns:
         The state, and the rule of `megatron`.
 
     Raises:
-        TypeError: if ``state_dict`` is no dictionary, or an argument is unknown.
-        ValueError: if it has other keys, or a value is no number or out of range.
+        TypeError: if ``state_dict`` is not a dictionary, or an argument is unknown.
+        ValueError: if ``state_dict`` has other keys, or a value is not a number or out
+            of range.
 
     Examples:
         >>> import numpy as np
@@ -119,7 +122,7 @@ def from_megatron_state_dict(
     check_keys(
         state_dict,
         ("scale", *trackers),
-        "what `DynamicGradScaler.state_dict()` gave",
+        "what `DynamicGradScaler.state_dict()` returned",
     )
     rule = megatron(**arguments)
     scale = read_scale(state_dict, "scale")
@@ -128,21 +131,22 @@ def from_megatron_state_dict(
 
 
 def to_megatron_state_dict(state: Any, rule: LossScale) -> dict[str, Any]:
-    """Return what Megatron-LM's ``DynamicGradScaler.load_state_dict`` takes.
+    """Return a state dict for Megatron-LM's ``DynamicGradScaler.load_state_dict``.
 
-    The scale has to be made a tensor first, with ``torch.from_numpy``. Megatron-LM has
-    no ceiling: that of the rule stays behind, like the counts of skipped steps.
+    Convert its scale to a tensor with ``torch.from_numpy`` before you load it.
+    Megatron-LM has no maximum and does not count skipped steps, so the rule's maximum
+    and these counts are lost.
 
     Args:
         state: an optimizer state, or whatever `get_loss_scale_state` takes.
-        rule: the rule that made it.
+        rule: the rule that produced ``state``.
 
     Returns:
-        The keys of `from_megatron_state_dict`: the scale as a float32 array of shape
-        ``(1,)``, the trackers as Python's own numbers.
+        The keys of `from_megatron_state_dict`. The scale is a float32 array of shape
+        ``(1,)``; the trackers are Python numbers.
 
     Raises:
-        ValueError: if Megatron-LM could not follow the rule, or ``state`` has no loss
+        ValueError: if Megatron-LM cannot follow the rule, or ``state`` has no loss
             scale or more than one.
 
     Examples:
@@ -153,7 +157,7 @@ def to_megatron_state_dict(state: Any, rule: LossScale) -> dict[str, Any]:
     """
     scale, growth_tracker, hysteresis_tracker = numbers(state)
     if getattr(rule, "hysteresis", None) == 1:
-        check_follows(rule, "Megatron-LM")  # the kinds of refill do not differ then
+        check_follows(rule, "Megatron-LM")  # every kind of refill does the same then
     else:
         check_follows(rule, "Megatron-LM", hysteresis_refill="growth")
     return {

@@ -15,19 +15,20 @@ def metaseq(
 ) -> TolerantLossScale:
     """Return the rule of metaseq's ``DynamicLossScaler``.
 
-    It is the rule of `fairseq`, but the window is multiplied and divided along with the
-    scale, and at ``min_loss_scale`` the scale stays and nothing is raised.
+    It is the rule of `fairseq` with two differences. The window is multiplied and
+    divided along with the scale. At ``min_loss_scale`` the scale stays as it is, and
+    nothing is raised.
 
-    Departures: the ceiling is 2**126, where metaseq has none.
+    Departures: the maximum is 2**126; metaseq has none.
 
     Args:
-        init_scale: the first scale, ``min_loss_scale`` or above.
-        scale_factor: what a growth multiplies by and a backoff divides by, a whole
+        init_scale: the first scale, ``min_loss_scale`` or more.
+        scale_factor: the factor by which the scale and the window change, a whole
             number above 1, up to 2147483647.
-        scale_window: finite steps in a row before the first growth.
-        tolerance: the share of non-finite steps that is tolerated, from 0 to 1.
-        threshold: the least scale, or None.
-        min_loss_scale: the scale does not fall below it.
+        scale_window: finite steps in a row before the scale first grows.
+        tolerance: the share of non-finite steps to tolerate, from 0 to 1.
+        threshold: the smallest scale, or None.
+        min_loss_scale: the scale does not fall below this number.
 
     Returns:
         A `TolerantLossScale`.

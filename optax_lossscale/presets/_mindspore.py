@@ -1,4 +1,4 @@
-"""MindSpore: its loss-scale managers."""
+"""MindSpore: the loss-scale managers."""
 
 from .._rules.arguments import (
     check_growth_interval,
@@ -14,14 +14,15 @@ def mindspore_fixed(
 ) -> FixedLossScale:
     """Return the rule of MindSpore's ``FixedLossScaleManager``.
 
-    The scale stays; steps with non-finite gradients are dropped unless told not to.
+    The scale is constant. Non-finite steps are skipped unless ``drop_overflow_update``
+    is False.
 
-    Departures: gradients are always divided by `value_and_grad` or `unscale_grads`,
-    where MindSpore leaves it to the optimizer if nothing is dropped.
+    Departures: `value_and_grad` and `unscale_grads` always divide the gradients; in
+    MindSpore the optimizer divides them if ``drop_overflow_update`` is False.
 
     Args:
         loss_scale: the scale, 1 or more.
-        drop_overflow_update: whether non-finite steps are skipped. If not, nothing is
+        drop_overflow_update: whether to skip non-finite steps. If False, nothing is
             checked.
 
     Returns:
@@ -42,7 +43,7 @@ def mindspore_fixed(
     check_bool(
         "drop_overflow_update",
         drop_overflow_update,
-        "It says whether non-finite steps are skipped.",
+        "It decides whether non-finite steps are skipped.",
     )
     return FixedLossScale(loss_scale, skip_nonfinite=drop_overflow_update)
 
@@ -54,24 +55,27 @@ def mindspore_dynamic(
 ) -> Growing:
     """Return the rule of MindSpore's ``DynamicLossScaleManager``.
 
-    The scale is multiplied by ``scale_factor`` at every ``scale_window``-th finite step
-    in a row, and divided by it, down to 1, at every non-finite step.
-    ``DynamicLossScaleUpdateCell`` and ``amp.DynamicLossScaler`` follow the same rule;
-    they call the first scale ``loss_scale_value`` and ``scale_value``.
+    The scale is multiplied by ``scale_factor`` after every ``scale_window`` finite
+    steps in a row. It is divided by ``scale_factor``, down to 1, after every non-finite
+    step.
 
-    Departures: the ceiling is 2**126, where MindSpore has none. MindSpore raises
-    RuntimeError after more than 1,000 overflows in a row; here `check_loss_scale` does,
-    with ``max_consecutive_skips=1000``. MindSpore divides gradients in their own type,
-    where in float16 the default scale is infinite; here it is float32 or wider.
+    ``DynamicLossScaleUpdateCell`` and ``amp.DynamicLossScaler`` follow the same rule.
+    They call the first scale ``loss_scale_value`` and ``scale_value``.
+
+    Departures: the maximum is 2**126; MindSpore has none. MindSpore raises RuntimeError
+    after more than 1,000 overflows in a row; here use `check_loss_scale` with
+    ``max_consecutive_skips=1000``. Gradients are divided in float32 or wider; MindSpore
+    divides them in their own type, and in float16 its default scale is infinite.
 
     Args:
-        init_loss_scale: the first scale. One below 1 stays until an overflow raises it
-            to 1, as in MindSpore.
-        scale_factor: what a growth multiplies by and a backoff divides by, above 1.
-        scale_window: finite steps in a row before a growth.
+        init_loss_scale: the first scale. If it is below 1, it stays until an overflow
+            raises it to 1, as in MindSpore.
+        scale_factor: the factor by which the scale grows and backs off, above 1.
+        scale_window: finite steps in a row before the scale grows.
 
     Returns:
-        A `DynamicLossScale`; a `VerbatimLossScale` for a first scale below 1.
+        A `DynamicLossScale`, or a `VerbatimLossScale` if ``init_loss_scale`` is below
+        1.
 
     Raises:
         ValueError: if an argument is out of range.

@@ -21,23 +21,24 @@ def mpx_dynamic(
 ) -> Growing:
     """Return the rule of ``mpx.DynamicLossScaling``.
 
-    It is the rule of `jmp_dynamic` with a ceiling of 65504, the largest float16, which
-    is no power of two.
+    It is the rule of `jmp_dynamic` with a maximum of 65504, the largest float16 number,
+    which is not a power of two.
 
-    Departures: gradients are divided by the scale that multiplied the loss, where mpx
-    divides them by the next, and halves them in every growth step. The loss is
-    multiplied in float32 or wider, where mpx rounds the scale to float16.
+    Departures: gradients are divided by the scale that multiplied the loss; mpx divides
+    them by the next one, which halves them in every step that grows the scale. The loss
+    is multiplied in float32 or wider; mpx rounds the scale to float16.
 
     Args:
-        loss_scaling: the first scale, from 2**-126 to 2**126. One outside the limits
-            comes inside with the first step, as in mpx.
-        min_loss_scaling: the least scale, from 0 to 65504; in effect 2**-126 or more.
-        factor: what a growth multiplies by and a backoff divides by, above 1.
-        period: finite steps in a row before a growth.
+        loss_scaling: the first scale, from 2**-126 to 2**126. If it is outside the
+            limits, the first step clips it, as in mpx.
+        min_loss_scaling: the smallest scale, from 0 to 65504; values below 2**-126 mean
+            2**-126.
+        factor: the factor by which the scale grows and backs off, above 1.
+        period: finite steps in a row before the scale grows.
 
     Returns:
-        A `DynamicLossScale`; a `VerbatimLossScale` for a first scale outside the
-        limits.
+        A `DynamicLossScale`, or a `VerbatimLossScale` if ``loss_scaling`` is outside
+        the limits.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -56,7 +57,7 @@ def mpx_dynamic(
         min_loss_scaling,
         lambda x: 0 <= x <= _LARGEST_HALF,
         "a number from 0 to 65504",
-        "It is the least loss scale; 1 is usual.",
+        "It is the smallest loss scale; 1 is usual.",
     )
     return growing(
         init_scale=check_init_scale(loss_scaling, "loss_scaling"),

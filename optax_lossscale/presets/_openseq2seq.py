@@ -18,17 +18,17 @@ def openseq2seq_backoff(
 ) -> DynamicLossScale:
     """Return the rule of OpenSeq2Seq's ``BackoffScaler``.
 
-    The scale starts at ``scale_max``. It is multiplied by ``step_factor`` at every
-    ``step_window``-th finite step in a row, up to ``scale_max``, and divided by it,
-    down to ``scale_min``, at every non-finite step.
+    The scale starts at ``scale_max``. It is multiplied by ``step_factor``, up to
+    ``scale_max``, after every ``step_window`` finite steps in a row. It is divided by
+    ``step_factor``, down to ``scale_min``, after every non-finite step.
 
     Departures: none.
 
     Args:
-        scale_min: the least scale, 0 or more; in effect 2**-126 or more.
-        scale_max: the largest scale and the first one; in effect 2**126 or less.
-        step_factor: what a growth multiplies by and a backoff divides by, above 1.
-        step_window: finite steps in a row before a growth.
+        scale_min: the smallest scale, 0 or more; values below 2**-126 mean 2**-126.
+        scale_max: the first and largest scale; values above 2**126 mean 2**126.
+        step_factor: the factor by which the scale grows and backs off, above 1.
+        step_window: finite steps in a row before the scale grows.
 
     Returns:
         A `DynamicLossScale`.
@@ -66,21 +66,23 @@ def openseq2seq_logmax(
 ) -> LogNormalLossScale:
     """Return the rule of OpenSeq2Seq's ``LogMaxScaler``.
 
-    See `LogNormalLossScale`. The scale starts at 1 and need not be a power of two. A
-    non-finite step counts as 2**``log_max`` where it should count as ``log_max``, a
-    slip that keeps the scale at ``scale_min`` for thousands of steps after the first
-    overflow; `LogNormalLossScale` itself does not have it.
+    `LogNormalLossScale` explains how it works. Here the scale starts at 1 and need not
+    be a power of two.
 
-    Departures: a step whose gradients are all zero leaves the scale alone, where it
-    becomes NaN in OpenSeq2Seq and remains so.
+    A non-finite step counts as ``2**log_max`` instead of ``log_max``. This mistake of
+    OpenSeq2Seq keeps the scale at ``scale_min`` for thousands of steps after the first
+    overflow. `LogNormalLossScale` by itself does not have it.
+
+    Departures: a step whose gradients are all zero leaves the scale unchanged; in
+    OpenSeq2Seq the scale becomes NaN and stays NaN.
 
     Args:
-        scale_min: the least scale, 0 or more; in effect 2**-126 or more.
-        scale_max: the largest scale; in effect 2**126 or less.
-        log_max: log2 of what a non-finite step is meant to count as, up to 16.
+        scale_min: the smallest scale, 0 or more; values below 2**-126 mean 2**-126.
+        scale_max: the largest scale; values above 2**126 mean 2**126.
+        log_max: the log2 that a non-finite step is meant to count as, up to 16.
         beta1: the decay of the mean, between 0 and 1.
-        beta2: the decay of the deviation, between 0 and 1.
-        overflow_std_dev: how many deviations stay free below 2**16.
+        beta2: the decay of the standard deviation, between 0 and 1.
+        overflow_std_dev: how many standard deviations to leave free below 2**16.
 
     Returns:
         A `LogNormalLossScale`.
@@ -102,7 +104,7 @@ def openseq2seq_logmax(
         log_max,
         lambda x: -126 <= x <= 16,
         "a number from -126 to 16",
-        "It is log2 of what a non-finite step is meant to count as; 16 is usual.",
+        "It is the log2 that a non-finite step is meant to count as; 16 is usual.",
     )
     lowest, highest = floor(scale_min, "scale_min"), ceiling(scale_max, "scale_max")
     check_order(scale_min=lowest, scale_max=highest)

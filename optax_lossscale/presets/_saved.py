@@ -1,4 +1,4 @@
-"""What conversions of saved states share: read numbers, refuse what would be lost."""
+"""Code that the conversions of saved states share."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from ._build import Growing
 
 
 def check_keys(saved: Any, keys: Sequence[str], source: str) -> None:
-    """Check that a saved form has the keys of its system and no others."""
+    """Check that a saved state has exactly the keys of its system."""
     if not isinstance(saved, Mapping):
         raise TypeError(
             f"`state_dict` must be a dictionary, got {describe(saved)}. Pass {source}."
@@ -30,12 +30,12 @@ def check_keys(saved: Any, keys: Sequence[str], source: str) -> None:
 
 
 def read_scale(saved: Mapping[str, Any], key: str) -> float:
-    """Return a saved scale; refuse one that no run recovers from."""
+    """Return a saved scale, or raise if no run could recover from it."""
     return check_normal_scale(
         read_number(saved, key),
         f"state_dict[{key!r}]",
-        "That run's scale has left the range in which gradients survive the division "
-        "by it. Start a fresh one with `rule.init()`.",
+        "Gradients do not survive division by a scale outside this range. Start from a "
+        "fresh state: `rule.init()`.",
     )
 
 
@@ -46,7 +46,7 @@ def read_count(saved: Mapping[str, Any], key: str) -> int:
 
 
 def read_number(saved: Mapping[str, Any], key: str) -> Any:
-    """Return a saved number as Python's own, whether it makes sense or not."""
+    """Return a saved number as a Python number, without checking its value."""
     value = saved[key]
     # One element, of any shape and library.
     if hasattr(value, "item") and math.prod(value.shape) == 1:
@@ -60,7 +60,7 @@ def read_number(saved: Mapping[str, Any], key: str) -> Any:
 
 
 def restored(rule: LossScale, **fields: float) -> LossScaleState:
-    """Return a rule's state with some of its fields as they were saved."""
+    """Return a rule's first state with the saved values put in."""
     state = rule.init()
     arrays = {
         name: jnp.asarray(value, getattr(state, name).dtype)
@@ -70,24 +70,24 @@ def restored(rule: LossScale, **fields: float) -> LossScaleState:
 
 
 def check_follows(rule: LossScale, system: str, **fields: Any) -> Growing:
-    """Check that another system has the means to go on with a rule."""
+    """Check that another system can continue with a rule."""
     if not isinstance(rule, Growing):
         raise ValueError(
             f"`rule` must be a DynamicLossScale for {system} to follow it, got "
-            f"{rule!r}. Start {system} afresh, at `get_loss_scale(state)`."
+            f"{rule!r}. Start {system} anew at the scale `get_loss_scale(state)`."
         )
     quirks = {"first_growth_late": False, "clips_every_step": False, **fields}
     for name, value in quirks.items():
         if getattr(rule, name, value) != value:
             raise ValueError(
                 f"`rule` must have {name}={value!r} for {system} to follow it, got "
-                f"{rule!r}. Start {system} afresh, at `get_loss_scale(state)`."
+                f"{rule!r}. Start {system} anew at the scale `get_loss_scale(state)`."
             )
     return rule
 
 
 def numbers(state: Any) -> tuple[float, int, int]:
-    """Return the scale and the trackers of growth and hysteresis."""
+    """Return the scale, the growth tracker and the hysteresis tracker."""
     scale_state = get_loss_scale_state(state)
     return (
         float(scale_state.loss_scale),

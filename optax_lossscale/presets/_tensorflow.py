@@ -1,4 +1,4 @@
-"""TensorFlow and ``tf.contrib``: their loss scales and managers."""
+"""TensorFlow and ``tf.contrib``: loss scales and loss-scale managers."""
 
 from .._rules.arguments import (
     check_backoff_factor,
@@ -19,20 +19,22 @@ def tf_dynamic_loss_scale(
 ) -> Growing:
     """Return the rule of TensorFlow's ``DynamicLossScale``.
 
-    The scale is multiplied by ``multiplier`` at every ``increment_period``-th finite
-    step in a row, and divided by it, down to 1, at every non-finite step.
+    The scale is multiplied by ``multiplier`` after every ``increment_period`` finite
+    steps in a row. It is divided by ``multiplier``, down to 1, after every non-finite
+    step.
 
-    Departures: the ceiling is 2**126, where TensorFlow's is the largest float32, whose
+    Departures: the maximum is 2**126; in TensorFlow it is the largest float32, whose
     reciprocal is flushed to zero.
 
     Args:
-        initial_loss_scale: the first scale. One below 1 stays until an overflow
-            raises it to 1, as in TensorFlow.
-        increment_period: finite steps in a row before a growth.
-        multiplier: what a growth multiplies by and a backoff divides by, above 1.
+        initial_loss_scale: the first scale. If it is below 1, it stays until an
+            overflow raises it to 1, as in TensorFlow.
+        increment_period: finite steps in a row before the scale grows.
+        multiplier: the factor by which the scale grows and backs off, above 1.
 
     Returns:
-        A `DynamicLossScale`; a `VerbatimLossScale` for a first scale below 1.
+        A `DynamicLossScale`, or a `VerbatimLossScale` if ``initial_loss_scale`` is
+        below 1.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -58,9 +60,10 @@ def tf_dynamic_loss_scale(
 def tf_fixed_loss_scale(loss_scale_value: float) -> FixedLossScale:
     """Return the rule of TensorFlow's ``FixedLossScale``.
 
-    The scale stays, and every step is applied, finite or not.
+    The scale is constant, and every step is applied, even if its gradients are not
+    finite. To skip non-finite steps, use ``FixedLossScale(value)``.
 
-    Departures: none. To skip non-finite steps use ``FixedLossScale(value)``.
+    Departures: none.
 
     Args:
         loss_scale_value: the scale, 1 or more.
@@ -69,7 +72,7 @@ def tf_fixed_loss_scale(loss_scale_value: float) -> FixedLossScale:
         A `FixedLossScale` that skips nothing.
 
     Raises:
-        ValueError: if the scale is below 1 or no number.
+        ValueError: if the scale is below 1 or not a number.
 
     Examples:
         >>> from optax_lossscale import presets
@@ -87,7 +90,7 @@ def tf_fixed_loss_scale(loss_scale_value: float) -> FixedLossScale:
 def tf_contrib_fixed(loss_scale: float) -> FixedLossScale:
     """Return the rule of ``tf.contrib.mixed_precision.FixedLossScaleManager``.
 
-    The scale stays, and steps with non-finite gradients are skipped.
+    The scale is constant, and non-finite steps are skipped.
 
     Departures: none.
 
@@ -98,7 +101,7 @@ def tf_contrib_fixed(loss_scale: float) -> FixedLossScale:
         A `FixedLossScale`.
 
     Raises:
-        ValueError: if the scale is below 1 or no number.
+        ValueError: if the scale is below 1 or not a number.
 
     Examples:
         >>> from optax_lossscale import presets
@@ -119,27 +122,29 @@ def tf_contrib_exponential_update(
     incr_ratio: float = 2.0,
     decr_ratio: float = 0.8,
 ) -> Growing:
-    """Return the rule of ``ExponentialUpdateLossScaleManager`` of ``tf.contrib``.
+    """Return the rule of ``ExponentialUpdateLossScaleManager`` in ``tf.contrib``.
 
-    The scale is multiplied by ``incr_ratio`` at every ``incr_every_n_steps``-th finite
-    step in a row, and by ``decr_ratio``, down to 1, at every
-    ``decr_every_n_nan_or_inf``-th non-finite step; these add up over finite steps, and
-    any change of the scale clears the sum.
+    The scale is multiplied by ``incr_ratio`` after every ``incr_every_n_steps`` finite
+    steps in a row. It is multiplied by ``decr_ratio``, down to 1, after every
+    ``decr_every_n_nan_or_inf`` non-finite steps. These are counted across finite steps,
+    and any change of the scale resets the count.
 
-    Departures: the ceiling is 2**126, where ``tf.contrib``'s is the largest float32.
-    With the default ``decr_ratio`` the scale is no power of two and unscaling rounds:
-    0.5 is exact.
+    With the default ``decr_ratio``, the scale does not stay a power of two, so
+    unscaling rounds. With 0.5 it is exact.
+
+    Departures: the maximum is 2**126; in ``tf.contrib`` it is the largest float32.
 
     Args:
-        init_loss_scale: the first scale. One below 1 stays until an overflow raises it
-            to 1, as in ``tf.contrib``.
-        incr_every_n_steps: finite steps in a row before a growth.
-        decr_every_n_nan_or_inf: non-finite steps before a backoff.
-        incr_ratio: what a growth multiplies the scale by, above 1.
-        decr_ratio: what a backoff multiplies it by, between 0 and 1.
+        init_loss_scale: the first scale. If it is below 1, it stays until an overflow
+            raises it to 1, as in ``tf.contrib``.
+        incr_every_n_steps: finite steps in a row before the scale grows.
+        decr_every_n_nan_or_inf: how many non-finite steps it takes to back off.
+        incr_ratio: the factor by which the scale grows, above 1.
+        decr_ratio: the factor by which the scale backs off, between 0 and 1.
 
     Returns:
-        A `DynamicLossScale`; a `VerbatimLossScale` for a first scale below 1.
+        A `DynamicLossScale`, or a `VerbatimLossScale` if ``init_loss_scale`` is below
+        1.
 
     Raises:
         ValueError: if an argument is out of range.

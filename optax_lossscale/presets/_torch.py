@@ -50,23 +50,23 @@ def torch_grad_scaler(
 ) -> Growing | FixedLossScale:
     """Return the rule of ``torch.amp.GradScaler``.
 
-    The scale is multiplied by ``growth_factor`` at every ``growth_interval``-th finite
-    step in a row, and by ``backoff_factor`` at every non-finite step.
+    The scale is multiplied by ``growth_factor`` after every ``growth_interval`` finite
+    steps in a row, and by ``backoff_factor`` after every non-finite step.
 
-    Departures: the scale stays between 2**-126 and 2**126, where PyTorch's falls to 0,
-    from where it makes NaN of the next infinite gradient and applies it. An interval
-    that was made shorter than the count of finite steps grows at once, where PyTorch
-    waits for the next overflow. ``device`` is not taken.
+    Departures: the scale stays between 2**-126 and 2**126. In PyTorch it can fall to 0;
+    the next infinite gradient then becomes NaN and is applied. If you continue a run
+    with a ``growth_interval`` below its count of finite steps, the scale grows
+    immediately; PyTorch waits for the next overflow. There is no ``device`` argument.
 
     Args:
         init_scale: the first scale, from 2**-126 to 2**126.
-        growth_factor: what a growth multiplies it by, more than 1.
-        backoff_factor: what an overflow multiplies it by, between 0 and 1.
-        growth_interval: finite steps in a row before a growth.
+        growth_factor: the factor by which the scale grows, more than 1.
+        backoff_factor: the factor by which the scale backs off, between 0 and 1.
+        growth_interval: finite steps in a row before the scale grows.
         enabled: if False, nothing is scaled, checked or skipped, as in PyTorch.
 
     Returns:
-        A `DynamicLossScale`, or a `FixedLossScale` if not ``enabled``.
+        A `DynamicLossScale`, or a `FixedLossScale` if ``enabled`` is False.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -80,7 +80,7 @@ def torch_grad_scaler(
     References:
         `torch.amp.GradScaler <https://docs.pytorch.org/docs/stable/amp.html>`_
     """
-    check_bool("enabled", enabled, "It says whether to scale, check and skip at all.")
+    check_bool("enabled", enabled, "It decides whether to scale, check and skip.")
     rule = growing(
         init_scale=init_scale,
         growth_factor=growth_factor,
@@ -93,21 +93,21 @@ def torch_grad_scaler(
 def from_torch_state_dict(
     state_dict: Mapping[str, Any],
 ) -> tuple[LossScaleState, Growing | FixedLossScale]:
-    """Go on where a ``torch.amp.GradScaler`` stopped.
+    """Return the state and the rule that continue a saved ``torch.amp.GradScaler``.
 
     Args:
         state_dict: what ``GradScaler.state_dict()`` returned: ``scale``,
             ``growth_factor``, ``backoff_factor``, ``growth_interval`` and
-            ``_growth_tracker``, or nothing if it was not enabled.
+            ``_growth_tracker``, or an empty dictionary if it was not enabled.
 
     Returns:
-        The state, and the rule of `torch_grad_scaler` with those factors, whose
+        The state, and the rule of `torch_grad_scaler` with the saved arguments, whose
         ``init_scale`` is the saved scale.
 
     Raises:
-        TypeError: if ``state_dict`` is no dictionary.
-        ValueError: if it has other keys, or a value is no number or out of range; a
-            scale of 0 or infinity belongs to a run that is lost.
+        TypeError: if ``state_dict`` is not a dictionary.
+        ValueError: if ``state_dict`` has other keys, or a value is not a number or out
+            of range. A run whose scale is 0 or infinite cannot be continued.
 
     Examples:
         >>> import optax
@@ -137,7 +137,7 @@ def from_torch_state_dict(
     check_keys(
         state_dict,
         ("scale", *factors, "_growth_tracker"),
-        "what `GradScaler.state_dict()` gave",
+        "what `GradScaler.state_dict()` returned",
     )
     scale = read_scale(state_dict, "scale")
     arguments = {name: read_number(state_dict, name) for name in factors}
@@ -147,23 +147,23 @@ def from_torch_state_dict(
 
 
 def to_torch_state_dict(state: Any, rule: LossScale) -> dict[str, Any]:
-    """Return what ``torch.amp.GradScaler.load_state_dict`` takes.
+    """Return a state dict for ``torch.amp.GradScaler.load_state_dict``.
 
-    PyTorch has no limits for the scale, and does not count skipped steps: these stay
-    behind.
+    PyTorch does not limit the scale and does not count skipped steps, so the rule's
+    limits and these counts are lost.
 
     Args:
         state: an optimizer state, or whatever `get_loss_scale_state` takes.
-        rule: the rule that made it.
+        rule: the rule that produced ``state``.
 
     Returns:
-        The five keys of `from_torch_state_dict`, with Python's own numbers. For
-        ``FixedLossScale(1.0, skip_nonfinite=False)`` nothing, as for a scaler that is
-        not enabled.
+        The five keys of `from_torch_state_dict`, with Python numbers. For
+        ``FixedLossScale(1.0, skip_nonfinite=False)``, an empty dictionary, as for a
+        scaler that is not enabled.
 
     Raises:
-        ValueError: if PyTorch could not follow the rule, or ``state`` has no loss scale
-            or more than one.
+        ValueError: if PyTorch cannot follow the rule, or ``state`` has no loss scale or
+            more than one.
 
     Examples:
         >>> import optax_lossscale as ls

@@ -307,10 +307,10 @@ def test_nothing_waits_for_the_device():
             "must hold floating-point gradients, got none: int32 at",
         ),
         (np.arange(3), "must hold floating-point gradients, got none: int64 at its ro"),
-        ({"a": [1.0, "b"]}, r"must hold arrays alone, got 'b' at \['a'\]\[1\]. Leave"),
+        ({"a": [1.0, "b"]}, r"must hold only arrays, got 'b' at \['a'\]\[1\]. Leave"),
         (
             [jax.ShapeDtypeStruct((2,), float)],
-            r"must hold arrays alone, got a jax.ShapeD",
+            r"must hold only arrays, got a jax.ShapeD",
         ),
     ],
 )

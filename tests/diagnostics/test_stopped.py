@@ -1,4 +1,4 @@
-"""What the guard says."""
+"""The message of the guard."""
 
 import jax
 import jax.numpy as jnp
@@ -9,22 +9,22 @@ from every_rule import RULES
 import optax_lossscale as ls
 
 MESSAGE = """\
-The last 3 steps were all skipped, more than `max_consecutive_skips`=2, and 4 in all. \
-The loss scale is 16.
-Look at the loss before it is scaled.
-- It is NaN or infinite: no scale cures that. Look at the data and the parameters, or \
-lower the learning rate.
-- It is finite, and the scale is at its floor: the same.
-- It is finite, and the scale is still falling: start from a lower one.
-- It is finite, and the scale is fixed: lower it, or if it is 1 and blocks are wrapped \
-with `scale_backward`, raise their `headroom`.
-- It is finite, and the scale is above its floor and has not fallen: the optimizer \
-makes NaN or infinity of finite gradients, which `check_updates=True` skips. No scale \
-cures that: clip the gradients, raise `eps`, keep moments in float32 and float16 \
-parameters in `with_master_weights`.
-- It is finite, but multiplied by an earlier scale: the gradient function was built \
-from an earlier state, and its program holds that scale as a constant. Build it inside \
-of the step, from the state that the step is passed."""
+The last 3 steps were all skipped, more than `max_consecutive_skips`=2, and 4 in \
+total. The loss scale is 16.
+Check the loss before it is scaled.
+- If it is NaN or inf, the scale is not the problem. Check the data and the \
+parameters, or lower the learning rate.
+- If it is finite and the scale is at its minimum, do the same.
+- If it is finite and the scale is still falling, start from a lower scale.
+- If it is finite and the scale is fixed, lower the scale. If it is 1 and blocks are \
+wrapped with `scale_backward`, raise their `headroom`.
+- If it is finite and the scale is above its minimum and has not fallen, the \
+optimizer turns finite gradients into NaN or inf, and `check_updates=True` skips these \
+steps. The scale is not the problem. Clip the gradients, raise `eps`, keep the moments \
+in float32, or wrap the optimizer of float16 parameters with `with_master_weights`.
+- If it is finite but multiplied by an earlier scale, the gradient function was built \
+from an earlier state, and the compiled program holds that scale as a constant. Build \
+it inside the step, from the state that is passed to the step."""
 
 
 def message(state, **arguments):
@@ -51,12 +51,13 @@ def test_it_does_not_say_that_the_scale_has_moved():
 
 
 OPTIMIZER_MAKES_NAN = """\
-The scale has not fallen in these steps: it is not the cause. Look at the loss.
-- It is NaN or infinite: no scale cures that. Look at the data and the parameters, or \
-lower the learning rate.
-- It is finite: the optimizer makes NaN or infinity of finite gradients, which \
-`check_updates=True` skips. No scale cures that: clip the gradients, raise `eps`, keep \
-moments in float32 and float16 parameters in `with_master_weights`."""
+The scale has not fallen in these steps, so it is not the problem. Check the loss.
+- If it is NaN or inf, the scale is not the problem. Check the data and the \
+parameters, or lower the learning rate.
+- If it is finite, the optimizer turns finite gradients into NaN or inf, and \
+`check_updates=True` skips these steps. The scale is not the problem. Clip the \
+gradients, raise `eps`, keep the moments in float32, or wrap the optimizer of float16 \
+parameters with `with_master_weights`."""
 
 
 def test_where_the_scale_is_not_the_cause_it_says_so():
@@ -98,5 +99,5 @@ def test_of_an_ensemble_it_names_the_member_and_its_numbers():
     )
     assert message(states).startswith(
         "The last 7 steps of member 1, 0 were all skipped, more than "
-        "`max_consecutive_skips`=2, and 8 in all. The loss scale is 4.\n"
+        "`max_consecutive_skips`=2, and 8 in total. The loss scale is 4.\n"
     )

@@ -88,7 +88,7 @@ def test_a_long_title_fits_in_a_figure_of_any_size(size, layout, monkeypatch):
     assert is_inside(axes)
     assert axes.get_title().replace("\n", " ") == (
         "123,456,789 gradients in the range of float8_e5m2, "
-        "18.0% zero already, 1,234,567 NaN or inf"
+        "18.0% already zero, 1,234,567 NaN or inf"
     )
     assert axes.title.get_fontsize() >= 7
 

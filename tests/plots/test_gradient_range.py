@@ -72,7 +72,7 @@ def test_the_zones_are_where_the_type_has_them():
 def test_what_is_in_no_bar_is_in_the_title():
     title = drawn().get_title()
     assert title == (
-        "7 gradients in the range of float16, 14.3% zero already, 1 NaN or inf"
+        "7 gradients in the range of float16, 14.3% already zero, 1 NaN or inf"
     )
     assert (
         plot_range([jnp.ones(2)]).get_title() == "2 gradients in the range of float16"
@@ -82,12 +82,12 @@ def test_what_is_in_no_bar_is_in_the_title():
 def test_labels_and_legend():
     axes = plot_range(GRADS, loss_scale=2.0**15)
     assert axes.get_xlabel() == "log2 |gradient|"
-    assert axes.get_ylabel() == "share of the elements"
+    assert axes.get_ylabel() == "share of elements"
     texts = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert texts == ["as they are", "times 2^15"]
+    assert texts == ["unscaled", "scaled by 2^15"]
     assert drawn().get_legend() is None
     texts = plot_range(GRADS, loss_scale=jnp.float32(1000.0)).get_legend().get_texts()
-    assert texts[1].get_text() == "times 1,000"
+    assert texts[1].get_text() == "scaled by 1,000"
 
 
 @pytest.mark.parametrize(
