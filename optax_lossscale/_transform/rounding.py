@@ -20,7 +20,9 @@ def update_to(master: jax.Array, param: Any) -> jax.Array:
     # An infinity stays: less itself it would be NaN.
     update = jnp.where(target == param, 0, target - param)
     # Added to 0, the master weight itself is rounded, and keeps the sign of a zero.
-    update = jnp.where(param == 0, master, update)
+    # With explicit sharding the mask has to be sharded as the values are.
+    is_zero = (param == 0) & jnp.ones_like(update, jnp.bool_)
+    update = jnp.where(is_zero, master, update)
     return update if jnp.finfo(narrow).bits >= 16 else update.astype(narrow)
 
 

@@ -131,3 +131,25 @@ def test_explicit_shardings_of_the_state_never_change(name):
             pytest.skip("does not work with these shardings unwrapped")
         before, after = before_and_after(ls.with_loss_scaling(make(name)))
     assert before.inner_state == after.inner_state
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_master_weights_may_be_sharded_where_parameters_are_replicated(axis_type):
+    """The layout of ZeRO's first stage."""
+    tx = ls.with_loss_scaling(ls.with_master_weights(optax.adam(0.1)))
+    params = jnp.linspace(-1, 1, 16).astype(jnp.float16).at[3].set(0)
+    grads, state = jnp.ones_like(params), tx.init(params)
+    expected = jax.jit(tx.update)(grads, state, params)
+
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+    shardings = optax.tree.map_params(
+        tx,
+        lambda _: NamedSharding(mesh, P("x")),
+        state,
+        transform_non_params=lambda _: NamedSharding(mesh, P()),
+    )
+    state = jax.device_put(state, shardings)
+    grads, params = jax.device_put((grads, params), NamedSharding(mesh, P()))
+    actual = jax.jit(tx.update)(grads, state, params)
+    assert actual[1].inner_state.master_weights.sharding.spec == P("x")
+    assert_close(actual, expected)
