@@ -1,6 +1,7 @@
 """The migration guides: their form, and what their programs are said to do."""
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import re
@@ -14,10 +15,12 @@ import pytest
 from flax import serialization
 from flax.training.dynamic_scale import DynamicScale
 from helpers import PAGES, assert_same_bits, code_blocks, run_page
+from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ls
 
-GUIDES = {path.stem: path for path in sorted(PAGES.glob("coming_from/*.md"))}
+PATHS = sorted(PAGES.glob("coming_from/*.md"))
+GUIDES = {path.stem: path for path in PATHS if path.stem != "index"}
 every_guide = pytest.mark.parametrize("guide", GUIDES)
 
 PARTS = re.compile(
@@ -25,10 +28,11 @@ PARTS = re.compile(
     r"|^(?P<level>#+) (?P<title>.+)$"
     r"|^(?P<table>(?:\|.*\n)+)"
     r"|^(?P<bullets>(?:- .*\n)+)"
+    r"|^\*\*(?P<label>.+?):\*\*.*$"
     r"|^(?P<prose>.+)$",
     re.M,
 )
-FENCES = {"python theirs": "theirs", "python": "ours"}
+FENCES = {"python theirs": "theirs", "bash theirs": "theirs", "python": "ours"}
 
 
 def parts(guide):
@@ -61,20 +65,32 @@ def squeeze(code):
 def test_a_guide_has_the_form_of_all(guide):
     found = list(parts(guide))
     kinds = " ".join(kind for kind, _ in found)
-    pair = r"(title )?(prose )?theirs (prose )?ours table "
-    assert re.fullmatch(rf"title prose ({pair})+title bullets( (prose )?ours)?", kinds)
+    pair = r"(title )?(prose )?label theirs label ours table "
+    assert re.fullmatch(rf"title prose ({pair})+title bullets label ours", kinds)
     titles = [text for kind, text in found if kind == "title"]
     assert titles[0].startswith("Coming from ") and titles[-1] == "What differs"
 
 
 @every_guide
-def test_links_lead_somewhere(guide):
-    for link in re.findall(r"\]\(([^)]+)\)", GUIDES[guide].read_text()):
-        path, _, anchor = link.partition("#")
-        target = (GUIDES[guide].parent / path).read_text()
-        titles = re.findall(r"^#+ (.+)$", target, re.M)
-        anchors = [re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in titles]
-        assert anchor in ["", *anchors], link
+def test_each_block_says_whose_it_is_and_the_table_says_the_same(guide):
+    label = theirs = None
+    for kind, text in parts(guide):
+        if kind == "label":
+            label = text
+        elif kind == "theirs":
+            theirs = label
+        elif kind == "ours":
+            assert label == "optax_lossscale"
+        elif kind == "table":
+            assert text.startswith(f"| {theirs} | optax_lossscale |\n")
+
+
+def test_the_table_of_systems_and_the_contents_name_every_guide():
+    text = (PAGES / "coming_from" / "index.md").read_text()
+    contents = text.split("```{toctree}\n:hidden:\n\n")[1].split("\n```")[0]
+    assert sorted(contents.splitlines()) == sorted(GUIDES)
+    systems = text.split("| system |")[1].split("\n\n")[0]
+    assert set(re.findall(r"\]\((\w+)\.md\)", systems)) == set(GUIDES)
 
 
 @every_guide
@@ -90,6 +106,11 @@ def test_what_a_table_quotes_stands_in_the_programs(guide):
 @every_guide
 def test_a_table_leaves_out_nothing_that_they_do_about_the_scale(guide):
     for theirs, _, rows in pairs(guide):
+        if theirs in code_blocks(GUIDES[guide].read_text(), "bash theirs"):
+            words = {word for left, _ in rows for word in re.split(r"[` ]", left)}
+            flags = re.findall(r"--\S*(?:scale|fp16|hysteresis)\S*", theirs)
+            assert words.issuperset(flags)
+            continue
         quoted = [snippet for left, _ in rows for snippet in snippets(left)]
         simple = (ast.Assign, ast.AnnAssign, ast.Expr, ast.Return)
         for node in ast.walk(ast.parse(theirs)):
@@ -101,7 +122,10 @@ def test_a_table_leaves_out_nothing_that_they_do_about_the_scale(guide):
 
 @functools.cache
 def run(guide):
-    return run_page(GUIDES[guide])
+    # Apex's page says that `O3` makes a warning.
+    warned = pytest.warns(UserWarning, match="keeps no copy of them in float32")
+    with warned if guide == "apex" else contextlib.nullcontext():
+        return run_page(GUIDES[guide])
 
 
 @dataclasses.dataclass
@@ -120,12 +144,13 @@ class Training:
 
     def data(self, bad: bool = False) -> Any:
         """A batch, or one that overflows, in PyTorch's in one micro-batch."""
-        index = slice(64) if self.guide == "keras" else 0
-        x, *labels = (np.array(run(self.guide)[name][index]) for name in self.batch)
+        page, index = run(self.guide), slice(64) if self.guide == "keras" else 0
+        first, *labels = (jnp.asarray(page[name][index]) for name in self.batch)
+        x = np.array(first)
         if bad:
             x.reshape(-1)[-1] = 1e6  # too much for float16 alone
-        if "parallel_state" in self.state:
-            x = jax.device_put(x, run(self.guide)["shards"].sharding)
+        like = page["shards"] if "parallel_state" in self.state else first
+        x = jax.device_put(x, like.sharding)
         return ((x, *labels),) if self.guide == "pytorch" else (x, *labels)
 
     def run(self, state: Any, data: Any) -> Any:
@@ -150,6 +175,23 @@ TRAININGS = {
         "flax_dynamic_scale", state=("parallel_state",), batch=("x",)
     ),
     "jmp": Training("jmp", batch=("x",)),
+    "apex": Training("apex"),
+    "apex O2": Training("apex", "half_step", ("half_params", "half_state")),
+    "apex O3": Training(
+        "apex", "unscaled_step", ("unscaled_params", "unscaled_state"), backoff=1.0
+    ),
+    "megatron_lm": Training("megatron_lm", backoff=1.0),
+    "deepspeed": Training("deepspeed", backoff=1.0),
+    "deepspeed ZeRO": Training(
+        "deepspeed",
+        "zero_step",
+        ("zero_params", "zero_state"),
+        ("shards", "y"),
+        backoff=1.0,
+    ),
+    "fairseq": Training("fairseq"),
+    "metaseq": Training("fairseq", "metaseq_step", ("metaseq_params", "metaseq_state")),
+    "mpx": Training("mpx", state=("model", "opt_state"), batch=("x",)),
 }
 every_training = pytest.mark.parametrize("training", TRAININGS.values(), ids=TRAININGS)
 
@@ -200,7 +242,7 @@ def test_a_good_batch_is_counted_by_optimizer_and_schedule(training):
     after = training.run(before, training.data())
     assert ls.was_applied(after)
     assert counts(after) == [count + 1 for count in counts(before)]
-    assert len(counts(after)) == 2
+    assert len(counts(after)) == (1 if training.guide == "apex" else 2)
 
 
 @pytest.mark.slow
@@ -209,10 +251,12 @@ def test_what_was_saved_is_what_was_trained(guide):
     page = run(guide)
     params, opt_state = params_and_opt_state(TRAININGS[guide].start())
     whole = {"params": params, "opt_state": opt_state}
-    if guide == "pytorch":
+    if guide in ("pytorch", "apex", "deepspeed"):
         assert_same_bits(page["checkpoint"], whole)
     elif guide == "keras":
         assert_same_bits(page["restored"], whole)
+    elif guide == "mpx":
+        assert_same_bits(page["restored"], (params, opt_state))
     elif guide == "flax_dynamic_scale":
         restored = serialization.from_bytes(page["state"], page["checkpoint"])
         assert_same_bits(restored.opt_state, opt_state)
@@ -224,17 +268,21 @@ def test_what_was_saved_is_what_was_trained(guide):
 
 
 CONVERTED = {"pytorch": "torch", "keras": "keras", "jmp": "jmp"}
-CONVERTED["flax_dynamic_scale"] = "flax"
+CONVERTED |= {"flax_dynamic_scale": "flax", "megatron_lm": "megatron"}
 
 
 @pytest.mark.slow
 @every_guide
 def test_a_run_begun_there_goes_on_here(guide):
-    """With the scale and the counter: the next finite step is one that grows."""
+    """With the scale and the counter: the next finite step is one that grows.
+
+    fairseq saves no counter.
+    """
     page = run(guide)
     state, rule = page["resumed_state"], page["rule"]
     assert ls.get_loss_scale(state) == 16384.0
-    assert rule.update(state.scale_state, True).loss_scale == 32768.0
+    grown = 16384.0 if guide == "fairseq" else 32768.0
+    assert rule.update(state.scale_state, True).loss_scale == grown
     assert_same_bits(state.inner_state, page.get("old_opt_state", state.inner_state))
     if guide in CONVERTED:
         back = getattr(ls.presets, f"to_{CONVERTED[guide]}_state_dict")
@@ -259,9 +307,16 @@ def test_the_limits_and_intervals_are_those_named():
         ("tensorflow", 1.0),
         ("mindspore", 1.0),
         ("jmp", 1.0),
+        ("megatron_lm", 1.0),
+        ("deepspeed", 1.0),
+        ("fairseq", 2.0**-13),
     ):
         rule = run(guide)["rule"]
         assert (rule.min_scale, rule.max_scale) == (floor, largest)
+    apex, mpx = run("apex")["rule"], run("mpx")["rule"]
+    assert (apex.min_scale, apex.max_scale) == (least, 2.0**24)
+    assert apex.growth_interval == 2000
+    assert (mpx.min_scale, mpx.max_scale) == (1.0, 65504.0)
     assert run("flax_dynamic_scale")["rule"].max_scale == largest
 
     torch = run("pytorch")["rule"]
@@ -284,6 +339,9 @@ def test_the_fixed_rules_skip_or_apply_as_said():
         (run("tensorflow")["fixed"], False),
         (ls.FixedLossScale(1024.0), False),
         (ls.presets.jmp_static(2**15), False),
+        (ls.presets.apex_amp(loss_scale=128.0), True),
+        (ls.presets.deepspeed_fp16(loss_scale=128.0), False),
+        (ls.presets.deepspeed_fp16(enabled=False), False),
     ):
         tx = ls.with_loss_scaling(optax.sgd(0.1), rule)
         updates, _ = tx.update(bad, tx.init(params), params)
@@ -529,6 +587,208 @@ def test_what_is_said_of_jmp():
 
     def loss_fn(w):
         return policy.cast_to_output(jnp.sum(policy.cast_to_compute(w) ** 2))
+
+    _, grads = ls.value_and_grad(loss_fn, ls.FixedLossScale(8.0).init())(jnp.ones(3))
+    assert_same_bits(grads, jnp.full(3, 2.0))
+
+
+MASTER_WEIGHTS = {
+    "apex O2": TRAININGS["apex O2"],
+    **{name: TRAININGS[name] for name in ("megatron_lm", "deepspeed", "fairseq")},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", MASTER_WEIGHTS.values(), ids=MASTER_WEIGHTS)
+def test_float16_parameters_are_the_rounded_master_weights(training):
+    params, opt_state = training.start()
+    masters = optax.tree.get(opt_state, "master_weights")
+    assert_same_bits(params, jax.tree.map(jnp.float16, masters))
+    assert {p.dtype for p in jax.tree.leaves(masters)} == {np.dtype("float32")}
+
+
+@pytest.mark.slow
+def test_apex_lowers_the_scale_of_the_loss_that_overflows_and_skips_for_all():
+    page = run("apex")
+    start = page["two_params"], page["two_state"]
+    x, y = page["x"][0], page["y"][0]
+    huge = jnp.full_like(y, 1e16)  # too much for the gradients of the first loss
+    before = page["scale_states"]
+    *after, scale_states = page["two_loss_step"](*start, before, x, huge)
+    assert [
+        float(new.loss_scale / old.loss_scale)
+        for new, old in zip(scale_states, before, strict=True)
+    ] == [0.5, 1.0]
+    assert_same_bits(kept(after), kept(start))
+    assert not ls.was_applied(after[1])
+    *after, _ = page["two_loss_step"](*start, before, x, y)
+    assert ls.was_applied(after[1])
+
+
+@pytest.mark.slow
+def test_what_uses_up_the_hysteresis_and_what_resets_it():
+    megatron, deepspeed = run("megatron_lm")["rule"], run("deepspeed")["rule"]
+    apart = [False, True, False]
+    assert scales(megatron, apart) == [1.0, 1.0, 0.5]
+    assert scales(ls.presets.deepspeed(delayed_shift=2), apart) == [1.0, 1.0, 0.5]
+    assert scales(ls.DynamicLossScale(hysteresis=2), apart) == [1.0, 1.0, 1.0]
+    assert scales(deepspeed, [*apart, False, False]) == [1.0, 1.0, 1.0, 0.5, 0.25]
+    assert ls.presets.megatron().init_scale == 2.0**32
+
+
+@dataclasses.dataclass
+class DeepSpeedScaler:
+    """The rule of its ZeRO scaler, with the names of its attributes."""
+
+    delayed_shift: int
+    consecutive_hysteresis: bool
+    scale_window: int
+    cur_scale: float = 2.0**16
+    cur_iter: int = 0
+    last_overflow_iter: int = -1
+
+    def __post_init__(self):
+        self.cur_hysteresis = self.delayed_shift
+
+    def update(self, finite):
+        steps = self.cur_iter - self.last_overflow_iter - 1
+        if not finite and self.cur_hysteresis == 1:
+            self.cur_scale /= 2
+        elif not finite:
+            self.cur_hysteresis -= 1
+        grows = finite and steps > 0 and steps % self.scale_window == 0
+        if grows or (finite and self.consecutive_hysteresis):
+            self.cur_hysteresis = self.delayed_shift
+        self.cur_scale *= 2 if grows else 1
+        if not finite:
+            self.last_overflow_iter = self.cur_iter
+        self.cur_iter += 1
+
+
+@pytest.mark.slow
+def test_a_run_of_deepspeed_goes_on_from_any_step():
+    page = run("deepspeed")
+    resume = code_blocks(GUIDES["deepspeed"].read_text(), "python")[-1]
+    resume = re.sub(r"saved = {(?s:.*?)\n}\n", "", resume)
+    window, flags = 3, [True] * 8 + [False, True, False, False] + [True] * 9
+    config = {"fp16": {**page["config"]["fp16"], "loss_scale_window": window}}
+    rule = ls.presets.deepspeed_fp16(**config["fp16"])
+    assert rule.first_growth_late
+    scaler, courses = DeepSpeedScaler(2, True, window), []
+    for finite in flags:
+        namespace = {**page, "config": config, "rule": rule, "saved": vars(scaler)}
+        exec(resume, namespace)
+        courses.append(namespace["resumed_state"].scale_state)
+        scaler.update(finite)
+        courses = [rule.update(state, finite) for state in courses]
+        found = {float(state.loss_scale) for state in courses}
+        assert found == {scaler.cur_scale}
+
+
+@pytest.mark.slow
+def test_zero_shards_the_optimizer_state_and_trains_alike():
+    page = run("deepspeed")
+    state = page["zero_state"]
+    for name in ("master_weights", "mu", "nu"):
+        moments = optax.tree.get(state, name)
+        specs = {key: moment.sharding.spec for key, moment in moments.items()}
+        assert specs == {"w1": P("data"), "b1": P("data"), "w2": P("data"), "b2": P()}
+    assert {p.sharding.spec for p in page["zero_params"].values()} == {P()}
+    assert ls.get_loss_scale(state) == ls.get_loss_scale(page["opt_state"])
+    close = functools.partial(np.testing.assert_allclose, atol=2e-2)
+    jax.tree.map(close, page["zero_params"], page["params"])
+
+
+def steps_until_fairseq_raises(scale, factor=2.0, minimum=1e-4):
+    for step in range(1, 1000):
+        scale /= factor
+        if scale <= minimum:
+            return step
+    raise AssertionError
+
+
+@pytest.mark.slow
+def test_the_guard_raises_when_fairseq_does():
+    page = run("fairseq")
+    state = ls.get_loss_scale_state(page["stopped_state"])
+    assert state.consecutive_skips == steps_until_fairseq_raises(2.0**7) == 21
+    assert state.loss_scale == page["rule"].min_scale == 2.0**-13
+    assert "training has stopped: The last 21 steps" in page["printed"]
+    assert_same_bits(page["stopped_params"], page["initial"])
+
+
+@pytest.mark.slow
+def test_what_is_said_of_fairseqs_arguments():
+    fairseq, rule = ls.presets.fairseq, run("fairseq")["rule"]
+    assert fairseq().init_scale == 2.0**15
+    assert isinstance(fairseq(), ls.DynamicLossScale)
+    assert isinstance(rule, ls.TolerantLossScale)
+    flags = [True] * 5 + [False, False]
+    assert scales(rule, flags) == [1.0] * 6 + [0.5]  # 1 in 6 is less than a quarter
+    assert fairseq(threshold=1.0).min_scale == 1.0
+
+    metaseq = run("fairseq")["metaseq_rule"]
+    state = metaseq.init()
+    for _ in range(256):
+        state = metaseq.update(state, True)
+    assert state.memory.growth_interval == 512
+    assert metaseq.update(state, False).memory.growth_interval == 256
+    for _ in range(101):
+        state = metaseq.update(state, False)
+    assert state.loss_scale == 2.0**-5
+    with pytest.raises(ls.LossScaleError):
+        ls.check_loss_scale(state)
+
+
+def mpx_course(mpx, steps):
+    """States and losses of mpx and ours, from the same model; both skip a step."""
+    theirs, ours = run_theirs("mpx"), run("mpx")
+    model = ours["MLP"](jax.random.key(0))
+    first = mpx.DynamicLossScaling(jnp.float32(2**14), jnp.float32(1), period=50)
+    mpx_state = model, theirs["optimizer"].init(model), first
+    state = model, ours["tx"].init(model)
+    for i, x in enumerate(ours["x"][:steps]):
+        x = jnp.asarray(x).at[0, 0].set(1e6 if i == 3 else x[0, 0])
+        *mpx_state, mpx_loss = theirs["train_step"](*mpx_state, x)
+        *state, loss = ours["train_step"](*state, x)
+        yield (mpx_state, mpx_loss), (state, loss)
+
+
+@pytest.mark.slow
+def test_mpx_and_ours_take_the_same_course(tmp_path, monkeypatch):
+    mpx = pytest.importorskip("mpx")
+    monkeypatch.chdir(tmp_path)
+    changes, before = {}, 2.0**14
+    for i, ((mpx_state, mpx_loss), (state, loss)) in enumerate(mpx_course(mpx, 60)):
+        scale = float(ls.get_loss_scale(state))
+        assert scale == mpx_state[2].loss_scaling
+        if scale != before:
+            changes[i] = scale / before
+        # Divided by the next scale.
+        np.testing.assert_allclose(mpx_loss * scale / before, loss, rtol=0.05)
+        before = scale
+    assert changes == {3: 0.5, 53: 2.0}
+    leaves = zip(*map(jax.tree.leaves, (mpx_state[0], state[0])), strict=True)
+    for theirs_leaf, ours_leaf in leaves:
+        np.testing.assert_allclose(theirs_leaf, ours_leaf, atol=2e-2)
+
+
+@pytest.mark.slow
+def test_what_is_said_of_mpx():
+    mpx = pytest.importorskip("mpx")
+    one = jnp.float32(1)
+    scaling = mpx.DynamicLossScaling(jnp.float32(8), one, period=1)
+    value_and_grad = mpx.filter_value_and_grad(lambda p: p**2, scaling)
+    loss, new, finite, grad = value_and_grad(jnp.float32(3))
+    assert (loss, grad, new.loss_scaling, bool(finite)) == (4.5, 3.0, 16, True)
+    assert np.isinf(mpx.DynamicLossScaling(jnp.float32(2**16), one).scale(one))
+    assert mpx.force_full_precision(jnp.mean)(jnp.ones(3)).dtype == "float16"
+    top = mpx.DynamicLossScaling(jnp.float32(2**15), one, period=1)
+    assert top.adjust(jnp.bool_(True)).loss_scaling == 65504
+
+    def loss_fn(w):
+        square = mpx.cast_to_half_precision(w) ** 2
+        return mpx.force_full_precision(jnp.sum, jnp.float32)(square)
 
     _, grads = ls.value_and_grad(loss_fn, ls.FixedLossScale(8.0).init())(jnp.ones(3))
     assert_same_bits(grads, jnp.full(3, 2.0))

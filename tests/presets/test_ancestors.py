@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import README, assert_same_bits
+from helpers import assert_same_bits, page, table
 
 import optax_lossscale as ls
 from optax_lossscale import presets
@@ -137,12 +137,7 @@ def test_update_of_tensorflow_tells_whether_to_apply():
     assert float(ls.get_loss_scale(opt_state)) == 2.0**14
 
 
-def table(heading):
-    """The rows below a heading of the README, as lists of cells."""
-    text = README.split(f"## {heading}\n")[1]
-    rows = re.findall(r"^\| (.+) \|$", text.split("\n## ")[0], re.M)
-    cells = [[c.strip() for c in re.split(r"(?<!\\)\|", row)] for row in rows]
-    return [row for row in cells[1:] if not set(row[0]) <= {"-", ":"}]
+PAGE = page("coming_from/index")
 
 
 def test_what_the_table_writes_as_code_runs():
@@ -162,7 +157,8 @@ def test_what_the_table_writes_as_code_runs():
         "grads_finite": True,
         "config": rule.get_config(),
     }
-    rows = table("Coming from TensorFlow or MindSpore")
+    classes = PAGE.split("## TensorFlow and MindSpore, class by class\n")[1]
+    rows = table(classes, "there | what it does | here")
     assert len(rows) == 12
     for row in rows:
         expressions = re.findall(r"`([^`]+)`", row[-1])
@@ -172,7 +168,7 @@ def test_what_the_table_writes_as_code_runs():
 
 
 def test_the_table_of_systems_names_every_preset():
-    rows = table("Coming from another loss scaler")
+    rows = table(PAGE, "system | here | its quirk, kept | what is different")
     named = {name for row in rows for name in re.findall(r"presets\.(\w+)", row[1])}
     assert named == {
         name
