@@ -46,13 +46,36 @@ def code_blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
 
 
+def page(name: str) -> str:
+    """The text of a page of the book."""
+    return (PAGES / f"{name}.md").read_text()
+
+
+def table(text: str, first_cell: str) -> list[list[str]]:
+    """The rows of a table in Markdown below its header, as lists of cells."""
+    _, found, *_ = re.split(rf"^\| {re.escape(first_cell)} \|", text, flags=re.M)
+    rows = found.split("\n\n")[0].splitlines()[2:]
+    cells = [re.split(r"(?<= )\|(?= )", row[1:-1]) for row in rows]
+    return [[cell.strip() for cell in row] for row in cells]
+
+
 def run_page(path: Path) -> dict[str, Any]:
-    """What the Python blocks of a page define and print, after all of them have run."""
-    namespace: dict[str, Any] = {}
+    """What the Python blocks of a page define and print, after all of them have run.
+
+    Some pages say that they continue the program of the start page.
+    """
+    text, namespace = path.read_text(), {}
+    if re.search(r"continues? the \[first program\]", text):
+        namespace = dict(first_program())
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        for block in code_blocks(path.read_text(), "python"):
+        for block in code_blocks(text, "python"):
             exec(compile(block, path.name, "exec"), namespace)
     return {**namespace, "printed": printed.getvalue()}
+
+
+@functools.cache
+def first_program() -> dict[str, Any]:
+    return run_page(PAGES / "index.md")
 
 
 def float16_loss(params: Any, x: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import README, ROOT
+from helpers import ROOT, page
 
 PROGRAM = ROOT / "tests" / "benchmarks" / "step.py"
 
@@ -63,15 +63,15 @@ def test_the_table_of_rules_is_what_the_comparison_prints(monkeypatch, capsys):
             re.M,
         )
     }
-    in_readme = {
+    in_the_book = {
         (training, rule): [float(x) for x in numbers]
         for training, rule, *numbers in re.findall(
             rf"^\| `(\w+)` \| ([\w -]+) \| {number} \| {number} % \| {number} % \|$",
-            README,
+            page("start/rules"),
             re.M,
         )
     }
-    assert in_readme.keys() == printed.keys() and len(printed) == 24
+    assert in_the_book.keys() == printed.keys() and len(printed) == 24
     for key, figures in printed.items():
         # The averages of the log-normal rules round differently on other machines.
-        assert in_readme[key] == pytest.approx(figures, rel=0.02, abs=0.011), key
+        assert in_the_book[key] == pytest.approx(figures, rel=0.02, abs=0.011), key

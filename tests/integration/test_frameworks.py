@@ -1,7 +1,4 @@
-"""The README's blocks, and ways to use frameworks that no page shows."""
-
-import re
-from pathlib import Path
+"""Ways to use frameworks that no page shows."""
 
 import equinox as eqx
 import jax
@@ -10,57 +7,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import README, ROOT, assert_same_bits, code_blocks, run_page
+from helpers import assert_same_bits
 
 import optax_lossscale as ls
-
-
-@pytest.fixture(scope="module")
-def readme():
-    return run_page(ROOT / "README.md")
-
-
-def test_the_first_block_is_a_complete_program(readme):
-    """It finds nothing defined, and prints first."""
-    printed = re.match(r"loss (0\.\d+), loss scale 32768\n", readme["printed"])
-    assert float(printed[1]) < 0.3
-
-
-def test_all_blocks_run_in_order(readme):
-    assert "scale_state.loss_scale=32768" in readme["printed"]
-    assert "the last step was applied" in readme["printed"]
-    assert not jnp.isinf(readme["statistics"]["mean"]).any()
-    restored = readme["restored"]
-    assert ls.all_finite(restored)
-    assert_same_bits(restored["params"], readme["params"])
-    assert_same_bits(restored["opt_state"], readme["opt_state"])
-
-
-def test_the_blocks_on_float16_parameters_do_what_they_say(readme):
-    assert not ls.was_applied(readme["checked_state"])
-    half, weights = readme["half_params"], readme["weights"]
-    assert {p.dtype.name for p in jax.tree.leaves(half)} == {"float16"}
-    assert {w.dtype.name for w in jax.tree.leaves(weights)} == {"float32"}
-    assert_same_bits(half, jax.tree.map(lambda w: w.astype(jnp.float16), weights))
-    sizes = [w.size for w in jax.tree.leaves(weights)]
-    assert sum(x.nbytes for x in jax.tree.leaves((half, weights))) == 6 * sum(sizes)
-    resumed, state = readme["resumed_half_state"], readme["half_state"]
-    assert_same_bits(resumed.inner_state, state.inner_state)
-
-
-def test_the_report_is_what_its_block_prints(readme):
-    (table,) = code_blocks(README, "text")
-    assert table in readme["printed"]
-
-
-def test_scalars_of_every_step_reach_tensorboard_and_the_scan_speaks(readme):
-    assert readme["kept"] == [] and int(readme["metrics"]["skipped_steps"][-1]) == 0
-    assert len(readme["metrics"]["loss"]) == 200
-    (events,) = Path(readme["writer"].logdir).iterdir()
-    # Each of the 200 steps has a record with each of the 4 names.
-    assert events.read_bytes().count(b"skipped_steps") == 200
-    for step in (99, 199):
-        assert f"step {step}: gradient_norm " in readme["printed"]
 
 
 def test_a_gan_has_two_optimizers_and_skips_one_of_them():
@@ -103,34 +52,6 @@ def test_a_gan_has_two_optimizers_and_skips_one_of_them():
     assert float(ls.get_loss_scale(new_states["g"])) == 2.0**15
     with pytest.raises(ValueError, match="only one LossScaleState, got 2"):
         ls.value_and_grad(generator_loss, new_states)
-
-
-def test_several_losses_have_a_scale_each_and_skip_together(readme):
-    step, rule = readme["two_loss_step"], readme["rule"]
-    params, opt_state = readme["params"], readme["skip_only"].init(readme["params"])
-    scale_states = {name: rule.init() for name in readme["losses"]}
-    x, y = readme["batch"]
-
-    new_params, new_state, new_scales = step(params, opt_state, scale_states, (x, y))
-    assert not np.array_equal(new_params["w"], params["w"])
-    assert all(int(s.growth_tracker) == 1 for s in new_scales.values())
-    # Both gradients are in the step: that of a sum, without scales, is the same.
-    total = lambda p: sum(f(p, (x, y)) for f in readme["losses"].values())  # noqa: E731
-    updates, _ = optax.adamw(3e-2).update(
-        jax.grad(total)(params), optax.adamw(3e-2).init(params), params
-    )
-    expected = optax.apply_updates(params, updates)
-    np.testing.assert_allclose(new_params["w"], expected["w"], rtol=1e-3)
-
-    bad = x.at[0, 0].set(jnp.inf), y
-    skipped_params, skipped_state, skipped_scales = step(
-        new_params, new_state, new_scales, bad
-    )
-    assert_same_bits(skipped_params, new_params)
-    assert_same_bits(skipped_state.inner_state, new_state.inner_state)
-    assert float(skipped_scales["data"].loss_scale) == 2.0**14
-    assert float(skipped_scales["decay"].loss_scale) == 2.0**15
-    assert int(skipped_scales["decay"].growth_tracker) == 2
 
 
 class Noisy(nnx.Module):

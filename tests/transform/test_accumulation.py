@@ -8,11 +8,11 @@ import numpy as np
 import optax
 import pytest
 from helpers import (
-    README,
     assert_same_bits,
     code_blocks,
     float16_loss,
     make_step,
+    page,
     train,
 )
 
@@ -28,12 +28,12 @@ BAD_X = X.at[1, 2, 0, 0].set(1e6)  # overflows float16
 
 
 def by_scan(tx):
-    """The README's recipe: the whole window in one jitted step, one check."""
-    [recipe] = [b for b in code_blocks(README, "python") if "def accumulated_step" in b]
+    """The guide's recipe: the whole window in one jitted step, one check."""
+    [recipe] = code_blocks(page("guides/accumulation"), "python")
     namespace = {"jax": jax, "jnp": jnp, "optax": optax, "ls": ls}
     namespace |= {"loss_fn": float16_loss, "tx": tx, "batch": X[0].reshape(-1, 2)}
     namespace |= {"params": PARAMS, "opt_state": tx.init(PARAMS)}
-    exec(compile(recipe, "README.md", "exec"), namespace)
+    exec(compile(recipe, "accumulation.md", "exec"), namespace)
     return lambda *arguments: namespace["accumulated_step"](*arguments)[:2]
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import README, assert_same_bits, without_keys
+from helpers import assert_same_bits, page, table, without_keys
 from optax import contrib
 
 import optax_lossscale as ls
@@ -42,7 +42,7 @@ def skipped_steps(state):
     return int(ls.get_loss_scale_state(state).skipped_steps)
 
 
-# What the README says of wrappers around ours: how optax behaves, so not the default.
+# What the guide says of wrappers around ours: how optax behaves, so not the default.
 outside = pytest.mark.slow
 
 ADAM = optax.adam(0.1)
@@ -108,9 +108,9 @@ def test_inside_a_bad_step_is_as_if_it_had_not_been(name):
     )
 
 
-def test_the_readme_names_nothing_that_is_not_tested_here():
-    table = README.split("| wrapper | order | why |")[1].split("\n\n")[0]
-    named = set(re.findall(r"`optax\.(?:contrib\.)?(\w+)`", table))
+def test_the_guide_names_nothing_that_is_not_tested_here():
+    rows = table(page("guides/wrappers"), "wrapper")
+    named = set(re.findall(r"`optax\.(?:contrib\.)?(\w+)`", str(rows)))
     tested_below = {"clip", "clip_by_global_norm", "monitor", "zero_nans"}
     tested_below |= LETTING_PAST.keys()
     assert named <= INSIDE.keys() | tested_below | {"freeze", "snapshot"}

@@ -244,7 +244,7 @@ def test_derivatives_of_every_kind_are_those_without_the_skipped_steps(
 
 
 def test_reverse_mode_through_the_overflow_itself_is_nan():
-    """As README says: 0, which the mask gives back, times the infinity."""
+    """As the guide says: 0, which the mask gives back, times the infinity."""
 
     def reached(x):
         tx = ls.with_loss_scaling(optax.sgd(0.1))

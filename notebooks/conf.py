@@ -1,0 +1,69 @@
+"""The book: `sphinx-build -W notebooks build/book` makes it, a warning is an error."""
+
+import ast
+import importlib.metadata
+import inspect
+
+METADATA = importlib.metadata.metadata("optax_lossscale")
+URLS = dict(url.split(", ") for url in METADATA.get_all("Project-URL", []))
+
+project = "optax_lossscale"
+author = METADATA["Author"]
+copyright = f"2026, {author}"
+version = release = METADATA["Version"]
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["refresh.py"]
+# Single backticks in a docstring link to what they name. A name that does not exist is
+# a warning; types of other packages, in signatures, have nothing to link to.
+default_role = "any"
+nitpicky = True
+nitpick_ignore_regex = [("py:class", ".*")]
+
+nb_execution_mode = "off"  # notebooks are stored with their outputs
+myst_heading_anchors = 3
+suppress_warnings = ["misc.highlighting_failure"]
+
+autosummary_generate = False
+autodoc_member_order = "bysource"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+napoleon_use_rtype = False
+
+toc_object_entries_show_parents = "hide"
+
+html_theme = "sphinx_book_theme"
+html_title = "optax_lossscale"
+html_static_path = ["_static"]
+html_css_files = ["book.css"]
+html_copy_source = False
+html_theme_options = {
+    "repository_url": URLS["Source"],
+    "path_to_docs": "notebooks",
+    "use_repository_button": True,
+    "use_issues_button": True,
+    "use_edit_page_button": True,
+    "launch_buttons": {"colab_url": "https://colab.research.google.com"},
+    "navbar_persistent": [],
+    "show_toc_level": 2,
+}
+
+
+def signature_as_written(app, what, name, obj, options, signature, returns):
+    """`ArrayLike` rather than the union of the eleven types that it stands for."""
+    if what != "function":
+        return None
+    function = ast.parse(inspect.getsource(obj)).body[0]
+    if not name.startswith("optax_lossscale.presets."):  # their aliases are private
+        returns = ast.unparse(function.returns)
+    return f"({ast.unparse(function.args)})", returns
+
+
+def setup(app):
+    app.connect("autodoc-process-signature", signature_as_written)
