@@ -1,4 +1,4 @@
-"""Loss scaling for JAX and Optax: train in float16, and apply no NaN gradient.
+"""Loss scaling for JAX and Optax: train in float16, and skip NaN gradients.
 
 Two lines of a train step change::
 
@@ -13,22 +13,23 @@ Two lines of a train step change::
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-`value_and_grad` multiplies the loss by the loss scale and divides the gradients by it.
-`with_loss_scaling` skips a step whose gradients are not finite and changes the scale.
+`value_and_grad` multiplies the loss by a scale before the backward pass and divides the
+gradients by it afterward. `with_loss_scaling` skips a step whose gradients are not
+finite, and lets a rule change the scale.
 
-- Rules, which say how the scale changes: `DynamicLossScale` (the default),
-  `FixedLossScale`, `HeadroomLossScale`, `LogNormalLossScale`, `TolerantLossScale`,
-  those of other systems in `presets`, and your own, derived from `LossScale`.
-- float16 parameters: `with_master_weights`.
-- State: `get_loss_scale`, `get_loss_scale_state`, `was_applied`, `applied_steps`,
-  `LossScaleState`.
-- Loops that differentiate by themselves: `scale_loss`, `unscale_grads`.
-- Beyond one scale: `scale_backward` has one for each block of a network,
-  `value_and_grad_with_retries` repeats a step at a lower one instead of skipping it.
-- What the optimizer does not see, such as BatchNorm statistics: `keep_if_applied`,
+- Rules decide how the scale changes: `DynamicLossScale` (the default),
+  `FixedLossScale`, `HeadroomLossScale`, `LogNormalLossScale`, `TolerantLossScale`, the
+  rules of other systems in `presets`, and your own, derived from `LossScale`.
+- For float16 parameters: `with_master_weights`.
+- To read the state: `get_loss_scale`, `get_loss_scale_state`, `was_applied`,
+  `applied_steps`, `LossScaleState`.
+- To differentiate with ``jax.grad`` yourself: `scale_loss`, `unscale_grads`.
+- Beyond one scale: `scale_backward` gives each block of a network its own scale, and
+  `value_and_grad_with_retries` retries a step at a lower scale instead of skipping it.
+- For what the optimizer does not see, such as BatchNorm statistics: `keep_if_applied`,
   `all_finite`, `select`.
-- Diagnosis: `gradient_report`, `format_report`, `suggest_loss_scale`,
-  `check_loss_scale`, `watch_loss_scale`, and pictures in `plots`.
+- To find out what went wrong: `gradient_report`, `format_report`, `suggest_loss_scale`,
+  `check_loss_scale`, `watch_loss_scale`, and figures in `plots`.
 """
 
 from . import plots, presets

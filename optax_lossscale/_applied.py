@@ -1,4 +1,4 @@
-"""Ask whether steps were applied, and keep what the optimizer does not see."""
+"""Ask whether steps were applied, and protect what the optimizer does not see."""
 
 from typing import Any
 
@@ -14,20 +14,23 @@ from ._tree import is_inexact, same_structure, select
 def was_applied(state: Any) -> jax.Array:
     """Return whether the last step was applied.
 
-    A step is skipped where its gradients, or a ``value`` or ``grads_finite`` that
-    `with_loss_scaling` was given with them, are not finite; with ``check_updates`` also
-    where the optimizer makes a NaN or an infinity of them.
+    Use it to log skipped steps, or to decide what to do after one. To keep BatchNorm
+    statistics, counters or PRNG keys in a skipped step, use `keep_if_applied`.
+
+    A step is skipped if its gradients are not finite, or if ``update`` was passed a
+    non-finite ``value`` or a ``grads_finite`` that is False. With ``check_updates``, it
+    is also skipped if the optimizer turns finite gradients into NaN or inf.
 
     Args:
         state: the optimizer state after the step, or whatever `get_loss_scale_state`
             takes.
 
     Returns:
-        A boolean array of shape ``()``; True before the first step, and always under a
-        rule that never skips.
+        A boolean array of shape ``()``. It is True before the first step, and always
+        True if the rule never skips.
 
     Raises:
-        ValueError: if there is no loss scale in ``state``, or more than one.
+        ValueError: if ``state`` has no loss scale or more than one.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -43,20 +46,21 @@ def was_applied(state: Any) -> jax.Array:
 
 
 def applied_steps(state: Any, steps: jax.typing.ArrayLike) -> jax.Array:
-    """Return how many steps were applied, of all that were made.
+    """Return how many of the steps so far were applied.
 
-    Counters that stand outside of the optimizer count skipped steps too, such as
-    ``step`` of a Flax ``TrainState`` and of ``nnx.Optimizer``.
+    Use it if you have a counter outside the optimizer, such as ``step`` of a Flax
+    ``TrainState`` or ``nnx.Optimizer``. These count skipped steps, too.
 
     Args:
         state: the optimizer state, or whatever `get_loss_scale_state` takes.
-        steps: how many steps there were, applied or skipped, since ``init``.
+        steps: the number of steps since ``init``, applied or skipped.
 
     Returns:
-        An int32 array of shape ``()``: ``steps`` less ``skipped_steps`` of the state.
+        An int32 array of shape ``()``: ``steps`` minus the ``skipped_steps`` of the
+        state.
 
     Raises:
-        ValueError: if there is no loss scale in ``state``, or more than one.
+        ValueError: if ``state`` has no loss scale or more than one.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -76,30 +80,34 @@ def applied_steps(state: Any, steps: jax.typing.ArrayLike) -> jax.Array:
 def keep_if_applied(
     state: Any, new: Any, old: Any, axis_name: AxisName | None = None
 ) -> Any:
-    """Return new values where the last step was applied, and made no NaN, else old.
+    """Return ``new`` if the last step was applied and ``new`` is finite, else ``old``.
 
-    The optimizer protects only its own state and the weights. BatchNorm statistics and
-    moving averages take the NaN of a forward pass that overflowed, also where the
-    gradients are finite; counters and PRNG keys advance in skipped steps. What is
-    not finite in ``old``, such as the infinity that a minimum starts from, need not be
-    in ``new``.
+    The optimizer protects only its own state and the weights. Use this for everything
+    else that a step changes. If the forward pass overflows, BatchNorm statistics and
+    moving averages take the NaN, even if the gradients are finite. Counters and PRNG
+    keys advance in skipped steps.
+
+    An element that is not finite in ``old`` need not be finite in ``new``. A running
+    minimum, for example, may start from infinity.
 
     Args:
         state: the optimizer state after the step, or whatever `get_loss_scale_state`
             takes.
-        new: any pytree, as for `select`: arrays are selected, other leaves passed on.
-        old: the same before the step, of the same structure and shapes.
-        axis_name: the mapped axis, or a tuple of them, over whose devices
-            (``shard_map``, ``pmap``) or members (``vmap``) ``new`` has to be finite.
+        new: the values after the step, any pytree. Arrays are selected as by `select`,
+            and other leaves are returned unchanged.
+        old: the values before the step, with the structure and shapes of ``new``.
+        axis_name: the mapped axis, or a tuple of them, along which ``new`` must be
+            finite on all devices (``shard_map``, ``pmap``) or for all members
+            (``vmap``).
 
     Returns:
-        ``new`` if the step was applied and every element is finite that is finite in
-        ``old``; else ``old``, as a whole.
+        All of ``new`` if the step was applied and no element that is finite in ``old``
+        is NaN or inf in ``new``; otherwise all of ``old``.
 
     Raises:
-        ValueError: if there is no loss scale in ``state`` or more than one, the
-            structures or shapes of ``new`` and ``old`` differ, or ``axis_name`` is not
-            bound here.
+        ValueError: if ``state`` has no loss scale or more than one, if the structures
+            or shapes of ``new`` and ``old`` differ, or if ``axis_name`` is not bound
+            here.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -115,7 +123,7 @@ def keep_if_applied(
 
     def compared(new: Any, old: Any) -> Any:
         if not is_inexact(new) or jnp.shape(new) != jnp.shape(old):
-            return new  # `select` says what is wrong
+            return new  # `select` raises
         return jnp.where(jnp.isfinite(old), new, jnp.zeros_like(new))
 
     still = jax.tree.map(compared, new, old) if same_structure(new, old) else new

@@ -1,4 +1,4 @@
-"""Are the elements of a tree finite, and how large are they, on one device or many?"""
+"""Check that a tree is finite and measure how large it is, on one device or many."""
 
 import functools
 from collections.abc import Callable, Hashable
@@ -14,24 +14,28 @@ AxisName = Hashable | tuple[Hashable, ...]
 
 
 def all_finite(tree: Any, axis_name: AxisName | None = None) -> jax.Array:
-    """Return whether no floating-point element of a tree is NaN or infinite.
+    """Return whether all floating-point elements of a tree are finite.
 
-    Complex leaves count by both parts. Integers, booleans, PRNG keys and ``float0``
-    are always finite, and so is a tree without leaves. float8_e4m3fn has no infinity
-    and float4 neither: there an overflow that saturates cannot be seen.
+    Use it to check other values than gradients, such as a batch or BatchNorm
+    statistics, or if you call the ``update`` of a rule yourself. `with_loss_scaling`
+    checks the gradients itself.
 
-    Flags in ``XLA_FLAGS`` that let the compiler forget NaN, such as
-    ``--xla_cpu_enable_fast_math``, are noticed, and the bits are compared then. Do not
-    give such flags to a single program by ``compiler_options`` of ``jax.jit``: there
-    they cannot be noticed, and hide NaN.
+    Both parts of a complex element must be finite. Integers, booleans, PRNG keys and
+    ``float0`` are always finite, and so is a tree without leaves. float8_e4m3fn and
+    float4 have no infinity, so an overflow that saturates there cannot be detected.
+
+    Flags such as ``--xla_cpu_enable_fast_math`` let the compiler assume that there are
+    no NaN. If they are in ``XLA_FLAGS``, this is detected, and bits are compared
+    instead. Do not pass such flags to a single program with the ``compiler_options`` of
+    ``jax.jit``: they cannot be detected there, and hide NaN.
 
     Args:
         tree: any pytree of arrays.
-        axis_name: the mapped axis, or a tuple of them, over which the answers of all
+        axis_name: the mapped axis, or a tuple of them, along which the results of all
             devices (``shard_map``, ``pmap``) or members (``vmap``) are combined.
 
     Returns:
-        A boolean array of shape ``()``; with ``axis_name``, the same everywhere.
+        A boolean array of shape ``()``. With ``axis_name``, it is the same everywhere.
 
     Raises:
         ValueError: if ``axis_name`` is not bound here.
@@ -62,7 +66,7 @@ def across(
     x: jax.Array,
     axis_name: AxisName | None,
 ) -> jax.Array:
-    """Combine what the devices along the mapped axes have."""
+    """Reduce a value over the devices along the mapped axes."""
     if axis_name is None:
         return x
     check_axis_name(axis_name)
@@ -70,11 +74,11 @@ def across(
 
 
 def check_axis_name(axis_name: AxisName) -> None:
-    """Refuse a name, or a tuple with a name, that is not bound here."""
+    """Raise if a name, or one in a tuple of names, is not bound here."""
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     try:
-        # An integer would name an axis of the array. Only of a number that is no array
-        # does jax say the same in all kinds of mapped functions.
+        # An integer would name an axis of the array. Only the psum of a Python number
+        # fails in the same way in all kinds of mapped functions.
         if all(not isinstance(name, int) for name in names):
             jax.lax.psum(1, axis_name)
             return
@@ -83,8 +87,8 @@ def check_axis_name(axis_name: AxisName) -> None:
         unbound = error
     raise ValueError(
         "`axis_name` must name an axis of the surrounding `shard_map`, `pmap` or "
-        f"`vmap(axis_name=...)`, got {axis_name!r}. Under plain `jit` leave it "
-        "out: there arrays are global and so is the check."
+        f"`vmap(axis_name=...)`, got {axis_name!r}. Under plain `jit`, leave it "
+        "out: arrays are global there, and so is the check."
     ) from unbound
 
 
@@ -100,13 +104,13 @@ def none_is_true(flags: list[jax.Array]) -> jax.Array:
 
 def _are_zero(scores: list[jax.Array]) -> jax.Array:
     stacked = jnp.stack(scores)
-    # A flag that is cheap to combine would be combined again, from all leaves, in the
-    # mask of every leaf: XLA fuses cheap operations into each consumer. A dot it keeps.
+    # XLA fuses cheap operations into each consumer, so the mask of every leaf would
+    # combine the flags of all leaves again. It does not do so with a dot.
     return jnp.vdot(stacked, stacked) == 0
 
 
 def _any(flags: jax.Array) -> jax.Array:
-    # Of the reductions of flags the maximum of small integers is the fastest on CPUs.
+    # On CPUs, the maximum of small integers is the fastest reduction of flags.
     return jnp.max(flags.astype(jnp.uint8), initial=0).astype(jnp.float32)
 
 
@@ -116,17 +120,20 @@ def _nonfinite_score(x: jax.Array, by_sums: bool) -> jax.Array:
         real, imag = (_nonfinite_score(part, by_sums) for part in (x.real, x.imag))
         return real + imag
     if by_sums and jnp.finfo(x.dtype).bits >= 32:
-        # x - x is 0 or NaN, so the sum cannot overflow, and XLA CPU, slow at flags,
-        # takes sums at memory speed.
+        # x - x is 0 or NaN, so the sum cannot overflow. XLA on CPU is slow at flags,
+        # but computes sums at memory speed.
         return jnp.sum(x - x).astype(jnp.float32)
-    # XLA CPU would write the float32 addends of narrower types out first.
+    # For narrower types, XLA on CPU would first write the float32 addends to memory.
     return _any(is_nonfinite(x))
 
 
 def is_nonfinite(x: jax.Array) -> jax.Array:
-    """Compare bits, of which no compiler assumes that there are no NaN."""
+    """Return which elements are NaN or infinite, by their bits.
+
+    The compiler cannot remove this, even if it may assume that there are no NaN.
+    """
     if jnp.finfo(x.dtype).bits < 16:
-        x = x.astype(jnp.float32)  # the small types write NaN and infinity in many ways
+        x = x.astype(jnp.float32)  # small types encode NaN and infinity in many ways
     integer = np.dtype(f"int{jnp.finfo(x.dtype).bits}")
     exponent = np.asarray(np.inf, x.dtype).view(integer)
     return jax.lax.bitcast_convert_type(x, integer) & exponent == exponent
@@ -134,10 +141,10 @@ def is_nonfinite(x: jax.Array) -> jax.Array:
 
 @functools.cache
 def _sums_show_nan() -> bool:
-    """Return whether XLA is left to compute x - x as IEEE 754 has it.
+    """Return whether XLA computes x - x as IEEE 754 defines it.
 
-    With ``--xla_cpu_enable_fast_math`` in ``XLA_FLAGS`` it takes the difference for 0.
-    The flags hold for the whole process, so one small program tells.
+    With ``--xla_cpu_enable_fast_math`` in ``XLA_FLAGS`` it assumes that x - x is 0. The
+    flags hold for the whole process, so one small program is enough to find out.
     """
     with (
         jax.ensure_compile_time_eval(),
@@ -152,17 +159,20 @@ def _sums_show_nan() -> bool:
 def max_magnitude(tree: Any, axis_name: AxisName | None = None) -> jax.Array:
     """Return the largest absolute value of the floating-point elements of a tree.
 
-    The result says nothing about NaN, which XLA CPU loses in a maximum: ask
+    Use it to pass ``max_magnitude`` to the ``update`` of a rule that takes it, such as
+    `HeadroomLossScale`. `with_loss_scaling` does so itself.
+
+    The result does not tell you about NaN, which XLA on CPU drops from a maximum. Check
     `all_finite` as well.
 
     Args:
-        tree: any pytree of arrays. What `all_finite` passes over does not count here.
-        axis_name: the mapped axis, or a tuple of them, over whose devices or members
-            the maximum is taken.
+        tree: any pytree of arrays. Leaves that `all_finite` ignores are ignored.
+        axis_name: the mapped axis, or a tuple of them, along which the maximum over all
+            devices (``shard_map``, ``pmap``) or members (``vmap``) is taken.
 
     Returns:
-        A float32 array of shape ``()``; 0 for a tree without elements, the largest
-        float32 for anything finite beyond it.
+        A float32 array of shape ``()``. It is 0 for a tree without elements. A finite
+        value beyond the largest float32 is returned as the largest float32.
 
     Raises:
         ValueError: if ``axis_name`` is not bound here.
@@ -183,7 +193,7 @@ def _max_magnitude(x: Any) -> jax.Array:
     x = jnp.asarray(x, wide_dtype(dtype_of(x)))
     magnitude = jnp.abs(x)
     if jnp.iscomplexobj(x):
-        # Both parts may be finite where the absolute value is beyond the largest float.
+        # Both parts may be finite and the absolute value above the largest float.
         largest = jnp.finfo(magnitude.dtype).max
         finite = jnp.isfinite(x)
         magnitude = jnp.where(finite, jnp.minimum(magnitude, largest), magnitude)

@@ -1,4 +1,4 @@
-"""Calls of jax internals. Differences between versions of jax are handled only here."""
+"""Uses of jax internals. Only this file handles differences between jax versions."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,26 +11,26 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters import ad
 
-# Effects, by the names of their classes, which jax does not export.
+# The names of effect classes, which jax does not export.
 COLLECTIVE = "NamedAxisEffect"
 DEBUGGING = frozenset({"DebugEffect", "OrderedDebugEffect"})
-_TRACE_STATE = "get_opaque_trace_state"  # jax 0.7 has it in jax.core
+_TRACE_STATE = "get_opaque_trace_state"  # in jax.core in jax 0.7
 
 
 def without_constants(closed_jaxpr: ClosedJaxpr) -> Jaxpr:
-    """Return a program whose first inputs are what were its constants.
+    """Turn the constants of a program into its first inputs.
 
-    jax 0.12 keeps the arrays in it, and a function that refers to it would keep tracers
-    for longer than their trace.
+    jax 0.12 stores constant arrays in the program. A function that refers to it would
+    keep tracers alive longer than their trace.
     """
     jaxpr = closed_jaxpr.jaxpr
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
 
 
 def bind(eqn: JaxprEqn, args: Iterable[Any]) -> Sequence[Any]:
-    """Evaluate one equation of a jaxpr, under its name and its context."""
+    """Evaluate one equation of a jaxpr, with its name stack and context."""
     bind_params = eqn.primitive.get_bind_params(eqn.params)
-    # jax 0.7 keeps the functions among the parameters apart.
+    # jax 0.7 returns the functions among the parameters separately.
     functions, bind_params = (
         bind_params if isinstance(bind_params, tuple) else ((), bind_params)
     )
@@ -45,7 +45,7 @@ def bind(eqn: JaxprEqn, args: Iterable[Any]) -> Sequence[Any]:
 
 
 def bind_while(eqn: JaxprEqn, args: Sequence[Any], proceed: jax.Array) -> Sequence[Any]:
-    """Evaluate a ``while`` loop that is not entered unless ``proceed``."""
+    """Evaluate a ``while`` loop that runs no iteration unless ``proceed``."""
     params = eqn.params
     consts, carry = (
         args[: params["cond_nconsts"]],
@@ -66,18 +66,19 @@ def bind_while(eqn: JaxprEqn, args: Sequence[Any], proceed: jax.Array) -> Sequen
 
 
 def is_staging() -> bool:
-    """Return whether operations become part of a program, as under ``jax.jit``.
+    """Return whether operations are staged into a program, as under ``jax.jit``.
 
-    Eager ``jax.vmap`` and derivatives trace too, but run what they do not map.
+    Eager ``jax.vmap`` and derivatives trace too, but they run operations that do not
+    depend on what they map or differentiate.
     """
     return isinstance(_new_array(), jax.core.Tracer)
 
 
 def is_in_jit() -> bool:
-    """Return whether a function that is compiled as a whole is being traced.
+    """Return whether a compiled function is being traced.
 
-    ``jax.lax.scan`` and the like stage too, but called eagerly they are traced anew in
-    every call, and take in what the function closes over as it is then.
+    ``jax.lax.scan`` and similar functions stage too. But an eager call traces them
+    again every time, with the current values of what the function closes over.
     """
     trace = getattr(_new_array(), "_trace", None)
     while trace is not None:
@@ -89,10 +90,10 @@ def is_in_jit() -> bool:
 
 
 def is_differentiated() -> bool:
-    """Return whether a derivative is taken of what is computed here.
+    """Return whether the computation is being differentiated.
 
-    True also where jax no longer tells. Under ``jax.jit`` and the like, derivatives
-    that are taken outside of it cannot be seen.
+    It is also True if jax no longer reports this. Under ``jax.jit`` and similar
+    functions, derivatives taken outside them cannot be seen.
     """
     module = jax.extend.core if hasattr(jax.extend.core, _TRACE_STATE) else jax.core
     get_state = getattr(module, _TRACE_STATE, lambda convention: None)
@@ -108,26 +109,26 @@ def is_differentiated() -> bool:
 
 
 def varying_axes(x: jax.Array) -> frozenset[Any]:
-    """Return the mapped axes along which an array differs, as far as jax tells.
+    """Return the mapped axes along which an array varies, as far as jax knows.
 
-    None outside of ``shard_map``, and under its ``check_vma=False``.
+    There are none outside ``shard_map``, or with its ``check_vma=False``.
     """
     aval: Any = jax.typeof(x)
     kind = getattr(aval, "manual_axis_type", None)
-    # jax 0.7 has the axes on the type itself.
+    # In jax 0.7, the type itself has the axes.
     axes = getattr(aval, "vma", None) if kind is None else kind.varying
     if axes is None:
-        # An empty set would let devices decide differently without a word.
+        # With an empty set, devices could silently decide differently.
         raise RuntimeError(
-            f"jax {jax.__version__} no longer says along which mapped axes an array "
-            "differs, which this version of optax_lossscale relies on. Upgrade "
+            f"jax {jax.__version__} no longer reports along which mapped axes an array "
+            "varies. This version of optax_lossscale relies on that. Upgrade "
             "optax_lossscale, or install an earlier jax."
         )
     return axes
 
 
 def as_varying(x: jax.Array, like: jax.Array) -> jax.Array:
-    """Return an array as different along the mapped axes as another one is."""
+    """Mark an array as varying along the mapped axes along which another varies."""
     axes = tuple(varying_axes(like) - varying_axes(x))
     if not axes:
         return x
@@ -141,23 +142,23 @@ def effect_names(of: Jaxpr | JaxprEqn) -> set[str]:
 
 
 def row_major(x: Any) -> Any:
-    """Return a matrix in the layout that arguments and results of a program have.
+    """Return a matrix in the layout of a program's arguments and results.
 
-    What has fewer axes, or is no jax array, is returned as it is.
+    Arrays with fewer axes, and leaves that are not jax arrays, are returned unchanged.
     """
     if not isinstance(x, jax.Array) or x.ndim < 2 or jax.__version_info__ < (0, 8):
-        return x  # jax 0.7 cannot map a layout over the members of a `vmap`
+        return x  # jax 0.7 cannot batch a layout under `vmap`
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def zeros_like_aval(aval: Any) -> jax.Array:
-    """Return zeros of an abstract type: its sharding and its mapped axes included."""
+    """Return zeros of an abstract type, with its sharding and its mapped axes."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-        return jax.lax.full(aval.shape, 0, aval.dtype)  # where `ad` gives a float0
+        return jax.lax.full(aval.shape, 0, aval.dtype)  # `ad` would return float0
     return ad.zeros_like_aval(aval)
 
 
 def _new_array() -> jax.Array:
-    """Return an array that is traced where all operations are."""
+    """Return an array, which is a tracer if all operations are staged."""
     with jax.transfer_guard("allow"):  # the user may have forbidden it
         return jnp.zeros(())

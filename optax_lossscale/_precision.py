@@ -1,4 +1,4 @@
-"""Where the numbers of a floating-point type end, and where scales do."""
+"""The limits of floating-point types and of the loss scale."""
 
 import functools
 import math
@@ -9,19 +9,19 @@ import numpy as np
 
 from ._validation import check_float_dtype
 
-# Inside these bounds a float32 scale and its reciprocal are both normal numbers. XLA
-# flushes subnormal ones to zero, and gradients multiplied by zero look finite.
+# Within these bounds, a float32 scale and its reciprocal are normal numbers. XLA
+# flushes subnormal numbers to zero, and gradients multiplied by zero look finite.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
 
 
 class Limits(NamedTuple):
-    """What becomes of a magnitude that is rounded to a type, to nearest, ties to even.
+    """The limits for rounding a magnitude to a type, to nearest with ties to even.
 
     Attributes:
-        zero: the largest that becomes zero.
-        normal: the least that becomes a normal number.
-        overflow: the least float64 that is more than the type can hold.
+        zero: the largest magnitude that rounds to zero.
+        normal: the smallest magnitude that rounds to a normal number.
+        overflow: the smallest float64 that overflows the type.
     """
 
     zero: float
@@ -30,7 +30,7 @@ class Limits(NamedTuple):
 
 
 def limits_of(dtype: Any) -> Limits:
-    """Return the limits of a type that a user names, or say why it has none."""
+    """Return the limits of a type passed by the user, or raise if it has none."""
     advice = 'It is the type that gradients are computed in, usually "float16".'
     return _limits_of(check_float_dtype("dtype", dtype, advice).name)
 
@@ -45,12 +45,13 @@ def _limits_of(name: str) -> Limits:
 
     if rounded(0.0) != 0 or math.isfinite(rounded(math.inf)):
         raise ValueError(
-            "`dtype` must have a zero, and an infinity or a NaN to show an overflow, "
+            "`dtype` must have a zero, and an infinity or NaN that shows an overflow, "
             f'got {name}. Gradients are usually computed in "float16".'
         )
     largest, least = float(info.max), float(info.smallest_subnormal)
-    # Half a unit in the last place above the largest number lies a tie, which goes to
-    # the even neighbor: usually that is the missing one, but not in float8_e4m3fn.
+    # The tie is half a unit in the last place above the largest number. It rounds to
+    # the even neighbor. Usually that is the one above, which overflows, but in
+    # float8_e4m3fn it is the largest number.
     tie = largest + 2.0 ** (math.frexp(largest)[1] - 2 - info.nmant)
     overflow = tie
     if math.isfinite(rounded(tie)):

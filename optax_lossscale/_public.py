@@ -1,4 +1,4 @@
-"""Give public names their public home."""
+"""Set the ``__module__`` of public names to the module that exports them."""
 
 import inspect
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 
 def set_home(module_name: str, names: Iterable[str]) -> None:
-    """Let errors, pickles, ``help`` and doctests show the module that users import."""
+    """Make errors, pickles, ``help`` and doctests show the module that users import."""
     module = sys.modules[module_name]
     for name in names:
         member = getattr(module, name)

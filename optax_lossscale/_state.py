@@ -1,4 +1,4 @@
-"""The state that every rule acts on."""
+"""The state of the loss scale, which every rule updates."""
 
 from typing import Any, NamedTuple
 
@@ -10,23 +10,28 @@ from ._validation import check_flag, describe
 
 
 class LossScaleState(NamedTuple):
-    """What a rule knows about the run so far.
+    """The loss scale, its counters, and whether the last step was applied.
 
-    Every field but ``memory`` is a strongly typed array of shape ``()``. The names are
-    unique among optax states, so ``optax.tree.get(opt_state, "loss_scale")`` works in
-    any chain.
+    A rule computes a new one after each step. `with_loss_scaling` keeps it in the
+    optimizer state, where `get_loss_scale_state` finds it.
+
+    Every field except ``memory`` is a strongly typed array of shape ``()``. The names
+    are unique among optax states, so ``optax.tree.get(opt_state, "loss_scale")`` works
+    in any chain.
 
     Attributes:
-        loss_scale: float32, what the next loss is multiplied by.
-        growth_tracker: int32, finite steps in a row that count towards a growth.
-        hysteresis_tracker: int32, non-finite steps left until the scale backs off;
-            -1 where it never does.
-        grads_finite: bool, whether the last step was applied: its gradients were
-            finite, and whatever else was asked to be.
-        skipped_steps: int32, steps skipped in all; saturates.
-        consecutive_skips: int32, steps skipped since one was applied; saturates.
-        memory: what one rule remembers beside these, a ``NamedTuple`` of strongly typed
-            arrays. An empty tuple for rules that need no more, which adds no leaf.
+        loss_scale: float32, the scale that multiplies the next loss.
+        growth_tracker: int32, the number of finite steps in a row that count toward the
+            next growth.
+        hysteresis_tracker: int32, the number of non-finite steps until the scale backs
+            off; -1 if it never does.
+        grads_finite: bool, whether the last step was applied: the gradients were
+            finite, and so was everything else that was checked.
+        skipped_steps: int32, the number of skipped steps in total; saturates.
+        consecutive_skips: int32, the number of skipped steps since the last applied
+            one; saturates.
+        memory: what else a rule remembers, a ``NamedTuple`` of strongly typed arrays.
+            It is an empty tuple, which adds no leaf, for rules that need no more.
 
     Examples:
         >>> import optax_lossscale as ls
@@ -54,16 +59,18 @@ class LossScaleState(NamedTuple):
         hysteresis: jax.typing.ArrayLike = 1,
         memory: Any = (),
     ) -> "LossScaleState":
-        """Return the state before the first step; what a rule's ``init`` returns.
+        """Return the state before the first step.
+
+        Call it in the ``init`` of your own rule.
 
         Args:
             loss_scale: the first scale.
-            hysteresis: the first ``hysteresis_tracker``; -1 says that the rule never
-                moves the scale, which may then be a constant of a compiled function.
-            memory: what the rule remembers besides.
+            hysteresis: the first ``hysteresis_tracker``. Use -1 if the rule never
+                changes the scale, which may then be a constant of a compiled function.
+            memory: what else the rule remembers.
 
         Returns:
-            A state with all other counters at 0 and ``grads_finite`` True.
+            A state in which all other counters are 0 and ``grads_finite`` is True.
 
         Examples:
             >>> import optax_lossscale as ls
@@ -92,16 +99,17 @@ class LossScaleState(NamedTuple):
         )
 
     def record(self, grads_finite: jax.typing.ArrayLike) -> "LossScaleState":
-        """Return the state with the last step's fate written down.
+        """Record whether the last step was applied.
 
-        The bookkeeping that all rules share: call it first in a rule's ``update``.
+        Call it first in the ``update`` of your own rule. All rules share these
+        counters.
 
         Args:
-            grads_finite: one boolean; False for a step that is skipped.
+            grads_finite: one boolean; False if the step is skipped.
 
         Returns:
-            The state with ``grads_finite``, ``skipped_steps`` and
-            ``consecutive_skips`` brought up to date.
+            The state with new values of ``grads_finite``, ``skipped_steps`` and
+            ``consecutive_skips``.
 
         Raises:
             ValueError: if ``grads_finite`` is not one boolean.
@@ -121,7 +129,7 @@ class LossScaleState(NamedTuple):
 def recorded(
     state: LossScaleState, grads_finite: jax.typing.ArrayLike
 ) -> LossScaleState:
-    """Do as ``state.record`` does with a flag that has been checked."""
+    """Do what ``state.record`` does, with a flag that has already been checked."""
     grads_finite = jnp.asarray(grads_finite)
     skipped_steps = optax.safe_increment(state.skipped_steps)
     consecutive_skips = optax.safe_increment(state.consecutive_skips)
@@ -133,10 +141,10 @@ def recorded(
 
 
 def canonical(state: LossScaleState) -> LossScaleState:
-    """Return a state whose fields have the types that rules keep, memory aside.
+    """Convert the fields of a state, except the memory, to the types that rules keep.
 
-    ``optax.tree.set`` puts Python's numbers into a state, and a cast of the whole
-    optimizer state puts float16 there, in which a scale of 2**16 is infinite.
+    ``optax.tree.set`` puts Python numbers into a state. Casting a whole optimizer state
+    to float16 makes the scale float16, in which 2**16 is infinite.
     """
     dtypes = (jnp.float32, jnp.int32, jnp.int32, jnp.bool_, jnp.int32, jnp.int32)
     pairs = zip(state[:6], dtypes, strict=True)
@@ -148,7 +156,7 @@ def canonical(state: LossScaleState) -> LossScaleState:
 
 
 def check_single(state: LossScaleState) -> LossScaleState:
-    """Return the canonical state of one run, or say why it is none."""
+    """Return the canonical state of one run, or raise if this is something else."""
     for name, x in state._asdict().items():
         if name == "memory":
             continue
@@ -156,13 +164,13 @@ def check_single(state: LossScaleState) -> LossScaleState:
         if not number or isinstance(x, jax.ShapeDtypeStruct):
             raise ValueError(
                 f"`state` must hold numbers, got {describe(x)} for `{name}`. Pass what "
-                "`init(params)` returns, or what was restored from a checkpoint."
+                "`init(params)` returns, or a state restored from a checkpoint."
             )
         if jnp.shape(x) != ():
             raise ValueError(
                 f"`state` must hold the loss scale of one run, got {describe(x)} for "
-                f"`{name}`. The state of an ensemble has one for each member: call "
-                "this inside `jax.vmap`."
+                f"`{name}`. The state of an ensemble has one per member. Call this "
+                "inside `jax.vmap`."
             )
     return canonical(state)
 
@@ -173,6 +181,6 @@ def _as_type(x: Any, dtype: Any) -> Any:
     if getattr(x, "dtype", None) == dtype and not getattr(x, "weak_type", False):
         return x
     if dtype == jnp.int32 and jnp.issubdtype(jnp.result_type(x), jnp.floating):
-        # What NaN and infinity become as integers is not defined.
+        # Converting NaN and infinity to integers is undefined.
         x = jnp.clip(jnp.nan_to_num(jnp.asarray(x, jnp.float32)), -1, 2.0**30)
     return jnp.asarray(x, dtype)

@@ -1,4 +1,4 @@
-"""Multiply by the scale, undo it, choose between two trees, tell types apart."""
+"""Operations on trees: select, multiply by the scale, divide by it, compare."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,24 +11,24 @@ from ._validation import check_flag, describe
 
 
 def select(pred: jax.typing.ArrayLike, on_true: Any, on_false: Any) -> Any:
-    """Choose between two trees of the same structure: ``jnp.where``, leaf by leaf.
+    """Select one of two trees of the same structure, as ``jnp.where`` does for arrays.
 
-    For what the optimizer cannot protect in a step with non-finite gradients:
-    BatchNorm statistics, moving averages, PRNG keys, counters. `keep_if_applied` asks
-    the optimizer state as well.
+    Use it for values that the optimizer does not protect in a skipped step: BatchNorm
+    statistics, moving averages, PRNG keys, counters. `keep_if_applied` finds out for
+    you whether to keep the old values, from the optimizer state and the new values.
 
     Args:
-        pred: one boolean, as `all_finite` returns.
-        on_true: any pytree. Of its leaves, arrays, numbers and typed PRNG keys are
-            selected; functions, strings and the like are passed on.
+        pred: one boolean, such as the result of `all_finite`.
+        on_true: any pytree. Arrays, numbers and typed PRNG keys are selected. Other
+            leaves, such as functions and strings, are returned unchanged.
         on_false: a pytree of the same structure and shapes.
 
     Returns:
-        ``on_true`` where ``pred`` is True, ``on_false`` where it is False.
+        ``on_true`` if ``pred`` is True, ``on_false`` if it is False.
 
     Raises:
-        ValueError: if ``pred`` is not one boolean, the structures or shapes differ, or
-            a leaf that is no array is not the same in both.
+        ValueError: if ``pred`` is not one boolean, if the structures or shapes differ,
+            or if a leaf that is not an array differs between the trees.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -51,9 +51,10 @@ def select(pred: jax.typing.ArrayLike, on_true: Any, on_false: Any) -> Any:
         if not _is_array(t) and not _is_array(f) and (t is f or t == f):
             return t
         raise ValueError(
-            "`on_true` and `on_false` must have the same shapes, and the same leaves "
-            f"where these are no arrays, got {describe(t)} and {describe(f)} at "
-            f"{jax.tree_util.keystr(path) or 'the root'}. Select values of one model."
+            "`on_true` and `on_false` must have the same shapes, and equal leaves "
+            f"where they are not arrays, got {describe(t)} and {describe(f)} at "
+            f"{jax.tree_util.keystr(path) or 'the root'}. Select between two versions "
+            "of one tree."
         )
 
     return jax.tree_util.tree_map_with_path(leaf, on_true, on_false)
@@ -69,29 +70,29 @@ def scale_loss_by(loss: Any, scale: jax.Array) -> jax.Array:
     if not is_array or not is_inexact(loss):
         raise TypeError(
             f"The loss must be a floating-point array, got {describe(loss)}. Return "
-            "one, or with has_aux=True a pair (loss, aux)."
+            "one, or a pair (loss, aux) with has_aux=True."
         )
     dtype = wide_dtype(dtype_of(loss))
-    # The scale is no function of the weights, also where steps are differentiated.
+    # The scale is a constant, even if training itself is differentiated.
     return jnp.asarray(loss, dtype) * jax.lax.stop_gradient(scale).astype(dtype)
 
 
 def unscale(tree: Any, scale: jax.Array) -> Any:
-    """Multiply by the scale's reciprocal, in float32 or wider."""
-    # Like the product: the scale is no function of what is differentiated.
+    """Multiply by the reciprocal of the scale, in float32 or wider."""
+    # The scale is a constant here, too.
     scale = jax.lax.stop_gradient(scale)
     return multiply(tree, lambda dtype: 1 / scale.astype(dtype))
 
 
 def multiply(tree: Any, factor: Callable[[Any], jax.Array]) -> Any:
-    """Multiply by a factor in each leaf's type, which is float32 or wider."""
+    """Multiply each leaf by a factor, in float32 or the leaf's own wider type."""
 
     def leaf(x: Any) -> Any:
         if not is_inexact(x):
             return x
         x = jnp.asarray(x, wide_dtype(dtype_of(x)))
         if jnp.iscomplexobj(x):
-            # A complex product with 0 * inf in it would turn inf into NaN.
+            # A complex product would compute 0 * inf, and turn inf into NaN.
             return jax.lax.complex(leaf(x.real), leaf(x.imag))
         return x * factor(x.dtype)
 
@@ -99,9 +100,9 @@ def multiply(tree: Any, factor: Callable[[Any], jax.Array]) -> Any:
 
 
 def wide_dtype(dtype: Any) -> Any:
-    """Return float32 for narrower types, others as they are.
+    """Return float32 for narrower types, and other types unchanged.
 
-    ``jnp.promote_types`` knows no float8, and refuses under strict promotion.
+    ``jnp.promote_types`` does not support float8, and raises under strict promotion.
     """
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32
 
@@ -112,7 +113,7 @@ def same_structure(tree: Any, other: Any) -> bool:
 
 
 def difference(tree: Any, other: Any) -> tuple[str, str, str] | None:
-    """Return where a tree differs from another in structure or shapes, if it does."""
+    """Return where two trees differ in structure or shapes, or None if they do not."""
     shapes = [list(map(jnp.shape, jax.tree.leaves(x))) for x in (tree, other)]
     if shapes[0] == shapes[1] and same_structure(tree, other):
         return None
@@ -131,11 +132,14 @@ def _shapes(tree: Any) -> dict[str, str]:
 
 
 def is_inexact(x: Any) -> bool:
-    """Return whether a leaf is an array or number that can hold a NaN."""
+    """Return whether a leaf is an array or number that can be NaN."""
     number = hasattr(x, "dtype") or isinstance(x, float | complex)
     return number and jnp.issubdtype(dtype_of(x), jnp.inexact)
 
 
 def dtype_of(x: Any) -> Any:
-    """Return a leaf's dtype; ``jnp.result_type`` knows neither PRNG keys nor float0."""
+    """Return a leaf's dtype.
+
+    ``jnp.result_type`` supports neither PRNG keys nor ``float0``.
+    """
     return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)

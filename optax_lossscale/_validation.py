@@ -1,4 +1,4 @@
-"""Checks of what users pass in; each error says what to do instead."""
+"""Checks of the arguments that users pass. Each error says what to do instead."""
 
 import math
 import numbers
@@ -13,9 +13,9 @@ import numpy as np
 def check_number(
     name: str, value: Any, accepts: Callable[[float], bool], rule: str, advice: str
 ) -> float:
-    """Return ``value`` as a Python float, or as it is while it is traced.
+    """Return ``value`` as a Python float, or unchanged if it is traced.
 
-    What counts is the float32 that devices compute with: there 1 - 1e-9 is 1.
+    It must also be accepted in float32, which devices use: there 1 - 1e-9 is 1.
     """
     if isinstance(value, jax.core.Tracer):
         return value  # type: ignore[return-value]  # inject_hyperparams traces it
@@ -34,7 +34,7 @@ def check_number(
 
 
 def check_count(name: str, value: Any, advice: str, least: int = 1) -> int:
-    """Return ``value`` as a Python int that fits a counter, or as it is if traced."""
+    """Return ``value`` as a Python int that fits int32, or unchanged if traced."""
     if isinstance(value, jax.core.Tracer):
         return value  # type: ignore[return-value]  # as above
     largest = np.iinfo(np.int32).max
@@ -48,24 +48,24 @@ def check_count(name: str, value: Any, advice: str, least: int = 1) -> int:
 
 
 def check_bool(name: str, value: Any, advice: str) -> None:
-    """Refuse anything but Python's own True and False."""
+    """Raise if ``value`` is not Python's True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"`{name}` must be True or False, got {value!r}. {advice}")
 
 
 def check_flag(name: str, value: Any) -> None:
-    """Refuse anything but one boolean, on the device or in Python."""
+    """Raise if ``value`` is not one boolean, from Python or on the device."""
     on_device = getattr(value, "dtype", None) == jnp.bool_ and jnp.shape(value) == ()
     if not isinstance(value, bool) and not on_device:
         raise ValueError(
             f"`{name}` must be one boolean of shape (), got {describe(value)}. "
-            "`all_finite(grads)` makes one of a tree of gradients; for an ensemble "
-            "with a flag each, call this inside `jax.vmap`."
+            "`all_finite(grads)` returns one for a tree of gradients. For an ensemble "
+            "with one flag per member, call this inside `jax.vmap`."
         )
 
 
 def check_concrete(name: str, tree: Any, advice: str) -> None:
-    """Refuse a tree in which something is being traced."""
+    """Raise if a leaf of ``tree`` is being traced."""
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
         raise ValueError(
             f"`{name}` must hold numbers, got something that is being traced. {advice}"
@@ -73,19 +73,19 @@ def check_concrete(name: str, tree: Any, advice: str) -> None:
 
 
 def check_magnitude(name: str, value: Any) -> None:
-    """Refuse anything but one real number, on the device or in Python."""
+    """Raise if ``value`` is not one real number, from Python or on the device."""
     _check_one_number(
-        name, value, "`max_magnitude(grads)` makes one of a tree of gradients."
+        name, value, "`max_magnitude(grads)` returns one for a tree of gradients."
     )
 
 
 def check_value(value: Any) -> None:
-    """Refuse anything but one loss."""
+    """Raise if ``value`` is not one loss."""
     _check_one_number(
         "value",
         value,
-        "It is the unscaled loss: pass its mean, or for an ensemble call this inside "
-        "`jax.vmap`.",
+        "It is the unscaled loss. Pass its mean, or call this inside `jax.vmap` for an "
+        "ensemble.",
     )
 
 
@@ -104,9 +104,9 @@ def _check_one_number(name: str, value: Any, advice: str) -> None:
 
 
 def check_scale(name: str, value: Any) -> None:
-    """Refuse anything but one scale; one on the device is not waited for."""
+    """Raise if ``value`` is not one scale, without waiting for the device."""
     advice = (
-        "It is what the loss was multiplied by: `get_loss_scale(state)` returns it."
+        "It is the scale that multiplied the loss: `get_loss_scale(state)` returns it."
     )
     if not isinstance(value, jax.Array):
         check_number(
@@ -119,7 +119,7 @@ def check_scale(name: str, value: Any) -> None:
 
 
 def check_float_dtype(name: str, value: Any, advice: str) -> np.dtype[Any]:
-    """Return a floating-point type that is given as such or by its name."""
+    """Return a floating-point type, passed as a type or as its name."""
     try:
         dtype = jnp.dtype("" if value is None else value)  # None means float64
         if jnp.issubdtype(dtype, jnp.floating):
@@ -132,7 +132,7 @@ def check_float_dtype(name: str, value: Any, advice: str) -> np.dtype[Any]:
 
 
 def describe(value: Any) -> str:
-    """Name a value in an error: its repr, or for an array its type and shape."""
+    """Describe a value for an error: its repr, or the type and shape of an array."""
     if isinstance(value, jax.ShapeDtypeStruct):
         return f"a jax.ShapeDtypeStruct of dtype {value.dtype}, which holds no number"
     if hasattr(value, "dtype") and hasattr(value, "shape"):
@@ -142,7 +142,7 @@ def describe(value: Any) -> str:
 
 
 def _as_python_number(value: Any) -> float | None:
-    """Return a real number as Python's own, None for bools and everything else."""
+    """Return a real number as a Python float, and None for bools and all else."""
     if isinstance(value, bool | np.bool_):
         return None
     if isinstance(value, numbers.Real):
@@ -153,7 +153,7 @@ def _as_python_number(value: Any) -> float | None:
     dtype = getattr(value, "dtype", None)
     if dtype is None or jnp.shape(value) != () or not isinstance(dtype, np.dtype):
         return None
-    # Fetched as such: a transfer guard may forbid what happens without being asked for.
+    # The transfer is explicit, because a transfer guard may forbid implicit ones.
     return float(jax.device_get(value).item()) if _is_real(dtype) else None
 
 

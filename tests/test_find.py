@@ -49,7 +49,7 @@ def test_inside_jit():
         (wrapped(), r"It is the optimizer: pass what its `init\(params\)` returns"),
         (
             ls.DynamicLossScale(),
-            r"It is no state yet: pass what its `init\(\)` returns",
+            r"It is not a state yet: pass what its `init\(\)` returns",
         ),
         ({}, "`with_loss_scaling`"),
         (None, "`with_loss_scaling`"),

@@ -36,7 +36,7 @@ def test_the_axes_are_those_along_which_an_array_differs():
 def test_a_jax_that_does_not_tell_is_refused(monkeypatch):
     """An empty set would let devices decide differently."""
     monkeypatch.setattr(jax, "typeof", lambda x: types.SimpleNamespace(shape=()))
-    with pytest.raises(RuntimeError, match="no longer says along which .*earlier jax"):
+    with pytest.raises(RuntimeError, match="no longer reports .*earlier jax"):
         varying_axes(jnp.ones(()))
 
 

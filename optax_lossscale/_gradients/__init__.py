@@ -1,1 +1,1 @@
-"""Differentiate in low precision: with one loss scale, and beyond it."""
+"""Gradients with loss scaling: one scale, one per block, and retries."""

@@ -1,4 +1,4 @@
-"""Differentiate a loss at a scale, once: what the functions with a state share."""
+"""Differentiate a loss at a given scale, for the functions that take a state."""
 
 import functools
 import warnings
@@ -21,9 +21,9 @@ def at_scale(
     allow_int: bool,
     value_and_grad: Callable[..., Any],
 ) -> Callable[[jax.Array, Sequence[Any], Mapping[str, Any]], tuple[Any, Any]]:
-    """Create a function of a scale, arguments and keywords.
+    """Create a function of a scale and the arguments and keywords of ``fun``.
 
-    It returns what ``fun`` does, with ``has_aux`` as a tuple, and the true gradients.
+    It returns the output of ``fun``, a tuple if ``has_aux``, and the true gradients.
     """
     if not callable(fun):
         raise TypeError(
@@ -33,8 +33,9 @@ def at_scale(
     if not callable(value_and_grad):
         raise TypeError(
             "`value_and_grad` must be a function that differentiates, got "
-            f"{describe(value_and_grad)}. Pass one such as `jax.value_and_grad`, "
-            "`flax.nnx.value_and_grad` or `equinox.filter_value_and_grad`."
+            f"{describe(value_and_grad)}. Pass a function such as "
+            "`jax.value_and_grad`, `flax.nnx.value_and_grad` or "
+            "`equinox.filter_value_and_grad`."
         )
     given = {"argnums": argnums, "holomorphic": holomorphic, "allow_int": allow_int}
     # Not every function that differentiates has all of these arguments.
@@ -50,13 +51,13 @@ def at_scale(
                 _check_pair(output)
                 output = tuple(output)
             value = output[0] if has_aux else output
-            # Only the derivative of this product is used, so XLA drops the product.
+            # Only the derivative of the product is used, so XLA removes the product.
             return scale_loss_by(value, scale), output
 
         result = value_and_grad(scaled_fun, has_aux=True, **options)(*args, **kwargs)
         if not (_is_pair(result) and _is_pair(result[0])):
             raise TypeError(
-                "`value_and_grad` must return what `jax.value_and_grad` does with "
+                "`value_and_grad` must return what `jax.value_and_grad` returns with "
                 f"has_aux=True, ((value, aux), gradients), got {describe(result)} from "
                 f"{describe(value_and_grad)}. Wrap it in a function that does."
             )
@@ -77,17 +78,17 @@ def _check_pair(output: Any) -> None:
     if not _is_pair(output):
         raise TypeError(
             "`fun` must return a pair (loss, aux) with has_aux=True, got "
-            f"{describe(output)}. Return a pair, or leave `has_aux` out."
+            f"{describe(output)}. Return a pair, or leave out `has_aux`."
         )
 
 
 def warn_of_narrow_loss(value: Any) -> None:
-    """Warn where a scale above 65504 would be infinite."""
+    """Warn if a scale above 65504 is infinite in the type of the loss."""
     dtype = dtype_of(value)
     if float(jnp.finfo(dtype).max) <= 65504.0:
         warnings.warn(
-            f"The loss is {dtype}, in which a loss scale of 2**16 "
-            "is infinite and so are then all gradients. Return it in float32: "
+            f"The loss is {dtype}. A loss scale of 2**16 is infinite in that type, and "
+            "then so are all gradients. Return the loss in float32: use "
             "`loss.astype(jnp.float32)` before the last mean or sum.",
-            stacklevel=3,  # where the gradients are asked for
+            stacklevel=3,  # the line that computes the gradients
         )

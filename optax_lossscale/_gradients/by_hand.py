@@ -1,4 +1,4 @@
-"""Scale and unscale, for loops that differentiate by themselves."""
+"""Scale a loss and unscale its gradients, if you call ``jax.grad`` yourself."""
 
 from typing import Any
 
@@ -9,19 +9,28 @@ from .._tree import scale_loss_by, unscale
 
 
 def scale_loss(loss: jax.typing.ArrayLike, state: Any) -> jax.Array:
-    """Multiply a loss by the loss scale, for loops that differentiate it themselves.
+    """Multiply a loss by the loss scale.
+
+    Use it with `unscale_grads` if you call ``jax.grad`` yourself; otherwise use
+    `value_and_grad`. Log ``loss`` itself, not the scaled loss.
 
     Args:
         loss: a floating-point loss of any shape.
-        state: an optimizer state with one `LossScaleState` in it, or that state.
+        state: an optimizer state that contains one `LossScaleState`, or that state
+            itself.
 
     Returns:
-        The scaled loss, in float32 or wider. Report ``loss`` itself, not this.
+        The scaled loss, in float32 or wider.
 
     Raises:
-        ValueError: if ``state`` has no loss scale in it, or more than one, or has it
-            where its rule would not see an overflow.
+        ValueError: if ``state`` has no loss scale or more than one, or if
+            `with_loss_scaling` is inside a wrapper that belongs inside it, such as
+            ``optax.MultiSteps``.
         TypeError: if ``loss`` is not a floating-point or complex array.
+
+    Warns:
+        UserWarning: if the state is a constant of a compiled function, as for
+            `value_and_grad`.
 
     Examples:
         >>> import jax
@@ -42,17 +51,26 @@ def scale_loss(loss: jax.typing.ArrayLike, state: Any) -> jax.Array:
 def unscale_grads(grads: Any, state: Any) -> Any:
     """Divide the gradients of a scaled loss by the loss scale.
 
+    Use it on the gradients of a loss that `scale_loss` returned, before the optimizer's
+    ``update``, which takes true gradients.
+
     Args:
         grads: a pytree of gradients of ``scale_loss(loss, state)``.
-        state: the state that scaled that loss, before the optimizer's ``update``.
+        state: the state that scaled this loss, from before the optimizer's ``update``.
 
     Returns:
-        The true gradients: float16, bfloat16 and float8 in float32, others in their
-        own type. Integers, ``float0`` and None are left as they are.
+        The true gradients. Gradients in float16, bfloat16 and float8 are returned in
+        float32, others in their own type. Integers, ``float0`` and None are returned
+        unchanged.
 
     Raises:
-        ValueError: if ``state`` has no loss scale in it, or more than one, or has it
-            where its rule would not see an overflow.
+        ValueError: if ``state`` has no loss scale or more than one, or if
+            `with_loss_scaling` is inside a wrapper that belongs inside it, such as
+            ``optax.MultiSteps``.
+
+    Warns:
+        UserWarning: if the state is a constant of a compiled function, as for
+            `value_and_grad`.
 
     Examples:
         >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What a block whose backward pass is scaled must not do, and had better not."""
+"""Checks of functions that are traced: effects, mapped axes, narrow types."""
 
 import warnings
 from collections.abc import Sequence
@@ -17,27 +17,27 @@ def check_effects(jaxpr: Jaxpr) -> None:
     effects = effect_names(jaxpr) - {COLLECTIVE, *DEBUGGING}
     if effects:
         raise TypeError(
-            "`fun` must be a function without effects other than those of "
-            f"`jax.debug`, got one with {sorted(effects)}. Take callbacks and mutable "
-            "arrays out of the block."
+            "`fun` must be free of effects other than those of `jax.debug`, got one "
+            f"with {sorted(effects)}. Move callbacks and mutable arrays out of the "
+            "block."
         )
 
 
 def warn_of_underflow(
     inputs: Sequence[Any], outputs: Sequence[Any], where: tuple[str, int]
 ) -> None:
-    """Warn of types in which cotangents arrive and leave, if these may be too narrow.
+    """Warn if cotangents arrive or leave in types in which they may underflow.
 
-    They underflow there, before they are scaled or after they are unscaled.
+    They are scaled only inside the block.
     """
-    for side, arrays in (("is given", inputs), ("returns", outputs)):
+    for side, arrays in (("takes", inputs), ("returns", outputs)):
         narrow = [x for x in arrays if is_inexact(x) and _underflows(x.dtype)]
         if narrow:
             warnings.warn_explicit(
-                "Gradients may underflow at the border of a block that "
-                f"`scale_backward` wraps, since it {side} {describe(narrow[0])}: "
-                "they are scaled only inside the block. Give it float32, cast inside "
-                "of it, and let it return float32.",
+                "Gradients may underflow at the border of a block wrapped by "
+                f"`scale_backward`, because it {side} {describe(narrow[0])}. "
+                "They are scaled only inside the block. Pass float32, cast inside the "
+                "block, and return float32.",
                 UserWarning,
                 *where,
             )
@@ -48,7 +48,7 @@ def _underflows(dtype: Any) -> bool:
 
 
 def check_axes(jaxpr: Jaxpr, axis_name: AxisName | None) -> None:
-    """Refuse to mix the gradients of devices that have scales of their own."""
+    """Raise if devices with different scales would communicate."""
     if axis_name is not None:
         check_axis_name(axis_name)
     effects: Any = jaxpr.effects
@@ -57,7 +57,8 @@ def check_axes(jaxpr: Jaxpr, axis_name: AxisName | None) -> None:
     if axes:
         raise ValueError(
             "`axis_name` must name every mapped axis that `fun` or its gradient uses, "
-            f"here {sorted(axes, key=str)}, got {axis_name!r}. Else gradients at "
-            "different scales would be added up, or some devices would wait for others "
-            "forever. Add the axis; parameters that all devices share are such a case."
+            f"here {sorted(axes, key=str)}, got {axis_name!r}. Otherwise "
+            "gradients at different scales are summed, or some devices wait for others "
+            "forever. Add the axis. The gradients of parameters that all devices share "
+            "use it, too."
         )

@@ -1,4 +1,4 @@
-"""Objects of Flax NNX, which change in place, around a function that must be pure."""
+"""Let a pure function differentiate Flax NNX objects, which change in place."""
 
 import contextlib
 import sys
@@ -7,15 +7,15 @@ from typing import Any
 
 import jax
 
-_CONTEXT = "optax_lossscale"  # the name under which NNX tells copies from originals
-_OBJECT = object()  # stands for an object, which must not outlive the trace
+_CONTEXT = "optax_lossscale"  # by this name NNX maps copies to originals
+_OBJECT = object()  # a placeholder, since an object must not outlive the trace
 
 
 class Copies:
-    """The Flax NNX objects among arguments, and copies of them for one trace.
+    """The Flax NNX objects in the arguments, and copies of them for one trace.
 
-    NNX carries over every change of a copy: of values, variables, submodules, and of
-    attributes that are no arrays, such as those that `nnx.Module.eval` sets.
+    NNX transfers every change of a copy to its original: values, variables, submodules,
+    and attributes that are not arrays, such as those that ``nnx.Module.eval`` sets.
     """
 
     def __init__(self, args_and_kwargs: tuple[Any, Any]):
@@ -27,10 +27,10 @@ class Copies:
     def differentiate(
         self, differentiated: Callable[..., Any], scale: jax.Array
     ) -> tuple[Any, Any, Any]:
-        """Return an output without the objects in it, gradients, and what copies hold.
+        """Return the output without its objects, the gradients, and the new contents.
 
-        ``differentiated`` is a function of a scale, arguments and keywords, as
-        `at_scale` returns it.
+        ``differentiated`` is a function that ``at_scale`` returned. The contents are
+        those of the copies and of objects in the output.
         """
         copies: list[Any] = []
         if self._objects:
@@ -47,7 +47,7 @@ class Copies:
         return jax.tree.unflatten(structure, leaves), grads, contents
 
     def update(self, output: Any, contents: Any) -> Any:
-        """Let the objects be as the copies were, and put those of the output back."""
+        """Update the objects from the copies, and put those of the output back."""
         if not self._objects:
             return output
         with _nnx().merge_context(_CONTEXT, False) as context:
@@ -58,14 +58,14 @@ class Copies:
 
 @contextlib.contextmanager
 def copied(args: Any, kwargs: Any) -> Iterator[Copies]:
-    """Let one trace change copies of the Flax NNX objects among arguments."""
+    """Let one trace change copies of the Flax NNX objects in the arguments."""
     nnx = _nnx()
     with contextlib.nullcontext() if nnx is None else nnx.update_context(_CONTEXT):
         yield Copies((args, kwargs))
 
 
 def update_objects(old: Any, new: Any) -> Any:
-    """Return a tree with the objects of an equal one, which then hold what its did."""
+    """Update the objects of the old tree, and return the new tree with them in it."""
     objects, *_ = _flatten(old)
     others, *flat = _flatten(new)
     if objects:
@@ -74,7 +74,7 @@ def update_objects(old: Any, new: Any) -> Any:
 
 
 def _flatten(tree: Any) -> tuple[list[Any], list[Any], Any]:
-    """Return the objects in a tree, its leaves, which these are among, and the rest."""
+    """Return the objects in a tree, all its leaves with them, and its structure."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_object)
     return [x for x in leaves if _is_object(x)], leaves, structure
 
@@ -86,7 +86,7 @@ def _put_in(objects: list[Any], leaves: list[Any], structure: Any) -> Any:
 
 
 def _nnx() -> Any:
-    """Return Flax NNX if it has been imported; without it there are no objects."""
+    """Return Flax NNX if it has been imported. Otherwise there are no objects."""
     return sys.modules.get("flax.nnx")
 
 
@@ -94,5 +94,5 @@ def _is_object(x: Any) -> bool:
     nnx = _nnx()
     if nnx is None:
         return False
-    # Flax 0.10 has no `Pytree`, and later versions have nothing below `Object`.
+    # Flax 0.10 has no `Pytree`. In later versions nothing derives from `Object`.
     return isinstance(x, getattr(nnx, "Pytree", nnx.Object) | nnx.Variable)

@@ -1,4 +1,4 @@
-"""Compute the gradients of an overflow again at a lower scale, and lose no step."""
+"""Compute overflowed gradients again at a lower scale, instead of skipping a step."""
 
 import functools
 from collections.abc import Callable
@@ -32,71 +32,75 @@ def value_and_grad_with_retries(
     allow_int: bool = False,
     value_and_grad: Callable[..., Any] = jax.value_and_grad,
 ) -> Callable[..., tuple[Any, Any, Any]]:
-    """Create a function that repeats an overflowed backward pass at a lower scale.
+    """Create a function that computes overflowed gradients again at a lower scale.
 
-    `value_and_grad` for runs in which every step is dear, as in on-policy reinforcement
-    learning. Where a dynamic rule would lose the step, the gradients are computed again
-    at once, on the device::
+    Use it instead of `value_and_grad` if every step is expensive, as in on-policy
+    reinforcement learning. A dynamic rule skips a step that overflows. This function
+    computes its gradients again at once, on the device, and returns the state to pass
+    to ``update``::
 
         loss, grads, opt_state = ls.value_and_grad_with_retries(loss_fn, opt_state)(
             params, batch
         )
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)
 
-    The state that comes back is the one to pass to ``update``. ::
+    The function does the following::
 
         value, gradients = value_and_grad(fun, state)(...)
         at most max_retries times, while the value is finite and a gradient is not:
             loss_scale *= backoff_factor
             value, gradients = value_and_grad(fun, state)(...)
 
-    A value that is not finite is not repeated, since no scale can cure it; where
-    ``update`` is given the value, it leaves the scale alone, too. Gradients that are
-    still not finite after the last attempt are skipped by ``update``, as always. Every
-    attempt has the same arguments, so a PRNG key gives the same numbers. Effects, such
-    as ``jax.debug.print``, happen in each. Modules of Flax NNX start each attempt as
-    they were before the first, and change in place as the last one has them.
+    A non-finite value is not retried, because no scale can cure it. ``update`` does not
+    change the scale either, if you pass it the value. If gradients are still non-finite
+    after the last attempt, ``update`` skips the step as usual.
 
-    The program holds ``fun`` once, in a ``jax.lax.while_loop``. So the result can be
-    differentiated in forward mode only. Call it in a compiled function: uncompiled, the
-    loop is compiled in every call.
+    Every attempt gets the same arguments, so a PRNG key gives the same numbers. Effects
+    such as ``jax.debug.print`` happen in every attempt. Flax NNX modules start each
+    attempt as they were before the first, and end as the last attempt left them.
+
+    After a retry, the state has the last scale and a ``growth_tracker`` of 0; nothing
+    else in it changes. A dynamic rule then waits a whole interval before it grows, and
+    a fixed rule keeps the lower scale. ``update`` clips the scale to the ``min_scale``
+    of the rule, so choose a low one. Only the ratio of the two scales tells how often
+    the step was retried: `TolerantLossScale` and `check_loss_scale` count skipped
+    steps.
+
+    Call it inside a compiled function. Uncompiled, the loop is compiled in every call.
+    The program contains ``fun`` once, in a ``jax.lax.while_loop``, so the result can
+    only be differentiated in forward mode.
 
     Args:
         fun: the loss, as for `value_and_grad`.
-        state: an optimizer state with one `LossScaleState` in it, or that state.
-        max_retries: how often a step is repeated at most, 0 or more.
-        backoff_factor: what the scale is multiplied by before each repetition, between
-            0 and 1. It does not go below 2**-126.
-        axis_name: the mapped axis, or a tuple of them, over which all devices
-            (``shard_map``, ``pmap``) or members (``vmap``) repeat together. It is
-            needed where ``fun`` or its gradient communicates along an axis.
-        argnums: which positional arguments to differentiate.
-        has_aux: whether ``fun`` returns a pair. Leaves that are no arrays are those
-            seen while tracing.
+        state: an optimizer state that contains one `LossScaleState`, or that state
+            itself.
+        max_retries: how many times a step may be retried, 0 or more.
+        backoff_factor: the factor that lowers the scale before each retry, between 0
+            and 1. The scale does not fall below 2**-126.
+        axis_name: the mapped axis, or a tuple of them, along which all devices
+            (``shard_map``, ``pmap``) or members (``vmap``) retry together. It is needed
+            if ``fun`` or its gradient communicates along an axis.
+        argnums: which positional arguments to differentiate, as for `value_and_grad`.
+        has_aux: whether ``fun`` returns a pair. Leaves that are not arrays are returned
+            as they were while tracing.
         holomorphic: whether ``fun`` is promised to be holomorphic.
-        allow_int: whether to allow integer arguments, whose gradients are ``float0``.
+        allow_int: whether to allow integer arguments. Their gradients are ``float0``.
         value_and_grad: the function that differentiates, as for `value_and_grad`.
 
     Returns:
         A function with the arguments of ``fun`` that returns the value, the gradients
-        and the state. If anything was repeated, that state has the last scale and a
-        ``growth_tracker`` of 0, so a dynamic rule waits for a whole interval before it
-        grows again, and a fixed one stays there. A rule clips the scale to its
-        ``min_scale`` again, so let that be low. All else in the state is as it was; the
-        ratio of the two scales tells how often the step was repeated, and nothing else
-        does: what `TolerantLossScale` and `check_loss_scale` count are skipped steps.
-        An ``nnx.Optimizer`` is changed in place, and returned itself.
+        and the state. An ``nnx.Optimizer`` is changed in place and returned.
 
     Raises:
-        ValueError: if ``state`` has no loss scale in it, or more than one, or has it
-            where its rule would not see an overflow; if ``max_retries`` or
-            ``backoff_factor`` is out of range; when called, if devices would decide
-            differently.
-        TypeError: if ``fun`` is no function; when called, if the value is not a
+        ValueError: if ``state`` has no loss scale or more than one, or if
+            `with_loss_scaling` is inside a wrapper that belongs inside it, such as
+            ``optax.MultiSteps``; if ``max_retries`` or ``backoff_factor`` is out of
+            range; when called, if devices would decide differently.
+        TypeError: if ``fun`` is not a function; when called, if the value is not a
             floating-point scalar.
 
     Warns:
-        UserWarning: if the loss is float16 or the state a constant, as for
+        UserWarning: if the loss is float16 or the state is a constant, as for
             `value_and_grad`.
 
     Examples:
@@ -120,18 +124,18 @@ def value_and_grad_with_retries(
         allow_int=allow_int,
         value_and_grad=value_and_grad,
     )
-    get_effective_state(state)  # refuses at once what holds no loss scale
+    get_effective_state(state)  # raises now if there is no loss scale
     max_retries = check_count(
         "max_retries",
         max_retries,
-        "It is how often a step is repeated at most.",
+        "It is how many times a step may be retried.",
         least=0,
     )
     backoff_factor = check_backoff_factor(backoff_factor)
 
     @functools.wraps(fun, updated=())
     def fun_with_retries(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-        # An optimizer of Flax NNX may have changed since.
+        # A Flax NNX optimizer may have changed since.
         scale_state = get_effective_state(state)
         warn_if_constant(scale_state)
         with copied(args, kwargs) as copies:
@@ -140,8 +144,8 @@ def value_and_grad_with_retries(
                 output, grads, contents = copies.differentiate(differentiated, scale)
                 value = output[0] if has_aux else output
                 finite, sound = (all_finite(x, axis_name) for x in (grads, value))
-                # XLA would let the loop carry matrices as their products leave them,
-                # transposed, and a CPU would copy each of them behind the loop.
+                # Otherwise XLA may carry matrices transposed, as matmuls leave them,
+                # and a CPU then copies each of them after the loop.
                 grads = jax.tree.map(row_major, grads)
                 return sound & ~finite, output, grads, contents
 
@@ -163,22 +167,22 @@ def value_and_grad_with_retries(
 
 class _Carry(NamedTuple):
     attempts: jax.Array
-    scale: jax.Array  # of the last attempt, before the first one that of the state
-    result: list[jax.Array]  # whether the last one overflowed, and what it computed
+    scale: jax.Array  # of the last attempt; before the first, that of the state
+    result: list[jax.Array]  # whether the last attempt overflowed, and its outputs
 
 
 def _repeated(
     program: Staged, max_retries: int, backoff_factor: float, axis_name: AxisName | None
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-    """Return how many attempts there were, the last one's scale, and its result.
+    """Return the number of attempts, and the scale and the result of the last one.
 
-    The program is that of one attempt. Its last input is the scale, and its first
-    output tells whether it overflowed.
+    The program is one attempt. Its last input is the scale, and its first output tells
+    whether the attempt overflowed.
     """
     *inputs, first_scale = program.inputs
     variables = program.jaxpr.invars[:-1]
     known = {id(v): x for v, x in zip(variables, inputs, strict=True)}
-    # Outputs that are inputs as they are, such as parameters, are not carried.
+    # Outputs that are unchanged inputs, such as parameters, are not carried.
     forwarded = [known.get(id(v)) for v in program.jaxpr.outvars]
 
     def proceed(carry: _Carry) -> jax.Array:
@@ -194,7 +198,7 @@ def _repeated(
         return _Carry(carry.attempts + 1, scale, computed)
 
     outputs = zip(program.jaxpr.outvars, forwarded, strict=True)
-    # In the loop alone it would be traced twice, for the types that it carries.
+    # The carry gets its types from the program, so that `fun` is traced only once.
     zeros = [zeros_like_aval(v.aval) for v, y in outputs if y is None]
     _check_agreement(zeros[0], first_scale, axis_name)
     start = _Carry(jnp.zeros((), jnp.int32), first_scale, zeros)
@@ -205,25 +209,25 @@ def _repeated(
 
 
 def _depending_on(scale: jax.Array, x: jax.Array) -> jax.Array:
-    """Return an input of which XLA takes nothing out of the loop.
+    """Return an input from which XLA cannot hoist anything out of the loop.
 
-    The forward pass does not depend on the scale. Outside of the loop, all that the
-    backward pass needs of it would be kept as long as the loop runs.
+    The forward pass does not depend on the scale. If XLA hoisted it, all its residuals
+    would stay in memory while the loop runs.
     """
     if varying_axes(scale) - varying_axes(x):
-        return x  # the barrier would make it differ from device to device, too
+        return x  # the barrier would make it vary from device to device, too
     return jax.lax.optimization_barrier((x, as_varying(scale, x)))[0]
 
 
 def _check_agreement(
     overflowed: jax.Array, scale: jax.Array, axis_name: AxisName | None
 ) -> None:
-    """Refuse decisions that differ between the devices of a ``shard_map``."""
+    """Raise if the devices of a ``shard_map`` could decide differently."""
     axes = varying_axes(overflowed) - varying_axes(scale)
     if axes:
         raise ValueError(
             "`axis_name` must name every mapped axis along which the loss or its "
-            f"gradients differ, here {sorted(axes, key=str)}, got {axis_name!r}. Else "
-            "some devices would repeat a step that others do not, and wait for them "
-            "forever where `fun` communicates. Add the axis, or average the loss."
+            f"gradients differ, here {sorted(axes, key=str)}, got {axis_name!r}. "
+            "Otherwise some devices retry a step that others do not, and wait for them "
+            "forever if `fun` communicates. Add the axis, or average the loss."
         )

@@ -1,4 +1,4 @@
-"""A scale for each part of a network, chosen while the backward pass runs."""
+"""A loss scale for each block of a network, chosen during the backward pass."""
 
 import functools
 import sys
@@ -33,11 +33,9 @@ def scale_backward(
 ) -> Callable[Arguments, Output]:
     """Create a function whose backward pass runs at a loss scale of its own.
 
-    One scale for a whole network is a compromise where its gradients span more octaves
-    than float16 has. Put this around each block, a layer for example: the cotangent
-    that arrives is multiplied by a power of two that suits it, and what leaves the
-    block is divided by the same number. There is no state, and nothing to skip unless
-    ``fun`` itself overflows. ::
+    Use it around each block of a network, for example each layer, if the gradients span
+    more octaves than float16 has. One scale for the whole network is then a
+    compromise::
 
         def layer(params, x):                           # float32 in
             params, x = jax.tree.map(lambda a: a.astype(jnp.float16), (params, x))
@@ -47,63 +45,69 @@ def scale_backward(
 
         tx = ls.with_loss_scaling(optax.adamw(3e-4), ls.FixedLossScale(1.0))
 
-    The optimizer is then wrapped only to skip what overflowed inside of a block, and
-    ``jax.grad`` will do. Any function of arrays serves, also as the decorator of an
-    Equinox module's method: ``@ls.scale_backward``, or with options
-    ``@functools.partial(ls.scale_backward, headroom=8)``. Parameters may be arguments
-    or closed over. Every gradient leaves in the type of its argument. So arguments and
-    output should be float32, and the block should cast inside: what passes its border
-    in float16 may underflow there.
+    The cotangent that arrives at a block is multiplied by a power of two that suits it,
+    and the gradients that leave the block are divided by the same number. There is no
+    state, and ``jax.grad`` is enough to differentiate the loss. The wrapped optimizer
+    only skips steps in which a block itself overflowed.
+
+    ``fun`` may be any function of arrays, and its parameters may be arguments or closed
+    over. Pass the ``apply`` of a Flax Linen or Haiku module. Flax NNX modules may be
+    arguments or closed over, as long as they do not change. On a method of an Equinox
+    module, use the decorator ``@ls.scale_backward``, or with options
+    ``@functools.partial(ls.scale_backward, headroom=8)``.
+
+    Use float32 for the arguments and the output, and cast inside the block. Every
+    gradient has the type of its argument and is not scaled outside the block, so
+    float16 gradients may underflow at its border.
 
     The scale is the largest power of two that leaves ``headroom`` octaves free, from
-    2**-126 to 2**126. What must fit is the sum of the cotangent's absolute values over
-    all axes but the last, since gradients of parameters are such sums:
-    ``suggest_loss_scale(jnp.abs(cotangent).sum(axis=0))``, in these bounds, suggests
-    the same. A cotangent of zeros stays zero. The scale is 1 if the cotangent holds NaN
-    or infinity, which pass on as they are. Where calls are nested, the inner one sees
-    the scaled cotangent of the outer one. A range that is too wide within one block is
-    not cured, nor an overflow of the forward pass.
+    2**-126 to 2**126. The sum of the cotangent's absolute values over all axes but the
+    last must fit, because gradients of parameters are such sums. Within these bounds
+    it is the scale of ``suggest_loss_scale(jnp.abs(cotangent).sum(axis=0))``. Zeros
+    stay zero. If the cotangent contains NaN or inf, the scale is 1, and they pass
+    unchanged. In nested calls, the inner block sees the outer one's scaled cotangent.
 
-    Under ``jax.vmap`` every member has a scale of its own. The gradients of what they
-    share are then computed for each of them, in as many times the memory, and added;
-    ``scale_backward(jax.vmap(fun))`` adds first. Derivatives of derivatives are right,
-    and it is the first backward pass that is scaled. Forward mode is refused by jax.
+    It does not cure a range that is too wide within one block, nor an overflow of the
+    forward pass.
 
-    A module of Flax Linen or Haiku is a function of arrays in its ``apply``. A module
-    of Flax NNX may be an argument or closed over, as long as it does not change.
+    Under ``jax.vmap`` every member has its own scale. The gradients of shared
+    parameters are then computed and stored for each member before they are added.
+    ``scale_backward(jax.vmap(fun))`` adds them first. Higher derivatives are correct;
+    only the first backward pass is scaled. Forward mode is not supported.
 
-    To look at the cotangents that arrive, add zeros to the block's output and
-    differentiate by these, as the second example does.
+    To see the cotangents that arrive at a block, add zeros to its output and
+    differentiate with respect to them, as in the second example.
 
     Args:
-        fun: a function of pytrees. Its arguments besides jax arrays, such as numbers,
-            strings and NumPy arrays, are passed as they are. It is traced, as under
-            ``jax.jit``, and must not change its arguments or have effects other than
+        fun: a function of pytrees. Arguments that are not jax arrays, such as numbers,
+            strings and NumPy arrays, are passed unchanged. It is traced as under
+            ``jax.jit``. It must not change its arguments, nor have effects other than
             those of ``jax.debug``.
-        dtype: the floating-point type that ``fun`` computes in, or its name.
+        dtype: the floating-point type in which ``fun`` computes, or its name.
         headroom: how many octaves (factors of two) to leave free between the largest
-            of these sums and the type's maximum, from 0 to 126, for gradients that grow
-            inside of ``fun``. There is no state that would adapt: a block that
-            overflows in every step, so that every step is skipped, needs more. A gain
-            that all features share is such a case.
-        axis_name: the mapped axis, or a tuple of them, over whose devices
-            (``shard_map``, ``pmap``) or members (``vmap``) the scale is the same. It is
-            needed where ``fun`` or its gradient communicates along an axis.
+            of the sums above and the type's maximum, from 0 to 126. They are for
+            gradients that grow inside ``fun``. Nothing adapts it. If a block overflows
+            in every step, so that all steps are skipped, increase it. A gain that all
+            features share can cause this.
+        axis_name: the mapped axis, or a tuple of them, along which all devices
+            (``shard_map``, ``pmap``) or members (``vmap``) share one scale. It is
+            needed if ``fun`` or its gradient communicates along an axis.
 
     Returns:
-        A function equal to ``fun``, but for its derivative in reverse mode, which is
-        the same within rounding.
+        A function that computes what ``fun`` does. Its reverse-mode derivative is equal
+        to that of ``fun`` up to rounding.
 
     Raises:
-        TypeError: if ``fun`` is no function; when called, if it has effects.
-        ValueError: if ``dtype`` is no floating-point type or ``headroom`` is out of
+        TypeError: if ``fun`` is not a function; when called, if it has effects; when
+            differentiated in forward mode.
+        ValueError: if ``dtype`` is not a floating-point type or ``headroom`` is out of
             range; when called, if ``fun`` changes its arguments; when differentiated,
-            if ``axis_name`` is not bound, or an axis is missing from it.
+            if ``axis_name`` is not bound or lacks an axis.
 
     Warns:
-        UserWarning: when differentiated, if the function returns float16 or float8 or
-            is differentiated with respect to it: gradients may underflow there, where
-            they are not scaled.
+        UserWarning: when differentiated, if the function returns float16 or float8, or
+            is differentiated with respect to such an argument, because gradients may
+            underflow where they are not scaled.
 
     Examples:
         >>> import jax
@@ -117,7 +121,7 @@ def scale_backward(
         >>> jax.grad(lambda w: 2.0**-30 * block(w))(jnp.ones(2)) * 2.0**30
         Array([1., 1.], dtype=float32)
 
-        The cotangent of the block's output, as the gradient by a zero:
+        The cotangent of the block's output is the gradient of an added zero:
 
         >>> def loss_fn(zero, w):
         ...     return 2.0**-30 * (block(w) + zero)
@@ -126,15 +130,15 @@ def scale_backward(
 
     References:
         Zhao et al., `Adaptive Loss Scaling for Mixed Precision Training
-        <https://arxiv.org/abs/1910.12385>`_, 2019, which has a scale for each layer
+        <https://arxiv.org/abs/1910.12385>`_, 2019, with a scale for each layer
     """
     if not callable(fun):
         raise TypeError(
             f"`fun` must be a function, got {describe(fun)}. Pass the function itself: "
             "`scale_backward(layer)(params, x)`."
         )
-    check_concrete("headroom", headroom, "Pass a number: it is compiled in.")
-    rule = HeadroomLossScale(headroom=headroom, dtype=dtype)  # it checks them
+    check_concrete("headroom", headroom, "Pass a number, which is compiled in.")
+    rule = HeadroomLossScale(headroom=headroom, dtype=dtype)  # checks both
     bound = float(jnp.finfo(rule.dtype).max) / 2.0**rule.headroom
 
     @functools.wraps(fun, updated=())
@@ -149,7 +153,7 @@ def scale_backward(
             if "forward-mode" not in str(error):
                 raise
             raise TypeError(
-                "`scale_backward` has no derivative in forward mode, since there is no "
+                "`scale_backward` has no derivative in forward mode, which has no "
                 "backward pass to scale. Use reverse mode (`jax.grad`, `jax.vjp`, "
                 "`jax.jacrev`), or differentiate `fun` itself."
             ) from error
@@ -164,7 +168,7 @@ def _scaled(
     axis_name: AxisName | None,
     where: tuple[str, int],
 ) -> Callable[..., Sequence[jax.Array]]:
-    """Return a block as a function of its inputs, with a backward pass of its own."""
+    """Return a block as a function of its inputs whose backward pass is scaled."""
 
     def forward(*primals: Any) -> tuple[Sequence[jax.Array], Any]:
         inputs = [x.value for x in primals]
@@ -195,16 +199,16 @@ def _scaled(
 
 
 def _largest_sum(cotangents: Sequence[Any], axis_name: AxisName | None) -> jax.Array:
-    """Return the largest sum of absolute values over the batch, which bounds all sums.
+    """Return the largest sum of absolute values over the batch, a bound on all sums.
 
-    The gradient of a parameter is such a sum. Where all examples agree it is as many
-    times as large as what arrives, which no fixed headroom can foresee.
+    The gradient of a parameter is such a sum. If all examples agree, it is larger than
+    the cotangent by a factor of the batch size, which no fixed headroom can cover.
     """
     devices = 1 if axis_name is None else jax.lax.psum(1, axis_name)
     largest = jnp.zeros((), jnp.float32)
     for x in filter(is_inexact, cotangents):
         x = jnp.abs(jax.lax.stop_gradient(x).astype(wide_dtype(x.dtype)))
-        # The last axis is that of the features, but for one number an example.
+        # The last axis holds the features, unless there is one number per example.
         sums = jnp.sum(x, tuple(range(max(x.ndim - 1, min(x.ndim, 1)))))
         largest = jnp.maximum(largest, jnp.max(sums, initial=0).astype(jnp.float32))
     return across(jax.lax.pmax, devices * largest, axis_name)
@@ -213,8 +217,8 @@ def _largest_sum(cotangents: Sequence[Any], axis_name: AxisName | None) -> jax.A
 def _octaves_below(magnitude: jax.Array, bound: float) -> jax.Array:
     """Return how many whole octaves a magnitude is below a bound, from -126 to 126.
 
-    From the 24th on, the bits of a positive float count its octaves. NaN and infinity
-    are 0 octaves below any bound.
+    The bits of a positive float from the 24th on count its octaves. The result is 0 for
+    NaN and inf.
     """
     bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32)
     octaves = (int(np.float32(bound).view(np.int32)) - bits) >> 23

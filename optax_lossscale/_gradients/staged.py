@@ -1,4 +1,4 @@
-"""Trace a call once: its arrays in, its arrays out, and all that is no array aside."""
+"""Trace a call into a program of arrays, and keep everything else apart."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,17 +9,17 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from .._jax_internals import without_constants
 from .._validation import describe
 
-_ARRAY = object()  # stands for an array, which must not outlive the trace
+_ARRAY = object()  # a placeholder, since a tracer must not outlive the trace
 
 
 class Staged(NamedTuple):
-    """A call of a function as a function of arrays.
+    """A function call, turned into a function of arrays.
 
     Attributes:
-        jaxpr: its program, which holds no arrays. `evaluate` runs it.
-        inputs: the arrays that the function closes over, and then those among the
+        jaxpr: the program, which holds no arrays. ``evaluate`` runs it.
+        inputs: the arrays that the function closes over, followed by the arrays in its
             arguments.
-        put_back: makes the function's output of the program's.
+        put_back: turns the outputs of the program into the output of the function.
     """
 
     jaxpr: Jaxpr
@@ -34,8 +34,9 @@ def evaluate(jaxpr: Jaxpr, *inputs: jax.Array) -> Sequence[jax.Array]:
 def staged(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Staged:
     """Trace a call.
 
-    Numbers, strings, functions and NumPy arrays are what they are to the function, and
-    are no inputs of the program. An output that is no jax array is that of the trace.
+    The function gets numbers, strings, functions and NumPy arrays unchanged, and they
+    are not inputs of the program. Outputs that are not jax arrays are returned as they
+    were while tracing.
     """
     given, structure = jax.tree.flatten((args, kwargs))
     inputs = {i: x for i, x in enumerate(given) if isinstance(x, jax.Array)}
@@ -67,9 +68,9 @@ def _check_unchanged(leaves: list[Any], arguments: Any) -> None:
     for path, x in jax.tree_util.tree_leaves_with_path(arguments):
         if isinstance(x, jax.Array) and id(x) not in known:
             raise ValueError(
-                "`fun` must not change its arguments, since it is given a copy of "
-                f"them, got {describe(x)} put into "
-                f"`(args, kwargs){jax.tree_util.keystr(path)}`. Return what is new, "
-                "such as BatchNorm statistics and the counters of dropout, beside the "
-                "output; put `nnx.jit` and `nnx.remat` around the block."
+                "`fun` must not change its arguments, because it gets copies of them, "
+                f"got {describe(x)} put into "
+                f"`(args, kwargs){jax.tree_util.keystr(path)}`. Return new values, "
+                "such as BatchNorm statistics or dropout counters, next to the output. "
+                "Put `nnx.jit` and `nnx.remat` around the block, not inside it."
             )

@@ -1,4 +1,4 @@
-"""Differentiate a loss in low precision without losing its gradients."""
+"""Differentiate a loss with loss scaling."""
 
 import functools
 from collections.abc import Callable
@@ -20,47 +20,52 @@ def value_and_grad(
     allow_int: bool = False,
     value_and_grad: Callable[..., Any] = jax.value_and_grad,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Create a function that returns a loss and its true gradients.
+    """Create a function that evaluates a loss and its gradients with loss scaling.
 
-    ``jax.value_and_grad`` with a loss scale between: the backward pass runs on
-    gradients multiplied by the scale, what comes out of it is divided again. The
-    value is what ``fun`` returned; it is never multiplied, so a large loss is
-    reported as it is.
+    Use it instead of ``jax.value_and_grad`` if the loss is computed in float16, where
+    small gradients underflow. The backward pass runs on gradients that are multiplied
+    by the loss scale. The results are divided by it, so you get true gradients.
+
+    The value is what ``fun`` returned. It is never multiplied by the scale, so a large
+    loss is reported as it is.
+
+    If you compile the step, pass the state to the compiled function and call
+    `value_and_grad` inside it. A state from outside is a constant of the program, so
+    its scale never changes.
 
     Args:
-        fun: the loss, a function that returns a scalar, or with ``has_aux`` a pair
-            of a scalar and anything.
-        state: an optimizer state with one `LossScaleState` in it, or that state. It
-            must be the state that is then passed to the optimizer's ``update``. Where
-            the result is compiled, take the state as an argument of the compiled
-            function and call `value_and_grad` inside of it: a state from outside is a
-            constant of the program, and its scale never moves.
-        argnums: which positional arguments to differentiate; whatever
-            ``value_and_grad`` takes for it, such as an ``nnx.DiffState``.
+        fun: the loss, a function that returns a scalar, or a pair of a scalar and
+            anything if ``has_aux`` is True.
+        state: an optimizer state that contains one `LossScaleState`, or that state
+            itself. Pass the same state to the optimizer's ``update``.
+        argnums: which positional arguments to differentiate. It may be anything that
+            ``value_and_grad`` takes, such as an ``nnx.DiffState``.
         has_aux: whether ``fun`` returns a pair.
         holomorphic: whether ``fun`` is promised to be holomorphic.
-        allow_int: whether to allow integer arguments, whose gradients are ``float0``.
-        value_and_grad: the function that differentiates: ``jax.value_and_grad``, or one
-            with its results, such as ``flax.nnx.value_and_grad`` or
-            ``equinox.filter_value_and_grad``. It is called with ``has_aux=True`` and
-            those of the arguments above that are not left at their defaults.
+        allow_int: whether to allow integer arguments. Their gradients are ``float0``.
+        value_and_grad: the function that differentiates: ``jax.value_and_grad`` or one
+            that returns the same, such as ``flax.nnx.value_and_grad`` or
+            ``equinox.filter_value_and_grad``. It is called with ``has_aux=True``, and
+            with ``argnums``, ``holomorphic`` and ``allow_int`` if they differ from
+            their defaults.
 
     Returns:
         A function with the arguments of ``fun`` that returns the value and the
-        gradients, still NaN or infinite where they overflowed. Gradients in float16,
-        bfloat16 and float8 come in float32, others in their own type.
+        gradients. Gradients that overflowed are still NaN or inf. Gradients in float16,
+        bfloat16 and float8 are returned in float32, others in their own type.
 
     Raises:
-        ValueError: if ``state`` has no loss scale in it, or more than one, or has it
-            where its rule would not see an overflow.
-        TypeError: if ``fun`` or ``value_and_grad`` is no function; when called, if the
-            value is not a floating-point scalar, or ``value_and_grad`` returns
-            something else than ``jax.value_and_grad`` does.
+        ValueError: if ``state`` has no loss scale or more than one, or if
+            `with_loss_scaling` is inside a wrapper that belongs inside it, such as
+            ``optax.MultiSteps``.
+        TypeError: if ``fun`` or ``value_and_grad`` is not a function; when called, if
+            the value is not a floating-point scalar, or if ``value_and_grad`` does not
+            return what ``jax.value_and_grad`` returns.
 
     Warns:
-        UserWarning: if the loss is float16, since a scale above 65504 is infinite in
-            it: return the loss in float32. If ``state`` is a constant of the function
-            that ``jax.jit`` compiles, and not that of a `FixedLossScale`.
+        UserWarning: if the loss is float16, because a scale above 65504 is infinite in
+            that type (return the loss in float32); or if ``state`` is a constant of a
+            function compiled by ``jax.jit`` and does not belong to a `FixedLossScale`.
 
     Examples:
         >>> import jax
@@ -78,7 +83,7 @@ def value_and_grad(
         >>> print(f"{grads.max():.3g}")
         1.25e-09
 
-        Models of Flax NNX and Equinox are differentiated by these themselves::
+        For a Flax NNX or Equinox model, pass the function that differentiates it::
 
             fun = ls.value_and_grad(
                 loss_fn, optimizer, value_and_grad=nnx.value_and_grad
@@ -89,7 +94,7 @@ def value_and_grad(
         Micikevicius et al., `Mixed Precision Training
         <https://arxiv.org/abs/1710.03740>`_, 2017, section 3.2
     """
-    get_effective_state(state)  # refuses at once what holds no loss scale
+    get_effective_state(state)  # raises now if there is no loss scale
     differentiated = at_scale(
         fun,
         argnums=argnums,
@@ -101,7 +106,7 @@ def value_and_grad(
 
     @functools.wraps(fun, updated=())
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        # An optimizer of Flax NNX may have changed since.
+        # A Flax NNX optimizer may have changed since.
         scale_state = get_effective_state(state)
         warn_if_constant(scale_state)
         output, grads = differentiated(scale_state.loss_scale, args, kwargs)
@@ -124,33 +129,33 @@ def grad(
     allow_int: bool = False,
     value_and_grad: Callable[..., Any] = jax.value_and_grad,
 ) -> Callable[..., Any]:
-    """Create a function that returns the true gradients of a loss.
+    """Create a function that evaluates the gradients of a loss with loss scaling.
 
-    `value_and_grad` without the value, as ``jax.grad`` is to ``jax.value_and_grad``.
+    It is to `value_and_grad` what ``jax.grad`` is to ``jax.value_and_grad``.
 
     Args:
         fun: the loss, as for `value_and_grad`.
-        state: an optimizer state with one `LossScaleState` in it, or that state.
-        argnums: which positional arguments to differentiate.
+        state: an optimizer state that contains one `LossScaleState`, or that state
+            itself.
+        argnums: which positional arguments to differentiate, as for `value_and_grad`.
         has_aux: whether ``fun`` returns a pair.
         holomorphic: whether ``fun`` is promised to be holomorphic.
-        allow_int: whether to allow integer arguments, whose gradients are ``float0``.
-        value_and_grad: the function that differentiates: ``jax.value_and_grad``, or one
-            with its results, such as ``flax.nnx.value_and_grad`` or
-            ``equinox.filter_value_and_grad``. It is called with ``has_aux=True`` and
-            those of the arguments above that are not left at their defaults.
+        allow_int: whether to allow integer arguments. Their gradients are ``float0``.
+        value_and_grad: the function that differentiates, as for `value_and_grad`.
 
     Returns:
-        A function with the arguments of ``fun`` that returns the gradients, with
-        ``has_aux`` paired with the auxiliary output.
+        A function with the arguments of ``fun`` that returns the gradients, or a pair
+        of the gradients and the auxiliary output if ``has_aux`` is True.
 
     Raises:
-        ValueError: if ``state`` has no loss scale in it, or more than one, or has it
-            where its rule would not see an overflow.
-        TypeError: when called, if the value is not a floating-point scalar.
+        ValueError: if ``state`` has no loss scale or more than one, or if
+            `with_loss_scaling` is inside a wrapper that belongs inside it, such as
+            ``optax.MultiSteps``.
+        TypeError: if ``fun`` or ``value_and_grad`` is not a function; when called, if
+            the value is not a floating-point scalar.
 
     Warns:
-        UserWarning: if the loss is float16 or the state a constant, as for
+        UserWarning: if the loss is float16 or the state is a constant, as for
             `value_and_grad`.
 
     Examples:

@@ -1,1 +1,1 @@
-"""`with_loss_scaling`: its masks, and its calls of the inner optimizer and the rule."""
+"""`with_loss_scaling` and `with_master_weights`, and their parts."""

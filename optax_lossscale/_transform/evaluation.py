@@ -26,12 +26,14 @@ def masked(
     early: dict[Var, Any],
     is_checked: bool,
 ) -> Leaves:
-    """Evaluate a jaxpr, and mask the leaves of the new state, its last outputs.
+    """Evaluate a jaxpr, and mask the leaves of the new state, which come last.
 
-    Those that ``early`` maps to their old values are masked where they are defined. If
-    the first output ``is_checked``, it joins ``apply``, and what is masked is computed
-    again, from other values: XLA would keep the whole new state in memory while it
-    waits for the flag.
+    Leaves in ``early``, which maps them to their old values, are masked where they are
+    defined, and the others at the end.
+
+    If ``is_checked``, the first output is a flag that is combined with ``apply``. The
+    masked leaves are then computed again, from inputs sanitized with that flag. If they
+    were not, XLA would keep the whole new state in memory while it waits for the flag.
     """
     flag: list[Any] = []
     known: Environment = {}
@@ -59,10 +61,11 @@ def _evaluate(
     early: dict[Var, Any],
     known: Environment,
 ) -> Environment:
-    """Evaluate the equations of a jaxpr, masking ``early`` what is to be masked.
+    """Evaluate the equations of a jaxpr, and mask the variables in ``early``.
 
-    A loop is not entered in a step to be skipped, unless it ``steers`` what follows.
-    Of what is ``known``, for steps that are applied, only the cheap is computed again.
+    A skipped step does not enter a loop, unless the loop ``steers`` what follows.
+    ``known`` holds the values of an earlier evaluation, which are right for an applied
+    step. If there are any, only cheap equations are evaluated again.
     """
     inputs = [*consts, *jax.tree.leaves(given)]
     env = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -77,7 +80,7 @@ def _evaluate(
             values = bind(eqn, args)
         for var, value in zip(eqn.outvars, values, strict=True):
             if var in early:
-                # Of one type, so that `jnp.where` would only take longer to trace.
+                # Both have one type, and `jnp.where` takes longer to trace.
                 value = jax.lax.select_n(apply, early[var], value)
             env[var] = value
     return env
@@ -90,13 +93,16 @@ def _read(env: Environment, atom: Var | Literal) -> Any:
 def maskable(
     jaxpr: Jaxpr, steers: set[Var], old_leaves: Sequence[Any]
 ) -> dict[Var, Any]:
-    """Map the variables that are masked where they are defined to the old values.
+    """Map the variables that are masked where they are defined to their old values.
 
-    The others are masked at the end: inputs passed through and constants, which no
-    equation defines; a variable that is two leaves of the state, with two old values;
-    one whose type the mask would change; one that a loop waits for, or a branch or an
-    effect depends on; and single numbers, which cost nothing: a count that is still 0
-    would be divided by.
+    The others are masked at the end:
+
+    - inputs that are passed through, and constants: no equation defines them;
+    - a variable that is two leaves of the state: it has two old values;
+    - a variable whose type the mask would change;
+    - a variable that a loop, a branch or an effect depends on;
+    - scalars: this costs nothing, and a step may divide by a count whose old value is
+      still 0.
     """
     defined = {var for eqn in jaxpr.eqns for var in eqn.outvars}
     atoms = jaxpr.outvars[len(jaxpr.outvars) - len(old_leaves) :]

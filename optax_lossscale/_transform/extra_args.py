@@ -1,4 +1,4 @@
-"""Take any Optax transformation as the inner one, and hand it what it knows."""
+"""Accept any Optax transformation, and pass it only the arguments that it takes."""
 
 import inspect
 from typing import Any
@@ -31,15 +31,15 @@ def check_inner(inner: Any, wrapper: str) -> None:
 def with_extra_args(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Make a transformation take extra arguments, and drop what it does not know."""
-    # By parameters and not by type: optax.MultiSteps takes extra arguments and has
-    # another type; optax.contrib.sam has the type and takes but one of them.
+    """Make a transformation accept extra arguments, and drop those it does not take."""
+    # Inspect parameters, not the type: optax.MultiSteps takes extra arguments but has
+    # another type, and optax.contrib.sam has the type but takes only one of them.
     parameters = list(inspect.signature(inner.update).parameters.values())
     known = {p.name for p in parameters[3:]}
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
     def is_taken(name: str) -> bool:
-        # `grads_finite` is meant for us. A line search would hand it to the loss.
+        # A line search would pass `grads_finite` on to the loss.
         return name in known or (takes_all and name != "grads_finite")
 
     def update_fn(

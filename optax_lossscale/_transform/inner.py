@@ -1,4 +1,4 @@
-"""Call the wrapped transformation, and hold it and its caller to their types."""
+"""Call the wrapped transformation, and check what goes in and what comes out."""
 
 from typing import Any
 
@@ -18,10 +18,10 @@ def update(
     params: optax.Params | None,
     extra_args: dict[str, Any],
 ) -> tuple[optax.Updates, optax.OptState]:
-    """Update, and return a state of the very types that went in.
+    """Update, and return a state with exactly the types that went in.
 
-    float32 gradients make float32 moments of an optimizer that was initialized with
-    float16 parameters; a state that changes its types cannot be carried by ``scan``.
+    If an optimizer was initialized with float16 parameters, float32 gradients turn its
+    moments into float32. A state whose types change cannot be the carry of a ``scan``.
     """
     try:
         new_updates, new_state = inner.update(
@@ -36,10 +36,10 @@ def update(
         raise
     if not same_structure(new_state, inner_state):
         raise ValueError(
-            "`inner` must return a state of the structure that it is given, got "
-            f"{jax.tree.structure(new_state)} from {jax.tree.structure(inner_state)}. "
-            "`optax.monitor` is known to change it in the first step; chain it outside "
-            "of `with_loss_scaling`."
+            "`inner` must keep the structure of its state, got "
+            f"{jax.tree.structure(new_state)} for {jax.tree.structure(inner_state)}. "
+            "`optax.monitor` changes its structure in the first step: chain it outside "
+            "`with_loss_scaling`."
         )
     found = difference(new_state, inner_state)
     if found:
@@ -48,12 +48,12 @@ def update(
         _check_like_params(inner, inner_state, "updates", grads, None)
         path, new, old = found
         raise ValueError(
-            "`inner` must return a state of the shapes that it is given, but returns "
-            f"{new} at {path}, where it was given {old}. A state that grows can be "
-            "neither masked nor carried by `scan`: give it its final shape in `init`."
+            f"`inner` must keep the shapes of its state, but returns {new} at {path}, "
+            f"where it was given {old}. A state that grows can be neither masked nor "
+            "carried by `scan`. Give it its final shape in `init`."
         )
     if not has_master_weights(inner_state):
-        # With them updates are differences, which must not be rounded.
+        # With master weights, updates are differences and must not be rounded.
         new_updates = as_narrow_as(new_updates, updates, params)
     return new_updates, keep_types(new_state, inner_state)
 
@@ -65,27 +65,27 @@ def _check_like_params(
     tree: Any,
     cause: Exception | None,
 ) -> None:
-    """Refuse a tree of which ``init`` would make a state unlike the one given."""
+    """Refuse a tree for which ``init`` would return a state unlike the one given."""
     found = _difference_made(inner, inner_state, tree)
     if found and cause is not None:
-        # Per-example gradients, as for differential privacy, are of the right model.
+        # Accept per-example gradients, as used for differential privacy.
         found = _difference_made(inner, inner_state, _first_example(tree))
     if found:
         path, new, old = found
         raise ValueError(
-            f"`{name}` and `state` must belong together, but for a tree like `{name}` "
-            f"`init` returns {new} at {path}, where `state` has {old}. Pass gradients, "
-            "parameters and state of one model and one optimizer; where either has "
+            f"`{name}` and `state` must belong together, but for a tree like `{name}`, "
+            f"`init` returns {new} at {path}, and `state` has {old}. Pass gradients, "
+            "parameters and state of one model and one optimizer. If either has "
             "changed, call `init` again."
         ) from cause
 
 
 def _difference_made(inner: Any, inner_state: Any, tree: Any) -> Any:
-    """Say where what ``init`` makes of a tree differs from a state, if it does."""
+    """Return where the state that ``init`` returns for a tree differs, or None."""
     try:
         made = jax.eval_shape(inner.init, tree)
     except Exception:
-        return None  # Not every transformation takes gradients of its parameters' tree.
+        return None  # Not every ``init`` accepts a tree of gradients.
     return difference(made, inner_state)
 
 
@@ -105,7 +105,7 @@ def _as_types_of(params: Any, updates: Any) -> Any:
 
 
 def _first_example(tree: Any) -> Any:
-    """Return the tree without a first axis that all leaves have in common."""
+    """Return the tree without its first axis, if all leaves have the same one."""
     sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(tree)}
     if len(sizes) != 1 or () in sizes:
         return tree

@@ -1,8 +1,8 @@
-"""Apply the inner update, or skip it: the masks of one step.
+"""Apply or skip the inner update.
 
-The plain layout sanitizes what goes into the inner transformation and masks what it
-returns, with ``jnp.where`` on the updates and on the new state. Under XLA that is slow,
-so while a program is staged the update is evaluated from its jaxpr, as `staged` has it.
+The plain layout sanitizes the inputs of the inner transformation and masks its outputs,
+with ``jnp.where`` on the updates and on the new state. XLA compiles that to slow code.
+So while a program is staged, ``staged.py`` evaluates the update from its jaxpr instead.
 """
 
 from collections.abc import Callable
@@ -26,12 +26,14 @@ def masked_update(
     inner_state: optax.OptState,
     extra_args: dict[str, Any],
 ) -> tuple[jax.Array, optax.Updates, optax.OptState]:
-    """Update where a step is to be applied; elsewhere return zeros and the old state.
+    """Return the update of an applied step, or zeros and the old state if skipped.
 
-    The inner transformation always runs, so that a collective inside it is reached by
-    every device. ``inner_update`` takes the gradients and the extra arguments. It
-    returns whether its results may be used, or None if nobody asks, the updates and
-    the new state. What comes back first is whether the step is applied.
+    The inner transformation always runs, so every device reaches a collective inside
+    it. ``inner_update`` takes the gradients and the extra arguments. It returns three
+    things: whether its results may be used (None if that is not checked), the updates,
+    and the new state.
+
+    The first result of this function is whether the step is applied.
     """
     result = None
     if isinstance(apply, jax.core.Tracer) and is_staging():
@@ -51,22 +53,22 @@ def masked_update(
                 _, new_updates, new_state = update(apply)
         result = apply, new_updates, select(apply, new_state, inner_state)
     apply, new_updates, new_state = result
-    # Zeros like the output: the inner transformation may return another tree.
+    # Shaped like the output: the inner transformation may return another tree.
     zeros = jax.tree.map(_zeros_like, new_updates)
     return apply, select(apply, new_updates, zeros), new_state
 
 
 def _zeros_like(x: Any) -> Any:
-    """Return zeros that leave every number they are added to as it is, to the bit."""
+    """Return zeros that change no bit of any number that they are added to."""
     dtype = dtype_of(x)
     if jnp.issubdtype(dtype, np.inexact):
         if float(np.zeros((), dtype).real) != 0:
             raise ValueError(
-                "`inner` must return updates of a type that has a zero, to skip steps "
-                f"with, got {dtype}. Cast its updates to float32."
+                "`inner` must return updates of a type that has a zero, since skipped "
+                f"steps return zeros, got {dtype}. Cast its updates to float32."
             )
-        # A parameter of -0.0 stays: -0.0 + 0.0 is 0.0.
+        # Adding 0.0 would turn a parameter of -0.0 into 0.0.
         return jnp.full_like(x, -0.0 if jnp.isrealobj(x) else complex(-0.0, -0.0))
-    # Neither float0 nor PRNG keys have a zero; nothing is added to them either.
+    # float0 and PRNG keys have no zero, and nothing is added to them.
     has_zero = dtype == jnp.bool_ or jnp.issubdtype(dtype, np.integer)
     return jnp.zeros_like(x) if has_zero else x

@@ -1,4 +1,4 @@
-"""The Optax transformation that keeps a wide copy of narrow parameters."""
+"""The Optax transformation that keeps float32 copies of narrow parameters."""
 
 import warnings
 from typing import Any, NamedTuple
@@ -18,12 +18,12 @@ class MasterWeightsState(NamedTuple):
     """State of `with_master_weights`.
 
     Attributes:
-        master_weights: the parameters that are narrower than ``dtype``, in ``dtype``;
-            an ``optax.MaskedNode`` in the place of each of the others.
+        master_weights: a copy in ``dtype`` of each parameter that is narrower, and an
+            ``optax.MaskedNode`` for each of the others.
         inner_state: the state of the wrapped transformation.
 
     Examples:
-        Start from parameters that were saved in float32:
+        Start from weights that were saved in float32:
 
         >>> import jax
         >>> import jax.numpy as jnp
@@ -44,44 +44,47 @@ class MasterWeightsState(NamedTuple):
 def with_master_weights(
     inner: optax.GradientTransformation, dtype: Any = jnp.float32
 ) -> optax.GradientTransformationExtraArgs:
-    """Optimize a float32 copy of float16 parameters, and round it to them.
+    """Keep float32 copies of float16 parameters, and optimize the copies.
 
-    In float16 an update that is smaller than a 4,000th of a weight is lost. Here
-    ``inner`` works on master weights: a copy, in ``dtype``, of every parameter that is
-    narrower. It is given their gradients in ``dtype`` too. The updates that come out
-    take the parameters to the rounded master weights: ``optax.apply_updates(params,
-    updates)`` equals ``master_weights`` cast to the types of the parameters. So
-    training is the same, bit for bit, as that of float32 parameters of which each is
-    cast once inside the loss, before it is used.
+    In float16, an update smaller than a 4,000th of a weight is lost. Use this if your
+    parameters are float16. Parameters that are kept in float32 and cast inside the loss
+    do not need it.
 
-    Two cases differ. A float16 parameter above 1 that falls to less than an 8,192nd of
-    itself in one step, or a bfloat16 parameter to less than a 65,536th, is off by up to
-    2**-24 of what it was, until the next step: no float32 update could do better. And a
-    float16 parameter whose master weight exceeds 65504 is infinite, and then stays so
-    or becomes NaN. ``with_loss_scaling(..., check_updates=True)`` skips that step.
+    ``inner`` optimizes the master weights: copies, in ``dtype``, of all parameters that
+    are narrower. It gets their gradients in ``dtype``, too. The updates then set the
+    parameters to the rounded master weights: ``optax.apply_updates(params, updates)``
+    equals ``master_weights`` cast to the types of the parameters. Training is the same,
+    bit for bit, as with float32 parameters that the loss casts once each, before use.
 
-    Put it directly inside of `with_loss_scaling`, around everything else: a later
+    Two cases are not exact. If a float16 parameter above 1 falls to less than an
+    8,192nd of itself in one step, or a bfloat16 parameter to less than a 65,536th, it
+    is off by up to 2**-24 of its old value until the next step. No float32 update can
+    do better. And if a master weight exceeds 65504, its float16 parameter becomes inf,
+    and then stays inf or becomes NaN. ``with_loss_scaling(..., check_updates=True)``
+    skips that step.
+
+    Put it directly inside `with_loss_scaling`, around everything else. A later
     transformation in a chain changes the parameters but not their master weights. If
-    you change parameters yourself, change the master weights too, or call ``init``
-    again: the next update takes the parameters back to them.
+    you change parameters yourself, change the master weights, too, or call ``init``
+    again. Otherwise the next update sets the parameters back to the master weights.
 
     Args:
         inner: the optimizer, any Optax transformation.
         dtype: the type of the master weights. Integers, None, and parameters that are
-            at least as wide have no copy, and are updated as by ``inner`` alone. A
-            complex parameter is as wide as its real part.
+            at least as wide have no copy, and ``inner`` updates them directly. The
+            width of a complex parameter is that of its real part.
 
     Returns:
-        The transformation. Its ``update`` needs ``params``. Updates of parameters that
-        have master weights are of type ``dtype``, which ``optax.apply_updates`` adds
-        and casts back; ``equinox.apply_updates`` does not cast. Updates of float8
-        parameters, to which JAX adds nothing wider, are float8 and come as near as
-        float8 sums can.
+        The transformation. Its ``update`` needs ``params``. Updates of parameters with
+        master weights are in ``dtype``. ``optax.apply_updates`` adds them and casts
+        back; ``equinox.apply_updates`` does not cast. JAX adds nothing wider to float8
+        parameters, so their updates are float8 and come as close as float8 sums can.
 
     Raises:
-        TypeError: if ``inner`` is no transformation.
-        ValueError: if ``dtype`` is no floating-point type that is enabled; from
-            ``update``, if ``params`` is None or has other types than in ``init``.
+        TypeError: if ``inner`` is not an Optax transformation.
+        ValueError: if ``dtype`` is not a floating-point type, or not enabled; from
+            ``update``, if ``params`` is None or differs in structure, shapes or types
+            from what ``init`` was given.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -96,7 +99,7 @@ def with_master_weights(
         >>> print(params)
         [0.999 0.999]
 
-        In float16 alone nothing would have moved:
+        Without master weights, the update is lost:
 
         >>> print(jnp.ones(2, jnp.float16) - 1e-4)
         [1. 1.]
@@ -113,8 +116,8 @@ def with_master_weights(
         return _as_type(x, _wide_dtype(x, dtype)) if _is_narrow(x, dtype) else x
 
     def init_fn(params: optax.Params) -> MasterWeightsState:
-        # Widened twice, since some optimizers keep what they are given: no array may
-        # be two leaves of a state that is donated.
+        # Cast twice: some optimizers keep the arrays that they are given, and no array
+        # may be two leaves of a donated state.
         inner_state = inner.init(jax.tree.map(wide, params))
         masters = jax.tree.map(
             lambda p: wide(p) if _is_narrow(p, dtype) else optax.MaskedNode(), params
@@ -130,13 +133,13 @@ def with_master_weights(
         if params is None:
             raise ValueError(
                 "`params` must be given to `update` of `with_master_weights`, got "
-                "None. Call `tx.update(grads, state, params)`: its updates are "
-                "differences to the parameters."
+                "None. Call `tx.update(grads, state, params)`: the updates are "
+                "differences from the parameters."
             )
         _check_params(params, state.master_weights, dtype)
         masters = jax.tree.map(wide, state.master_weights)
         for name, x in extra_args.items():
-            if same_structure(x, updates):  # such as the gradients for a line search
+            if same_structure(x, updates):  # such as gradients for a line search
                 extra_args[name] = jax.tree.map(wide, x)
         new_updates, inner_state = inner.update(
             jax.tree.map(wide, updates),
@@ -163,7 +166,7 @@ def with_master_weights(
 
 
 def has_master_weights(state: Any) -> bool:
-    """Return whether any parameter has a master weight in an optimizer state."""
+    """Return whether an optimizer state contains any master weights."""
 
     def is_state(node: Any) -> bool:
         return isinstance(node, MasterWeightsState)
@@ -173,7 +176,7 @@ def has_master_weights(state: Any) -> bool:
 
 
 def warn_of_float16(params: optax.Params, inner_state: optax.OptState) -> None:
-    """Warn if parameters are kept in float16 alone."""
+    """Warn if float16 parameters have no master weights."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     paths = [path for path, x in leaves if getattr(x, "dtype", None) == jnp.float16]
     if not paths or has_master_weights(inner_state):
@@ -182,11 +185,11 @@ def warn_of_float16(params: optax.Params, inner_state: optax.OptState) -> None:
     warnings.warn(
         f"{len(paths)} of {len(leaves)} parameters are float16"
         f"{f', the first one at {where}' if where else ''}, and the optimizer keeps no "
-        "copy of them in float32. An update that is smaller than a 4,000th of a weight "
-        "is lost. Keep them in float32 and cast them inside the loss, or keep float32 "
+        "float32 copies of them. Updates smaller than a 4,000th of a weight are lost. "
+        "Keep parameters in float32 and cast them inside the loss, or keep float32 "
         "copies in the optimizer: `with_loss_scaling(with_master_weights(inner))`. "
-        "Where they are frozen neither is needed.",
-        stacklevel=3,  # where `init` is called
+        "Frozen parameters need neither.",
+        stacklevel=3,  # the caller of `init`
     )
 
 
@@ -196,7 +199,7 @@ def _is_narrow(x: Any, dtype: Any) -> bool:
 
 def _wide_dtype(x: Any, dtype: Any) -> Any:
     is_complex = jnp.issubdtype(dtype_of(x), np.complexfloating)
-    return jnp.complex128 if is_complex else dtype  # complex64 is the least
+    return jnp.complex128 if is_complex else dtype  # complex64 is the narrowest
 
 
 def _as_type(x: Any, dtype: Any) -> Any:
@@ -210,7 +213,7 @@ def _is_absent(master: Any) -> bool:
 
 
 def _merged(params: Any, masters: Any) -> Any:
-    """Return the master weights, and the parameters that have none."""
+    """Return the parameters, with master weights for those that have them."""
     return jax.tree.map(lambda p, m: p if _is_absent(m) else m, params, masters)
 
 
@@ -219,14 +222,14 @@ def _check_dtype(dtype: Any) -> np.dtype[Any]:
     checked = check_float_dtype("dtype", dtype, advice)
     if jax.dtypes.canonicalize_dtype(checked) != checked:
         raise ValueError(
-            f"`dtype` must be a type that is enabled, got {checked}. Call "
+            f"`dtype` must be a type that JAX has enabled, got {checked}. Call "
             "`jax.config.update('jax_enable_x64', True)` first, or leave it at float32."
         )
     return checked
 
 
 def _check_params(params: Any, masters: Any, dtype: Any) -> None:
-    """Refuse parameters whose master weights are not those of the state."""
+    """Refuse parameters that do not match the master weights in the state."""
     expected = jax.tree.map(
         lambda p: (
             jax.ShapeDtypeStruct(jnp.shape(p), dtype)
@@ -240,8 +243,8 @@ def _check_params(params: Any, masters: Any, dtype: Any) -> None:
         structures = jax.tree.structure(expected), jax.tree.structure(masters)
         path, new, old = found or ("", *structures)
         raise ValueError(
-            "`params` must have the structure, the shapes and the types that `init` "
-            f"was given, but the master weights of `params` have {new} at "
-            f"{path or 'the root'}, where those in `state` have {old}. Pass the "
-            "parameters of this state; where they have changed, call `init` again."
+            "`params` must have the structure, shapes and types that `init` was given, "
+            f"but the master weights of `params` have {new} at {path or 'the root'}, "
+            f"and those in `state` have {old}. Pass the parameters of this state. If "
+            "they have changed, call `init` again."
         )

@@ -1,4 +1,4 @@
-"""Is what the optimizer makes of finite gradients finite, too?"""
+"""Check that the results of the optimizer are finite."""
 
 import functools
 from typing import Any
@@ -18,15 +18,14 @@ def outcome_finite(
     old_state: optax.OptState,
     params: optax.Params | None,
 ) -> jax.Array:
-    """Return whether a step would put no NaN or infinity where none was before.
+    """Return whether a step puts no new NaN or inf into its results.
 
-    It looks at the updates, at the state, and at the parameters that
-    ``optax.apply_updates`` returns: float16 overflows where float32 updates do not.
-    What an optimizer starts from, as a line search does from a loss of infinity, may
-    stay as it is.
+    It checks the updates, the state, and the parameters that ``optax.apply_updates``
+    returns, because float16 can overflow when the float32 updates are finite. A value
+    that was non-finite before may stay: a line search starts from an infinite loss.
     """
     trees = new_updates, new_state, old_state, params
-    # Functions and strings, as in the modules of Equinox, cannot be compiled.
+    # ``jax.jit`` takes no functions or strings, which Equinox modules contain.
     return _outcome_finite(*jax.tree.map(lambda x: x if is_inexact(x) else 0, trees))
 
 
@@ -44,12 +43,12 @@ def _outcome_finite(
 
 
 def _bad_change(new: Any, old: Any) -> Any:
-    """Return where a leaf has become something that is not finite."""
+    """Return where a leaf changed to a non-finite value."""
     if not is_inexact(new):
         return None
     if jnp.iscomplexobj(new):
         return _bad_change(new.real, old.real) | _bad_change(new.imag, old.imag)
-    # Of bits, since a NaN is not equal to itself.
+    # Compare bits: a NaN is not equal to itself.
     integer = np.dtype(f"uint{jnp.finfo(new.dtype).bits}")
     new_bits, old_bits = (
         jax.lax.bitcast_convert_type(x, integer) for x in (new, jnp.asarray(old))
@@ -58,7 +57,7 @@ def _bad_change(new: Any, old: Any) -> Any:
 
 
 def _bad_update(update: Any, param: Any) -> Any:
-    """Return where an update, or the parameter that it makes, is not finite."""
+    """Return where an update, or the updated parameter, is not finite."""
     if not is_inexact(update):
         return None
     if jnp.iscomplexobj(update):
@@ -75,9 +74,9 @@ def _bad_update(update: Any, param: Any) -> Any:
 
 
 def _joined(updates: Any, state: Any) -> list[jax.Array]:
-    """Join the flags of each parameter: those of its update and of its moments.
+    """Combine the flags of each parameter: of its update and of its moments.
 
-    The update is made of the moments, which are then computed and read only once.
+    The update depends on the moments, which are then computed and read only once.
     """
     structure: Any = jax.tree.structure(updates)
 

@@ -1,4 +1,4 @@
-"""Updates that take narrow parameters exactly to rounded master weights."""
+"""Updates that set narrow parameters exactly to rounded master weights."""
 
 import functools
 from typing import Any
@@ -11,16 +11,16 @@ from .._tree import dtype_of
 
 
 def update_to(master: jax.Array, param: Any) -> jax.Array:
-    """Return what, added to a parameter, gives its rounded master weight."""
+    """Return the update that sets a parameter to its rounded master weight."""
     if jnp.iscomplexobj(master):
         parts = (update_to(part(master), part(param)) for part in (jnp.real, jnp.imag))
         return jax.lax.complex(*parts)
     narrow, param = dtype_of(param), jnp.asarray(param, master.dtype)
     target = rounded(master, narrow)
-    # An infinity stays: less itself it would be NaN.
+    # Keep infinities: inf - inf would be NaN.
     update = jnp.where(target == param, 0, target - param)
-    # Added to 0, the master weight itself is rounded, and keeps the sign of a zero.
-    # With explicit sharding the mask has to be sharded as the values are.
+    # Added to 0, the master weight itself is rounded and keeps the sign of a zero. With
+    # explicit sharding, the mask must be sharded as the values are.
     is_zero = (param == 0) & jnp.ones_like(update, jnp.bool_)
     update = jnp.where(is_zero, master, update)
     return update if jnp.finfo(narrow).bits >= 16 else update.astype(narrow)
@@ -28,10 +28,10 @@ def update_to(master: jax.Array, param: Any) -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """Round to the numbers of a narrower type, to nearest, ties to even.
+    """Round to the precision of a narrower type, to nearest, ties to even.
 
-    Two casts would do, but XLA leaves them out: on GPUs and TPUs it computes with more
-    digits where it may. What overflows is rounded as if larger exponents existed.
+    Two casts would do the same, but XLA removes them: on GPUs and TPUs it keeps more
+    digits if it may. A number that overflows is rounded as if larger exponents existed.
     """
     wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
     digits = wide.nmant - narrow.nmant

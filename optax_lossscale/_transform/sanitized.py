@@ -1,7 +1,7 @@
-"""What stands in for gradients and extra arguments in a step that is skipped.
+"""Replace gradients and extra arguments by finite numbers in a skipped step.
 
-Its results are thrown away, so any number will do. But a line search must not iterate
-on NaN, and a NaN behind ``jnp.where`` still reaches derivatives of the step.
+The results of a skipped step are discarded, so any number will do. But a line search
+must not iterate on NaN, and a NaN behind ``jnp.where`` still reaches derivatives.
 """
 
 import itertools
@@ -17,7 +17,7 @@ from .._tree import dtype_of, is_inexact
 
 
 class Given(NamedTuple):
-    """The leaves of what the inner transformation is given that may not be finite."""
+    """The leaves of the inner transformation's inputs that may be non-finite."""
 
     grads: list[Any]
     value: list[Any]  # the loss, if it is among the extra arguments
@@ -27,7 +27,7 @@ class Given(NamedTuple):
 def split(
     updates: optax.Updates, extra_args: dict[str, Any]
 ) -> tuple[Given, Callable[[Given], tuple[optax.Updates, dict[str, Any]]]]:
-    """Return what may not be finite, and a function that puts it back."""
+    """Return the leaves that may be non-finite, and a function that puts them back."""
     value = {name: extra_args[name] for name in extra_args if name == "value"}
     others = {name: x for name, x in extra_args.items() if name != "value"}
     flat = [jax.tree.flatten(tree) for tree in (updates, value, others)]
@@ -57,7 +57,7 @@ def split(
 
 
 def _is_traced(x: Any) -> bool:
-    # What is concrete in a program is meant to be looked at, or one of its constants.
+    # While staging, a concrete array is a constant, or Python code may read it.
     return isinstance(x, jax.core.Tracer) and _is_array(x)
 
 
@@ -67,10 +67,10 @@ def _is_array(x: Any) -> bool:
 
 
 def sanitized(apply: jax.Array, given: Given, differentiated: bool) -> Given:
-    """Return what is given where a step is to be applied, elsewhere something finite.
+    """Return the inputs unchanged if the step is applied, and finite ones if not.
 
-    Zeros end a line search at once, but where a derivative is taken, those of a norm
-    and of a square root at 0 are not finite.
+    Zeros end a line search at once. If derivatives are taken, other numbers are used,
+    because the derivatives of a norm and of a square root are not finite at 0.
     """
     stand_in = _pattern if differentiated else jnp.zeros_like
 
@@ -85,19 +85,19 @@ def sanitized(apply: jax.Array, given: Given, differentiated: bool) -> Given:
 
 
 def _pattern(x: Any) -> jax.Array:
-    """Return numbers that are not zero, nor is what is left without their mean.
+    """Return nonzero numbers whose deviations from their mean are nonzero, too.
 
-    Their squares, and a thousandth of these, are not zero in float16 either.
+    Their squares, and a thousandth of these, are nonzero in float16 as well.
     """
     shape = jnp.shape(x)
     index = sum(
         jax.lax.broadcasted_iota(jnp.int32, shape, d) for d in range(len(shape))
     )
-    # In steps of 1/64, 1, 2 and 5. Added to zeros, it is sharded as these are.
+    # 1, 2 and 5 times 1/64. Adding them to zeros makes them sharded as ``x`` is.
     steps = 1 + (index % 3) ** 2
     return jnp.zeros_like(x) + (jnp.asarray(steps) / 64).astype(dtype_of(x))
 
 
 def _large(x: Any) -> jax.Array:
-    """Return a loss than which any other is better, so that a line search ends."""
+    """Return a loss so large that any other is better, so that a line search ends."""
     return jnp.full_like(x, float(jnp.finfo(dtype_of(x)).max) / 4)

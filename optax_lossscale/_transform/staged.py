@@ -1,18 +1,19 @@
-"""The update laid out for XLA, while a program is staged.
+"""Lay out the update for XLA while a program is staged.
 
 In the plain layout a new moment is used twice, unmasked in the update and masked in the
-state, so XLA computes it twice; the update still wants the old moment when its buffer
-is due to be overwritten, so a donated state is copied. And sanitized gradients have to
-wait for the check, so that a norm of them cannot be taken in the same pass.
+state, so XLA computes it twice. The update still needs the old moment when its buffer
+should be overwritten, so a donated state is copied. And sanitized gradients must wait
+for the check, so their norm cannot be computed in the same pass.
 
-Here the update is evaluated equation by equation, on the gradients as they are, and a
-leaf of the new state is masked where it is defined, before anything else uses it. The
-results are the same: in a step that is applied the masked value is the new one, and in
-a step that is skipped whatever was computed from it is masked in turn. The flow of data
-is that of the unwrapped optimizer: each moment is computed once and written in place.
+Here the update is evaluated equation by equation, on gradients that are not sanitized.
+A leaf of the new state is masked where it is defined, before anything else uses it. The
+results are the same. If the step is applied, the masked value is the new one. If it is
+skipped, everything that was computed from it is masked in turn. Data flows as in the
+unwrapped optimizer: each moment is computed once and written in place.
 
-That holds for values. Where derivatives are taken, the plain layout is evaluated: a NaN
-behind a mask reaches them, and so does a square root of a moment that is still 0.
+This holds for values. If derivatives are taken, the plain layout is evaluated instead:
+a NaN behind a mask would reach them, and so would a square root of a moment that is
+still 0.
 """
 
 import functools
@@ -41,10 +42,10 @@ def staged_update(
 ) -> tuple[jax.Array, optax.Updates, optax.OptState] | None:
     """Return whether to apply the step, the inner updates, and the masked new state.
 
-    None where the update cannot be evaluated from its jaxpr.
+    Return None if the update cannot be evaluated from its jaxpr.
     """
     given, put_back = split(updates, extra_args)
-    # Of the types that sanitized ones have.
+    # In the types that sanitized inputs have.
     given = jax.tree.map(lambda x: as_varying(x, apply), given)
     closed_jaxpr, shapes = jax.make_jaxpr(
         lambda given: inner_update(*put_back(given)), return_shape=True
@@ -57,9 +58,9 @@ def staged_update(
         warnings.warn(
             "This step is correct, but slower than it could be: the update of the "
             "wrapped optimizer could not be evaluated equation by equation "
-            f"({type(error).__name__}: {reason}). Please report it, and name the "
+            f"({type(error).__name__}: {reason}). Please report this, and name the "
             "optimizer and the version of jax.",
-            stacklevel=4,  # where the update is called
+            stacklevel=4,  # the caller of `update`
         )
         return None
     usable, new_updates, new_state = jax.tree.unflatten(
@@ -75,17 +76,17 @@ def _evaluated(
     old_leaves: Leaves,
     is_checked: bool,
 ) -> Leaves:
-    """Return the leaves of the inner updates, and the masked ones of the new state.
+    """Return the leaves of the inner updates and the masked ones of the new state.
 
-    With ``is_checked`` the flag that says whether the step is applied comes first.
+    If ``is_checked``, a flag comes first: whether the step is applied.
     """
     jaxpr, consts = without_constants(closed_jaxpr), closed_jaxpr.consts
     args = apply, given, consts, old_leaves
-    variables = jaxpr.invars[len(consts) :]  # those of the gradients
+    variables = jaxpr.invars[len(consts) :]  # the leaves of ``given``
 
     steers = steering(jaxpr)
     if not (has_rule := may_have_custom_derivatives(jaxpr)):
-        # Derivatives are then those of the values, so that no NaN may be among them.
+        # This evaluation itself is then differentiated, so it must see no NaN.
         steers = steers.union(variables)
 
     def fast(apply: jax.Array, given: Given, consts: Leaves, old: Leaves) -> Leaves:
@@ -105,8 +106,8 @@ def _evaluated(
 
     function = _with_derivatives_of(plain, fast) if has_rule else fast
     if closed_jaxpr.effects:
-        # Try it where nothing is staged: an effect must not happen here and, should
-        # the rest fail, in the plain layout again.
+        # Try it first without staging: an effect must not be staged here and, if the
+        # rest fails, again in the plain layout.
         jax.eval_shape(lambda: function(*args))
     return function(*args)
 
@@ -114,9 +115,9 @@ def _evaluated(
 def _with_derivatives_of(
     derived: Callable[..., Leaves], function: Callable[..., Leaves]
 ) -> Callable[..., Leaves]:
-    """Return a function with the derivatives of another, which has the same values.
+    """Return a function with the derivatives of another that has the same values.
 
-    Neither may close over what is traced.
+    Neither may close over tracers.
     """
 
     def both(*args: Any) -> Leaves:
@@ -151,7 +152,7 @@ def _with_derivatives_of(
 def _sanitized_where(
     steers: set[Var], variables: Sequence[Var], apply: jax.Array, given: Given
 ) -> Given:
-    """Sanitize what a loop, a branch or an effect depends on."""
+    """Sanitize the inputs that a loop, a branch or an effect depends on."""
     if steers.isdisjoint(variables):
         return given
     leaves, structure = jax.tree.flatten(given)

@@ -1,4 +1,4 @@
-"""What decides how a program runs, and not only what it computes."""
+"""Find the variables that decide how a program runs, not only what it computes."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -7,11 +7,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from .._jax_internals import COLLECTIVE, DEBUGGING, effect_names
 
-# Loops that a NaN may keep from ending, branches, and code that XLA does not see.
+# Loops that may never end on a NaN, branches, and code that XLA cannot see into.
 _STEERED = frozenset({"while", "cond", "pallas_call", "ffi_call"})
-# Iterations of a library, until something converges.
+# Library routines that iterate until they converge.
 _ITERATIVE = frozenset({"eig", "eigh", "schur", "svd"})
-# What takes long for the numbers that it writes.
+# Primitives that do much work per number that they write.
 _COSTLY = frozenset(
     {"cholesky", "conv_general_dilated", "dot_general", "fft", "lu", "qr", "scan"}
     | {"sort", "triangular_solve", "cumlogsumexp", "cummax", "cummin", "cumprod"}
@@ -20,10 +20,9 @@ _COSTLY = frozenset(
 
 
 def steering(jaxpr: Jaxpr) -> set[Var]:
-    """Return the variables on which a loop, a branch or an effect depends.
+    """Return the variables that a loop, a branch or an effect depends on.
 
-    A value that is thrown away in the end may be anything, NaN or out of date, unless
-    it is one of these.
+    Any other value that is discarded in the end may be anything: NaN or out of date.
     """
     found: set[Var] = set()
     for eqn in reversed(jaxpr.eqns):
@@ -35,10 +34,11 @@ def steering(jaxpr: Jaxpr) -> set[Var]:
 
 
 def may_be_left_out(eqn: JaxprEqn) -> bool:
-    """Return whether a loop need not be entered where its results are thrown away.
+    """Return whether an equation is a loop that need not run if its step is skipped.
 
-    A collective in it has to be reached by every device, and ``jax.vmap`` refuses
-    callbacks in a loop that only some members enter.
+    A loop with a collective must run, because every device must reach it. So must one
+    with a callback that is not for debugging, because ``jax.vmap`` refuses callbacks in
+    a loop that only some members enter.
     """
     return eqn.primitive.name == "while" and effect_names(eqn) <= DEBUGGING
 
@@ -46,7 +46,7 @@ def may_be_left_out(eqn: JaxprEqn) -> bool:
 def may_be_repeated(eqn: JaxprEqn) -> bool:
     """Return whether an equation computes little more than it writes.
 
-    No reductions, loops and products of matrices, and nothing with an effect.
+    That excludes reductions, loops, matrix products, and anything with an effect.
     """
     read, written = (
         max((getattr(x.aval, "size", 1) for x in atoms), default=1)
@@ -62,10 +62,10 @@ def may_be_repeated(eqn: JaxprEqn) -> bool:
 
 
 def may_have_custom_derivatives(jaxpr: Jaxpr) -> bool:
-    """Return whether ``jax.custom_jvp`` may be put around a jaxpr.
+    """Return whether a jaxpr may be wrapped in ``jax.custom_jvp``.
 
-    Not around mutable arrays or callbacks that must happen, and of a function with a
-    ``jax.custom_vjp`` there is no forward mode.
+    It may not if it has mutable arrays or callbacks that must happen. Nor if it has a
+    function with a ``jax.custom_vjp``, which has no forward mode.
     """
     return all(
         effect_names(eqn) <= {COLLECTIVE, *DEBUGGING}

@@ -1,4 +1,4 @@
-"""The types of the inner state: settled once in ``init``, and kept by every update."""
+"""The types of the inner state: ``init`` settles them, and every update keeps them."""
 
 import warnings
 from collections.abc import Callable
@@ -17,13 +17,14 @@ _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
 def settled_state(
     inner: optax.GradientTransformationExtraArgs, params: optax.Params
 ) -> optax.OptState:
-    """Return the first inner state, in types that hold what updates make of it.
+    """Return the first inner state, in types that can hold what updates return.
 
-    Optax makes moments in the type of their parameters. The first update with float32
-    gradients widens most of them, but a state that changes its types cannot be carried
-    by ``scan``; some stay as they are, and Adam's second moment is zero in float16. So
-    they are made as for float32 parameters, and what an update still widens, such as a
-    state that starts as the number 0, is widened before the first step.
+    Optax creates moments in the types of their parameters. The first update with
+    float32 gradients widens most of them, and a state whose types change cannot be the
+    carry of a ``scan``. Others stay narrow, and Adam's second moment is zero in
+    float16. So moments are created as for float32 parameters. Whatever an update still
+    widens, such as a state that starts as the number 0, is widened before the first
+    step.
     """
     first = inner.init(params)
     state = jax.tree.map(_strong, first)
@@ -44,7 +45,7 @@ def settled_state(
 
 
 def as_before(new: Any, old: Any) -> Any:
-    """Give a new leaf the dtype of the old one, and never a weak type."""
+    """Return a new leaf in the dtype of the old one, never weakly typed."""
     strong = hasattr(new, "dtype") and not getattr(new, "weak_type", False)
     if strong and new.dtype == dtype_of(old):
         return new
@@ -52,7 +53,7 @@ def as_before(new: Any, old: Any) -> Any:
 
 
 def keep_types(new_state: optax.OptState, state: optax.OptState) -> optax.OptState:
-    """Return a new inner state in the types of the old one, or say why it cannot be."""
+    """Return a new inner state in the types of the old one, or raise if it cannot."""
     rounded = ""
     pairs = jax.tree_util.tree_leaves_with_path(new_state)
     for (path, new), old in zip(pairs, jax.tree.leaves(state), strict=True):
@@ -62,19 +63,19 @@ def keep_types(new_state: optax.OptState, state: optax.OptState) -> optax.OptSta
         where = jax.tree_util.keystr(path) or "its root"
         if new_rank[0] > rank[0]:
             raise ValueError(
-                "`inner` must return a state of the types that it is given, but "
-                f"returns {dtype_of(new)} at {where}, where it was given "
-                f"{dtype_of(old)}, which cannot hold that. Start it in the wider type "
-                "in `init`, as in `jnp.zeros(())` instead of `0`."
+                "`inner` must keep the types of its state, but returns "
+                f"{dtype_of(new)} at {where}, where it was given {dtype_of(old)}, "
+                "which cannot hold it. Start with the wider type in `init`, such as "
+                "`jnp.zeros(())` instead of `0`."
             )
         if _is_half(old):
             rounded = rounded or f"{where}, from {dtype_of(new)} to {dtype_of(old)}"
     if rounded:
         warnings.warn(
             f"Every update rounds the state of the wrapped optimizer at {rounded}. "
-            "Moments in so few digits may ruin the training. Start from the state that "
-            "`init(params)` returns, or cast the old one to its types.",
-            stacklevel=8,  # where the update is called
+            "Moments with so few digits may ruin the training. Use the state that "
+            "`init(params)` returns, or cast yours to its types.",
+            stacklevel=8,  # the caller of `update`
         )
     return jax.tree.map(as_before, new_state, state)
 
@@ -82,10 +83,10 @@ def keep_types(new_state: optax.OptState, state: optax.OptState) -> optax.OptSta
 def as_wide_as(
     state: optax.OptState, updates: optax.Updates, params: optax.Params | None
 ) -> optax.Updates:
-    """Return gradients in the types for which the state was made.
+    """Return gradients in the types that the state was created for.
 
-    A branch of ``jax.lax.cond`` in the optimizer would else return another type than
-    the other. A state that is kept in half precision takes gradients as they are.
+    Otherwise the branches of a ``jax.lax.cond`` in the optimizer could return different
+    types. If the state is in half precision, the gradients stay as they are.
     """
     floats = [x for x in jax.tree.leaves(state) if is_inexact(x)]
     if not floats or any(map(_is_half, floats)) or not same_structure(updates, params):
@@ -98,9 +99,9 @@ def as_wide_as(
 def as_narrow_as(
     new_updates: optax.Updates, updates: optax.Updates, params: optax.Params | None
 ) -> optax.Updates:
-    """Return updates in half precision where gradients and parameters are both.
+    """Return updates in half precision if both gradients and parameters are.
 
-    Optax returns them so. Here the moments between the two are float32.
+    Optax does so on its own, but here the moments in between are float32.
     """
     if not same_structure(new_updates, updates) or not same_structure(updates, params):
         return new_updates
@@ -121,7 +122,7 @@ def _is_half(x: Any) -> bool:
 
 
 def _is_open(x: Any) -> bool:
-    """Return whether an update may well widen a leaf: a number, or half precision."""
+    """Return whether updates may widen a leaf: a weakly typed or half-precision one."""
     weak = isinstance(x, bool | int | float | complex) or getattr(x, "weak_type", False)
     return weak or _is_half(x)
 
@@ -129,13 +130,13 @@ def _is_open(x: Any) -> bool:
 def _widened(
     function: Callable[[Any, Any], Any], params: Any, state: Any, is_open: Any
 ) -> tuple[Any, bool]:
-    """Widen what is wider in the state that a function returns, and say if any was."""
+    """Widen leaves that a function returns wider, and return whether there are any."""
     try:
         shapes = jax.eval_shape(function, params, state)
     except Exception:
-        # It may need more arguments to update, or a mapped axis around it.
+        # It may need extra arguments, or a mapped axis around it.
         return state, False
-    # By path, since wide parameters have no master weights.
+    # Match by path: wide parameters have no master weights.
     shape_at = dict(jax.tree_util.tree_leaves_with_path(shapes))
     widened = jax.tree_util.tree_map_with_path(
         lambda path, x, is_open: _wider(x, shape_at.get(path, x), is_open),
@@ -156,7 +157,7 @@ def _wider(x: Any, shape: Any, is_open: bool) -> Any:
 
 
 def _wide(params: Any) -> Any:
-    """Return parameters in the types of their gradients."""
+    """Return parameters in the types of their true gradients."""
     return jax.tree.map(
         lambda x: jnp.asarray(x, wide_dtype(dtype_of(x))) if is_inexact(x) else x,
         params,
@@ -164,17 +165,17 @@ def _wide(params: Any) -> Any:
 
 
 def _rank(x: Any) -> tuple[int, int]:
-    """Order types by what they can hold: by kind, and within it by size."""
+    """Rank a type by what it can hold: by kind, and within a kind by size."""
     if hasattr(x, "dtype") or isinstance(x, bool | int | float | complex):
         dtype = dtype_of(x)
         for i, kind in enumerate(_KINDS):
             if jnp.issubdtype(dtype, kind):
                 return i, dtype.itemsize
-    return -1, 0  # PRNG keys, float0 and what is no array
+    return -1, 0  # PRNG keys, float0, and leaves that are not arrays
 
 
 def _strong(x: Any) -> Any:
-    """Make a weakly typed leaf strong: the first update would, and trace twice."""
+    """Make a weakly typed leaf strong, or the first update would and trace twice."""
     if isinstance(x, bool | int | float | complex) or getattr(x, "weak_type", False):
         return jnp.asarray(x, jnp.result_type(x))
     return x

@@ -1,4 +1,4 @@
-"""The Optax transformation that skips steps and keeps the loss scale."""
+"""The Optax transformation that skips steps and updates the loss scale."""
 
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ class WithLossScalingState(NamedTuple):
         inner_state: the state of the wrapped transformation.
 
     Examples:
-        Wrap the optimizer of a job that has been running without:
+        Wrap the optimizer of a run that started without loss scaling:
 
         >>> import jax.numpy as jnp
         >>> import optax
@@ -52,70 +52,75 @@ def with_loss_scaling(
     axis_name: AxisName | None = None,
     check_updates: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Skip steps whose gradients are not finite, and let them move the loss scale.
+    """Skip steps whose gradients are not finite, and update the loss scale.
 
-    A skipped step leaves the state of ``inner`` bit for bit as it was and returns
-    updates of -0.0, which change no bit of a parameter. So no NaN or infinity that is
-    among the gradients gets into either. One that the optimizer itself makes of finite
-    gradients does, unless ``check_updates``. The gradients passed to ``update`` are
-    true gradients, as `value_and_grad` and `unscale_grads` return them: nothing is
-    divided here.
+    The state holds the scale that multiplies the loss. If the scale is too large,
+    gradients overflow to inf or NaN. ``update`` then skips the step: it returns updates
+    of -0.0, which change no number they are added to, and the old state of ``inner``,
+    bit for bit. After every step the rule decides the next scale.
+
+    Pass true gradients to ``update``, as `value_and_grad` and `unscale_grads` return
+    them. ``update`` does not divide them by the scale.
 
     Put it outermost: around clipping, weight decay, schedules, ``optax.MultiSteps``,
-    ``optax.masked`` and ``optax.partition``, not inside them. Before it, ``optax.clip``
-    makes an ordinary number of an infinity and ``optax.zero_nans`` of a NaN: the step
-    is then applied. What a mask outside of it leaves out is not checked.
+    ``optax.masked`` and ``optax.partition``, not inside them. If ``optax.clip`` comes
+    first, it turns inf into an ordinary number, as ``optax.zero_nans`` does for NaN,
+    and the step is applied. Gradients that an outer mask leaves out are not checked.
 
-    ``init`` makes the state of ``inner`` as for float32 parameters where these are
-    narrower, since true gradients are float32: the moments of float16 parameters take
-    as much memory as those of float32 ones. Types asked for by name, such as
-    ``mu_dtype`` of ``optax.adam``, are kept. Where gradients are as narrow as their
-    parameters, updates are too, and the moments may be: keep what ``inner.init``
-    returns by ``tx.init(params)._replace(inner_state=inner.init(params))``. float16
-    parameters themselves lose small updates: see `with_master_weights`.
+    If ``inner`` turns finite gradients into NaN or inf, the step is still applied,
+    unless ``check_updates`` is True.
+
+    True gradients are float32 even if parameters are narrower, so ``init`` creates the
+    state of ``inner`` as for float32 parameters. The moments of float16 parameters take
+    as much memory as those of float32 parameters. Types that you choose, such as
+    ``mu_dtype`` of ``optax.adam``, are kept. If your gradients are as narrow as the
+    parameters, so are the updates, and the moments may be, too. For that, keep the
+    state of ``inner``: ``tx.init(params)._replace(inner_state=inner.init(params))``.
+
+    float16 parameters lose small updates. To keep them, use `with_master_weights`.
 
     Args:
         inner: the optimizer, any Optax transformation.
         loss_scale: the rule; ``FixedLossScale(1.0)`` only skips.
         axis_name: inside ``shard_map``, ``pmap`` or ``vmap``, the name of the mapped
-            axis, or a tuple of names, over which gradients differ: a step is applied
-            only if they are finite everywhere. Not needed under ``jit`` alone.
-        check_updates: whether to check what ``inner`` makes of finite gradients, too.
-            A step is skipped if a new NaN or infinity would get into the updates, the
-            state, or the parameters as ``optax.apply_updates`` returns them, if
-            ``update`` is given ``params``. The scale is left alone, with the trackers
-            of its next growth and backoff: no scale cures this. It costs another pass
-            over gradients, state and parameters.
+            axis, or a tuple of names, along which gradients differ. A step is applied
+            only if gradients are finite everywhere. Not needed under ``jit`` alone.
+        check_updates: whether to check the results of ``inner`` as well. A step is then
+            skipped if it would put a new NaN or inf into the updates, the state or, if
+            ``update`` receives ``params``, the parameters that ``optax.apply_updates``
+            returns. The scale and its growth and backoff counters stay, because no
+            scale prevents this. It costs another pass over gradients, state and
+            parameters.
 
     Returns:
-        The transformation. Extra arguments of its ``update`` that ``inner`` takes are
-        passed on; in a step that is skipped, other numbers may stand in for ``value``
-        and for what is not finite. Two of them, both optional, also decide whether the
-        step is applied, unless the rule never skips:
+        The transformation. Its ``update`` passes on the extra arguments that ``inner``
+        takes. In a skipped step, ``value`` and non-finite arguments may be replaced by
+        other numbers. Two optional arguments also decide whether the step is applied,
+        unless the rule never skips:
 
-        - ``grads_finite``, one boolean: a flag from elsewhere, joined with the check
-          of the gradients made here. Where it is False the step is skipped and the
-          rule told so, as for gradients that are not finite. Several optimizers that
-          should skip together are given the same flag. It reaches ``inner`` only if
-          the ``update`` of ``inner`` has a parameter of this name.
-        - ``value``, the unscaled loss: where it is not finite no scale can cure it, so
-          the step is skipped and the scale left alone, with the trackers of its next
-          growth and backoff.
+        - ``grads_finite``: one boolean, combined with the check of the gradients. False
+          skips the step, and the rule treats it as an overflow. Give several optimizers
+          the same flag, and they skip together. ``inner`` receives it only if its
+          ``update`` has a parameter of this name.
+        - ``value``: the unscaled loss. If it is not finite, the scale is not the
+          problem: the step is skipped, and the scale and its growth and backoff
+          counters stay.
 
     Raises:
-        TypeError: if ``inner`` or ``loss_scale`` is of another kind.
-        ValueError: if ``check_updates`` is no bool, or the rule skips nothing; from
-            ``init``, if ``inner`` scales losses itself; from ``update``,
-            if ``inner`` changes the structure or the shapes of its state or makes
-            numbers of another kind of them (floats of integers, say), gradients or
-            parameters are of another model than the state, ``value`` or
-            ``grads_finite`` is not one number or flag, ``axis_name`` is not bound, or
-            devices of a ``shard_map`` would decide differently.
+        TypeError: if ``inner`` is not an Optax transformation or ``loss_scale`` is not
+            a rule; from ``update``, if ``state`` is not a `WithLossScalingState`.
+        ValueError: if ``check_updates`` is not a bool, or is True and the rule never
+            skips; from ``init``, if ``inner`` scales losses itself; from ``update``, if
+            ``inner`` changes the structure, the shapes or the kinds of numbers of its
+            state (integers to floats, for example), gradients or parameters do not
+            match the state, ``value`` or ``grads_finite`` is not one number or flag,
+            ``axis_name`` is not bound, or devices of a ``shard_map`` would decide
+            differently.
 
     Warns:
         UserWarning: from ``init``, if parameters are float16 and ``inner`` keeps no
-            master weights; from ``update``, if the state was not made by ``init`` and
-            keeps in half precision what updates give in float32.
+            master weights; from ``update``, if ``init`` did not create the state and
+            float32 results are rounded to its half precision.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -129,13 +134,13 @@ def with_loss_scaling(
         >>> print(updates, ls.get_loss_scale(opt_state))
         [-0. -0.] 16384.0
 
-        A loss that is not finite is no fault of the scale:
+        A non-finite loss skips the step and leaves the scale alone:
 
         >>> updates, opt_state = tx.update(bad_grads, opt_state, params, value=jnp.inf)
         >>> print(updates, ls.get_loss_scale(opt_state))
         [-0. -0.] 16384.0
 
-        A second moment that overflows is no fault of the scale either:
+        With ``check_updates``, so does a second moment that overflows:
 
         >>> tx = ls.with_loss_scaling(optax.adam(1e-3), check_updates=True)
         >>> large = jnp.array([1e30, 1.0])
@@ -149,10 +154,10 @@ def with_loss_scaling(
     """
     check_inner(inner, "with_loss_scaling")
     check_rule(loss_scale)
-    check_bool("check_updates", check_updates, "True also checks what `inner` makes.")
+    check_bool("check_updates", check_updates, "True also checks the results.")
     if check_updates and not loss_scale.skip_nonfinite:
         raise ValueError(
-            f"`check_updates` must be False with {loss_scale!r}, which skips nothing, "
+            f"`check_updates` must be False with {loss_scale!r}, which never skips, "
             "got True. Use a rule that skips, such as `FixedLossScale(1.0)`."
         )
     inner = with_extra_args(inner)
@@ -161,9 +166,9 @@ def with_loss_scaling(
         inner_state = settled_state(inner, params)
         if find_loss_scale_states(inner_state):
             raise ValueError(
-                "`inner` must not scale losses itself, but its state has a "
-                "LossScaleState in it. The outer check would hide overflows from the "
-                "inner rule: wrap once, outermost."
+                "`inner` must not scale losses itself, but its state contains a "
+                "LossScaleState. The outer check would hide overflows from the inner "
+                "rule. Wrap once, outermost."
             )
         warn_of_float16(params, inner_state)
         return WithLossScalingState(init_scale(loss_scale), inner_state)
@@ -196,7 +201,7 @@ def with_loss_scaling(
         def advance(grads_finite: jax.Array) -> LossScaleState:
             if not loss_scale.uses_max_magnitude:
                 return update_scale(loss_scale, scale_state, grads_finite)
-            # Its derivative, NaN in a skipped step, is of no use to anyone.
+            # Nobody needs its derivative, which is NaN in a skipped step.
             magnitude = max_magnitude(jax.lax.stop_gradient(updates), axis_name)
             return update_scale(loss_scale, scale_state, grads_finite, magnitude)
 
@@ -222,11 +227,11 @@ def with_loss_scaling(
         )
         new_scale_state = advance(grads_finite)
         if value is not None:
-            # No scale cures a loss that is not finite before it is scaled.
+            # The scale is not the problem if the unscaled loss is not finite.
             skipped = recorded(scale_state, False)
             new_scale_state = select(value_finite, new_scale_state, skipped)
         if check_updates:
-            # No scale cures an optimizer that makes a NaN of finite gradients either.
+            # Nor if the optimizer turns finite gradients into NaN or inf.
             skipped = recorded(scale_state, False)
             innocent = applied | ~grads_finite
             new_scale_state = select(innocent, new_scale_state, skipped)
@@ -238,8 +243,8 @@ def with_loss_scaling(
 def _check_state(state: Any) -> None:
     if not isinstance(state, WithLossScalingState):
         raise TypeError(
-            "`state` must be a WithLossScalingState, as `init` returns, got a "
-            f"{type(state).__name__}. If it was restored from a checkpoint, give "
-            "the checkpointer `init(params)` as the target; if it belongs to the "
+            "`state` must be a WithLossScalingState, as `init` returns it, got a "
+            f"{type(state).__name__}. If you restored it from a checkpoint, pass "
+            "`init(params)` to the checkpointer as the target. If it belongs to the "
             "unwrapped optimizer, use `init(params)._replace(inner_state=...)`."
         )

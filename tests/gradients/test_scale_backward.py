@@ -371,13 +371,13 @@ def test_float16_at_the_border_is_warned_of_where_the_block_is_called():
         )[0]
 
     for function, w, side in (
-        (lambda w: narrow_in(w, half_x), half_w, r"is given .* shape \(4, 4\)"),
-        (in_a_scan, half_w, r"is given .* shape \(4, 4\)"),
+        (lambda w: narrow_in(w, half_x), half_w, r"takes .* shape \(4, 4\)"),
+        (in_a_scan, half_w, r"takes .* shape \(4, 4\)"),
         (lambda w: narrow_out(w, half_x), W, r"returns .* shape \(3, 4\)"),
     ):
         gradient = jax.grad(lambda w, f=function: jnp.sum(f(w).astype(jnp.float32)))
         with pytest.warns(
-            UserWarning, match=f"{side}: they are scaled only inside"
+            UserWarning, match=rf"{side}\. They are scaled only inside"
         ) as record:
             jax.jit(gradient)(w)
         assert {w.filename for w in record} == {__file__}

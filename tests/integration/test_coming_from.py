@@ -123,7 +123,7 @@ def test_a_table_leaves_out_nothing_that_they_do_about_the_scale(guide):
 @functools.cache
 def run(guide):
     # Apex's page says that `O3` makes a warning.
-    warned = pytest.warns(UserWarning, match="keeps no copy of them in float32")
+    warned = pytest.warns(UserWarning, match="keeps no float32 copies of them")
     with warned if guide == "apex" else contextlib.nullcontext():
         return run_page(GUIDES[guide])
 

@@ -33,7 +33,7 @@ def test_a_state_that_changes_its_structure_is_refused_by_name():
     tx = ls.with_loss_scaling(monitor())
     with pytest.raises(
         ValueError,
-        match=r"`inner` must return a state of the struct.*"
+        match=r"`inner` must keep the structure of its state.*"
         "`optax.monitor`",
     ):
         tx.update(GRADS, tx.init(PARAMS), PARAMS)
@@ -45,11 +45,11 @@ def test_a_state_that_changes_its_structure_is_refused_by_name():
     [
         (
             {"w": GRADS["w"]},
-            r"no array at \[0\].mu\['b'\], where `state` has .* shape \(\)",
+            r"no array at \[0\].mu\['b'\], and `state` has .* shape \(\)",
         ),
         (
             {**GRADS, "new": 1.0},
-            r"shape \(\) at \[0\].mu\['new'\], where `state` has none",
+            r"shape \(\) at \[0\].mu\['new'\], and `state` has none",
         ),
         ({**GRADS, "b": jnp.ones(4)}, r"shape \(4,\) at \[0\].mu\['b'\], .*\(\)"),
         (list(GRADS.values()), r"no array at \[0\].mu\['b'\]"),
@@ -80,7 +80,7 @@ def test_a_state_that_grows_is_refused():
         lambda p: jnp.zeros(1), lambda u, s, p=None: (u, jnp.append(s, 1.0))
     )
     tx = ls.with_loss_scaling(inner)
-    with pytest.raises(ValueError, match=r"`inner` must return a state of the shapes"):
+    with pytest.raises(ValueError, match=r"`inner` must keep the shapes of its state"):
         tx.update(GRADS, tx.init(PARAMS), PARAMS)
 
 

@@ -437,7 +437,7 @@ def test_other_parameters_are_not_warned_of(params, inner):
 @pytest.mark.parametrize(
     "dtype, message",
     [
-        (jnp.float64, "`dtype` must be a type that is enabled, got float64. Call `jax"),
+        (jnp.float64, "`dtype` must be a type that JAX has enabled, got float64. Call"),
         (jnp.int32, "`dtype` must be a floating-point type or its name, got"),
         (None, "`dtype` must be a floating-point type or its name, got None"),
     ],
@@ -473,6 +473,6 @@ def test_parameters_must_be_given_and_those_of_the_state(around):
 def test_an_error_about_gradients_names_gradients(shape):
     """float32 gradients, of which there would be no copies, are of the right model."""
     tx = ls.with_loss_scaling(ls.with_master_weights(optax.adam(1e-3)))
-    message = rf"like `updates` .* shape {re.escape(str(shape))} at .*'b'"
+    message = rf"like `updates`, .* shape {re.escape(str(shape))} at .*'b'"
     with pytest.raises(ValueError, match=message):
         tx.update({**GRADS, "b": jnp.ones(shape)}, tx.init(HALF), HALF)

@@ -361,7 +361,7 @@ def test_without_it_only_gradients_are_checked():
         (
             ls.FixedLossScale(skip_nonfinite=False),
             True,
-            "`check_updates` must be False with FixedLossScale.*skips nothing",
+            "`check_updates` must be False with FixedLossScale.*never skips",
         ),
     ],
 )

@@ -98,7 +98,7 @@ def test_a_rule_that_changes_a_shape_of_its_state_is_refused():
             return state._replace(memory=jnp.append(state.memory, 1.0))
 
     tx = ls.with_loss_scaling(optax.sgd(0.1), Growing())
-    with pytest.raises(ValueError, match=r"states of one shape, got .*\(2,\) for"):
+    with pytest.raises(ValueError, match=r"the shapes of the state, got .*\(2,\) for"):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 

@@ -147,7 +147,7 @@ def test_a_state_that_becomes_wider_is_not_frozen(first, step, rule):
 )
 def test_a_state_that_changes_its_kind_is_refused(first, step, rule):
     tx = ls.with_loss_scaling(transformation(first, step), rule)
-    match = "`inner` must return a state of the types .* Start it in the wider type"
+    match = "`inner` must keep the types of its state, .* Start with the wider type"
     for update in (tx.update, jax.jit(tx.update)):
         with pytest.raises(ValueError, match=match):
             update(GRADS, tx.init(PARAMS), PARAMS)
