@@ -68,7 +68,7 @@ def check_concrete(name: str, tree: Any, advice: str) -> None:
     """Raise if a leaf of ``tree`` is being traced."""
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
         raise ValueError(
-            f"`{name}` must hold numbers, got something that is being traced. {advice}"
+            f"`{name}` must hold concrete numbers, got a traced value. {advice}"
         )
 
 

@@ -110,7 +110,7 @@ def test_what_is_no_report_is_refused(report):
 
 
 def test_a_traced_report_and_that_of_an_ensemble_are_refused():
-    with pytest.raises(ValueError, match="being traced. Return it from the compiled"):
+    with pytest.raises(ValueError, match="a traced value. Return it from the compiled"):
         jax.jit(lambda g: len(ls.format_report(ls.gradient_report(g))))(GRADS)
     members = {"w": jnp.ones((3, 2))}
     report = jax.jit(jax.vmap(ls.gradient_report))(members)

@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 from helpers import (
     PAGES,
-    README,
     assert_same_bits,
     code_blocks,
     run_page,
@@ -22,7 +21,7 @@ import optax_lossscale as ls
 
 FOLDER = PAGES / "frameworks"
 PROGRAMS = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.md"))}
-PPO = PROGRAMS.pop("reinforcement_learning")
+PPO, INDEX = PROGRAMS.pop("reinforcement_learning"), PROGRAMS.pop("index")
 slow = pytest.mark.slow
 
 
@@ -157,7 +156,7 @@ def test_two_statements_are_changed_and_the_page_marks_them(name):
     assert ("value_and_grad=" in after) == (not differentiate.startswith("jax."))
     assert f"value_and_grad={differentiate}" in after or differentiate.startswith("jax")
     kept = len(re.findall(r"# kept$", program, re.M))
-    assert kept == (5 if "so five more lines, marked" in PROGRAMS[name] else 1)
+    assert kept == (5 if "so it takes five more lines, marked" in PROGRAMS[name] else 1)
     others = {"keep_if_applied", "get_loss_scale_state", "check_loss_scale"}
     used = re.findall(r"\bls\.(\w+)", program)
     assert sorted(used) == sorted({"with_loss_scaling", "value_and_grad", *others})
@@ -205,14 +204,11 @@ def test_the_guard_ends_a_run_that_has_stopped_training():
         run_ppo_with(("jnp.mean(0.001", "jnp.nan * jnp.mean(0.001"))
 
 
-def test_the_readme_names_every_program_with_its_line():
-    assert "(notebooks/frameworks/reinforcement_learning.md)" in README
+def test_the_table_names_every_program_with_its_line():
+    assert "(reinforcement_learning.md)" in INDEX
     for name, text in PROGRAMS.items():
         (line,) = re.findall(
-            rf"^\| [^|]+ \| `(ls\.[^`]+)` \| \[`{name}.md`\]"
-            rf"\(notebooks/frameworks/{name}.md\) \|$",
-            README,
-            re.M,
+            rf"^\| [^|]+ \| `(ls\.[^`]+)` \| \[[\w ]+\]\({name}.md\) \|$", INDEX, re.M
         )
         words = set(re.findall(r"[\w.=]+", line))
         assert words <= set(re.findall(r"[\w.=]+", text)), line
