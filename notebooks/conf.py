@@ -3,6 +3,7 @@
 import ast
 import importlib.metadata
 import inspect
+import textwrap
 
 METADATA = importlib.metadata.metadata("optax_lossscale")
 URLS = dict(url.split(", ") for url in METADATA.get_all("Project-URL", []))
@@ -35,6 +36,7 @@ autodoc_member_order = "bysource"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 napoleon_use_rtype = False
+napoleon_attr_annotations = False  # else each has a section "Type" of its own
 
 toc_object_entries_show_parents = "hide"
 
@@ -57,11 +59,13 @@ html_theme_options = {
 
 def signature_as_written(app, what, name, obj, options, signature, returns):
     """`ArrayLike` rather than the union of the eleven types that it stands for."""
-    if what != "function":
+    if what not in ("function", "method"):
         return None
-    function = ast.parse(inspect.getsource(obj)).body[0]
+    function = ast.parse(textwrap.dedent(inspect.getsource(obj))).body[0]
+    if what == "method":
+        del function.args.args[0]  # self or cls
     if not name.startswith("optax_lossscale.presets."):  # their aliases are private
-        returns = ast.unparse(function.returns)
+        returns = ast.unparse(function.returns).strip("'")
     return f"({ast.unparse(function.args)})", returns
 
 

@@ -128,7 +128,7 @@ def test_a_bound_outside_its_range_is_refused(bounds, message):
     with pytest.raises(ValueError, match=message):
         ls.suggest_loss_scale([jnp.ones(2)], **bounds)
     name = next(iter(bounds))
-    with pytest.raises(ValueError, match=f"`{name}` must hold numbers, got something"):
+    with pytest.raises(ValueError, match=f"`{name}` must hold concrete numbers, got a"):
         jax.jit(lambda x: ls.suggest_loss_scale([jnp.ones(2)], **{name: x}))(1.0)
 
 

@@ -130,11 +130,13 @@ def test_what_can_not_be_drawn_is_refused_before_a_figure_is_made(arguments, mes
 
 
 def test_traced_values_are_refused():
-    with pytest.raises(ValueError, match="`grads` must hold numbers, got something"):
+    with pytest.raises(ValueError, match="`grads` must hold concrete numbers, got a"):
         jax.jit(lambda x: plot_range([x]) and x)(jnp.ones(2))
-    with pytest.raises(ValueError, match="`loss_scale` must hold numbers, got some"):
+    with pytest.raises(
+        ValueError, match="`loss_scale` must hold concrete numbers, got a"
+    ):
         jax.jit(lambda x: plot_range(GRADS, loss_scale=x) and x)(2.0)
-    with pytest.raises(ValueError, match="`scales` must hold numbers, got something"):
+    with pytest.raises(ValueError, match="`scales` must hold concrete numbers, got a"):
         jax.jit(lambda x: plot_scale(x) and x)(jnp.ones(2))
 
 

@@ -184,5 +184,5 @@ def test_what_are_no_flags_is_refused(skipped):
 
 
 def test_traced_flags_are_refused():
-    with pytest.raises(ValueError, match="`skipped` must hold numbers, got something"):
+    with pytest.raises(ValueError, match="`skipped` must hold concrete numbers, got a"):
         jax.jit(lambda x: plot_scale([8.0, 8.0], x) and x)(jnp.ones(2, bool))
