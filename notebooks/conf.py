@@ -29,7 +29,6 @@ nitpick_ignore_regex = [("py:class", ".*")]
 
 nb_execution_mode = "off"  # notebooks are stored with their outputs
 myst_heading_anchors = 3
-suppress_warnings = ["misc.highlighting_failure"]
 
 autosummary_generate = False
 autodoc_member_order = "bysource"
@@ -47,6 +46,7 @@ html_css_files = ["book.css"]
 html_copy_source = False
 html_theme_options = {
     "repository_url": URLS["Source"],
+    "repository_branch": "main",
     "path_to_docs": "notebooks",
     "use_repository_button": True,
     "use_issues_button": True,
