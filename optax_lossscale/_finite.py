@@ -16,7 +16,7 @@ AxisName = Hashable | tuple[Hashable, ...]
 def all_finite(tree: Any, axis_name: AxisName | None = None) -> jax.Array:
     """Return whether all floating-point elements of a tree are finite.
 
-    Use it to check other values than gradients, such as a batch or BatchNorm
+    Use it to check values other than gradients, such as a batch or BatchNorm
     statistics, or if you call the ``update`` of a rule yourself. `with_loss_scaling`
     checks the gradients itself.
 
@@ -25,9 +25,9 @@ def all_finite(tree: Any, axis_name: AxisName | None = None) -> jax.Array:
     float4 have no infinity, so an overflow that saturates there cannot be detected.
 
     Flags such as ``--xla_cpu_enable_fast_math`` let the compiler assume that there are
-    no NaN. If they are in ``XLA_FLAGS``, this is detected, and bits are compared
+    no NaNs. If they are in ``XLA_FLAGS``, `all_finite` detects them and compares bits
     instead. Do not pass such flags to a single program with the ``compiler_options`` of
-    ``jax.jit``: they cannot be detected there, and hide NaN.
+    ``jax.jit``: they cannot be detected there, and they hide NaNs.
 
     Args:
         tree: any pytree of arrays.
@@ -130,7 +130,7 @@ def _nonfinite_score(x: jax.Array, by_sums: bool) -> jax.Array:
 def is_nonfinite(x: jax.Array) -> jax.Array:
     """Return which elements are NaN or infinite, by their bits.
 
-    The compiler cannot remove this, even if it may assume that there are no NaN.
+    The compiler cannot remove this, even if it may assume that there are no NaNs.
     """
     if jnp.finfo(x.dtype).bits < 16:
         x = x.astype(jnp.float32)  # small types encode NaN and infinity in many ways
@@ -162,8 +162,8 @@ def max_magnitude(tree: Any, axis_name: AxisName | None = None) -> jax.Array:
     Use it to pass ``max_magnitude`` to the ``update`` of a rule that takes it, such as
     `HeadroomLossScale`. `with_loss_scaling` does so itself.
 
-    The result does not tell you about NaN, which XLA on CPU drops from a maximum. Check
-    `all_finite` as well.
+    The result does not tell you about NaNs, which XLA on CPU drops from a maximum.
+    Check `all_finite` as well.
 
     Args:
         tree: any pytree of arrays. Leaves that `all_finite` ignores are ignored.

@@ -23,9 +23,9 @@ def scale_loss(loss: jax.typing.ArrayLike, state: Any) -> jax.Array:
         The scaled loss, in float32 or wider.
 
     Raises:
-        ValueError: if ``state`` has no loss scale or more than one, or if
-            `with_loss_scaling` is inside a wrapper that belongs inside it, such as
-            ``optax.MultiSteps``.
+        ValueError: if ``state`` has no loss scale or more than one, or if a
+            wrapper that belongs inside `with_loss_scaling`, such as
+            ``optax.MultiSteps``, is around it.
         TypeError: if ``loss`` is not a floating-point or complex array.
 
     Warns:
@@ -64,9 +64,9 @@ def unscale_grads(grads: Any, state: Any) -> Any:
         unchanged.
 
     Raises:
-        ValueError: if ``state`` has no loss scale or more than one, or if
-            `with_loss_scaling` is inside a wrapper that belongs inside it, such as
-            ``optax.MultiSteps``.
+        ValueError: if ``state`` has no loss scale or more than one, or if a
+            wrapper that belongs inside `with_loss_scaling`, such as
+            ``optax.MultiSteps``, is around it.
 
     Warns:
         UserWarning: if the state is a constant of a compiled function, as for

@@ -59,6 +59,5 @@ def check_axes(jaxpr: Jaxpr, axis_name: AxisName | None) -> None:
             "`axis_name` must name every mapped axis that `fun` or its gradient uses, "
             f"here {sorted(axes, key=str)}, got {axis_name!r}. Otherwise "
             "gradients at different scales are summed, or some devices wait for others "
-            "forever. Add the axis. The gradients of parameters that all devices share "
-            "use it, too."
+            "forever. Add the axis. It is also needed if all devices share parameters."
         )

@@ -51,9 +51,9 @@ def value_and_grad_with_retries(
             loss_scale *= backoff_factor
             value, gradients = value_and_grad(fun, state)(...)
 
-    A non-finite value is not retried, because no scale can cure it. ``update`` does not
-    change the scale either, if you pass it the value. If gradients are still non-finite
-    after the last attempt, ``update`` skips the step as usual.
+    A non-finite value is not retried, because no scale can cure it. If you
+    pass the value to ``update``, it does not change the scale either. If gradients are
+    still non-finite after the last attempt, ``update`` skips the step as usual.
 
     Every attempt gets the same arguments, so a PRNG key gives the same numbers. Effects
     such as ``jax.debug.print`` happen in every attempt. Flax NNX modules start each
@@ -92,10 +92,10 @@ def value_and_grad_with_retries(
         and the state. An ``nnx.Optimizer`` is changed in place and returned.
 
     Raises:
-        ValueError: if ``state`` has no loss scale or more than one, or if
-            `with_loss_scaling` is inside a wrapper that belongs inside it, such as
-            ``optax.MultiSteps``; if ``max_retries`` or ``backoff_factor`` is out of
-            range; when called, if devices would decide differently.
+        ValueError: if ``state`` has no loss scale or more than one, or if a
+            wrapper that belongs inside `with_loss_scaling`, such as
+            ``optax.MultiSteps``, is around it; if ``max_retries`` or ``backoff_factor``
+            is out of range; when called, if devices would decide differently.
         TypeError: if ``fun`` is not a function; when called, if the value is not a
             floating-point scalar.
 

@@ -85,10 +85,10 @@ def scale_backward(
             those of ``jax.debug``.
         dtype: the floating-point type in which ``fun`` computes, or its name.
         headroom: how many octaves (factors of two) to leave free between the largest
-            of the sums above and the type's maximum, from 0 to 126. They are for
-            gradients that grow inside ``fun``. Nothing adapts it. If a block overflows
-            in every step, so that all steps are skipped, increase it. A gain that all
-            features share can cause this.
+            of the sums above and the type's maximum, from 0 to 126. This is the room
+            for gradients that grow inside ``fun``. It does not adapt. If a block
+            overflows in every step, so that all steps are skipped, increase it. A gain
+            that all features share can cause this.
         axis_name: the mapped axis, or a tuple of them, along which all devices
             (``shard_map``, ``pmap``) or members (``vmap``) share one scale. It is
             needed if ``fun`` or its gradient communicates along an axis.

@@ -55,9 +55,9 @@ def value_and_grad(
         bfloat16 and float8 are returned in float32, others in their own type.
 
     Raises:
-        ValueError: if ``state`` has no loss scale or more than one, or if
-            `with_loss_scaling` is inside a wrapper that belongs inside it, such as
-            ``optax.MultiSteps``.
+        ValueError: if ``state`` has no loss scale or more than one, or if a
+            wrapper that belongs inside `with_loss_scaling`, such as
+            ``optax.MultiSteps``, is around it.
         TypeError: if ``fun`` or ``value_and_grad`` is not a function; when called, if
             the value is not a floating-point scalar, or if ``value_and_grad`` does not
             return what ``jax.value_and_grad`` returns.
@@ -148,9 +148,9 @@ def grad(
         of the gradients and the auxiliary output if ``has_aux`` is True.
 
     Raises:
-        ValueError: if ``state`` has no loss scale or more than one, or if
-            `with_loss_scaling` is inside a wrapper that belongs inside it, such as
-            ``optax.MultiSteps``.
+        ValueError: if ``state`` has no loss scale or more than one, or if a
+            wrapper that belongs inside `with_loss_scaling`, such as
+            ``optax.MultiSteps``, is around it.
         TypeError: if ``fun`` or ``value_and_grad`` is not a function; when called, if
             the value is not a floating-point scalar.
 

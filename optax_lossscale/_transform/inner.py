@@ -65,7 +65,7 @@ def _check_like_params(
     tree: Any,
     cause: Exception | None,
 ) -> None:
-    """Refuse a tree for which ``init`` would return a state unlike the one given."""
+    """Raise if ``init`` would return a state unlike the given one for a tree."""
     found = _difference_made(inner, inner_state, tree)
     if found and cause is not None:
         # Accept per-example gradients, as used for differential privacy.

@@ -77,8 +77,9 @@ def with_master_weights(
     Returns:
         The transformation. Its ``update`` needs ``params``. Updates of parameters with
         master weights are in ``dtype``. ``optax.apply_updates`` adds them and casts
-        back; ``equinox.apply_updates`` does not cast. JAX adds nothing wider to float8
-        parameters, so their updates are float8 and come as close as float8 sums can.
+        back; ``equinox.apply_updates`` does not cast. JAX cannot add wider types to
+        float8, so updates of float8 parameters are float8, and they come as close as
+        float8 sums can.
 
     Raises:
         TypeError: if ``inner`` is not an Optax transformation.
@@ -229,7 +230,7 @@ def _check_dtype(dtype: Any) -> np.dtype[Any]:
 
 
 def _check_params(params: Any, masters: Any, dtype: Any) -> None:
-    """Refuse parameters that do not match the master weights in the state."""
+    """Raise if parameters do not match the master weights in the state."""
     expected = jax.tree.map(
         lambda p: (
             jax.ShapeDtypeStruct(jnp.shape(p), dtype)

@@ -1,4 +1,4 @@
-"""Call the rule, keep the types of its state, and refuse states of other rules."""
+"""Call the rule, keep the types of its state, and reject states of other rules."""
 
 from typing import Any
 
@@ -38,12 +38,12 @@ def init_scale(rule: LossScale) -> LossScaleState:
 def check_agreement(
     apply: jax.Array, scale_state: LossScaleState, axis_name: AxisName | None
 ) -> None:
-    """Refuse decisions that differ between the devices of a ``shard_map``."""
+    """Raise if the devices of a ``shard_map`` could decide differently."""
     axes = varying_axes(apply) - varying_axes(scale_state.loss_scale)
     if axes:
         raise ValueError(
-            "`axis_name` must name every mapped axis along which gradients differ, and "
-            "with `check_updates` parameters or state as well, here "
+            "`axis_name` must name every mapped axis along which gradients differ "
+            "(with `check_updates`, parameters and state as well), here "
             f"{sorted(axes, key=str)}, got {axis_name!r}. Otherwise some devices would "
             "skip a step that others apply, and their states would drift apart. Add "
             "the axis, or average the gradients before `update`. If each device trains "
@@ -86,7 +86,7 @@ def update_scale(
 
 
 def _check_own(rule: LossScale, state: LossScaleState, cause: Exception | None) -> None:
-    """Refuse a state that belongs to another rule."""
+    """Raise if a state belongs to another rule."""
     own = jax.eval_shape(rule.init)
     if not same_structure(state, own):
         raise ValueError(

@@ -64,8 +64,8 @@ def may_be_repeated(eqn: JaxprEqn) -> bool:
 def may_have_custom_derivatives(jaxpr: Jaxpr) -> bool:
     """Return whether a jaxpr may be wrapped in ``jax.custom_jvp``.
 
-    It may not if it has mutable arrays or callbacks that must happen. Nor if it has a
-    function with a ``jax.custom_vjp``, which has no forward mode.
+    It may not if it has mutable arrays, callbacks that must happen, or a function with
+    a ``jax.custom_vjp``, which has no forward mode.
     """
     return all(
         effect_names(eqn) <= {COLLECTIVE, *DEBUGGING}

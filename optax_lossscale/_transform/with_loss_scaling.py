@@ -67,14 +67,15 @@ def with_loss_scaling(
     first, it turns inf into an ordinary number, as ``optax.zero_nans`` does for NaN,
     and the step is applied. Gradients that an outer mask leaves out are not checked.
 
-    If ``inner`` turns finite gradients into NaN or inf, the step is still applied,
+    No NaN or inf in the gradients reaches the parameters or the state of ``inner``.
+    If ``inner`` itself turns finite gradients into NaN or inf, the step is applied,
     unless ``check_updates`` is True.
 
     True gradients are float32 even if parameters are narrower, so ``init`` creates the
     state of ``inner`` as for float32 parameters. The moments of float16 parameters take
     as much memory as those of float32 parameters. Types that you choose, such as
     ``mu_dtype`` of ``optax.adam``, are kept. If your gradients are as narrow as the
-    parameters, so are the updates, and the moments may be, too. For that, keep the
+    parameters, so are the updates, and moments may be, too. To allow that, use the
     state of ``inner``: ``tx.init(params)._replace(inner_state=inner.init(params))``.
 
     float16 parameters lose small updates. To keep them, use `with_master_weights`.
@@ -88,9 +89,9 @@ def with_loss_scaling(
         check_updates: whether to check the results of ``inner`` as well. A step is then
             skipped if it would put a new NaN or inf into the updates, the state or, if
             ``update`` receives ``params``, the parameters that ``optax.apply_updates``
-            returns. The scale and its growth and backoff counters stay, because no
-            scale prevents this. It costs another pass over gradients, state and
-            parameters.
+            returns. The scale and its growth and backoff counters do not change,
+            because no scale prevents this. It costs another pass over gradients, state
+            and parameters.
 
     Returns:
         The transformation. Its ``update`` passes on the extra arguments that ``inner``
@@ -104,18 +105,17 @@ def with_loss_scaling(
           ``update`` has a parameter of this name.
         - ``value``: the unscaled loss. If it is not finite, the scale is not the
           problem: the step is skipped, and the scale and its growth and backoff
-          counters stay.
+          counters do not change.
 
     Raises:
         TypeError: if ``inner`` is not an Optax transformation or ``loss_scale`` is not
             a rule; from ``update``, if ``state`` is not a `WithLossScalingState`.
         ValueError: if ``check_updates`` is not a bool, or is True and the rule never
             skips; from ``init``, if ``inner`` scales losses itself; from ``update``, if
-            ``inner`` changes the structure, the shapes or the kinds of numbers of its
-            state (integers to floats, for example), gradients or parameters do not
-            match the state, ``value`` or ``grads_finite`` is not one number or flag,
-            ``axis_name`` is not bound, or devices of a ``shard_map`` would decide
-            differently.
+            ``inner`` changes the structure, shapes or kinds of numbers of its state
+            (integers to floats, say), gradients or parameters do not match the state,
+            ``value`` or ``grads_finite`` is not one number or flag, ``axis_name`` is
+            not bound, or devices of a ``shard_map`` would decide differently.
 
     Warns:
         UserWarning: from ``init``, if parameters are float16 and ``inner`` keeps no
