@@ -5,15 +5,18 @@ Run it after you change a notebook, or anything that a notebook shows::
     python notebooks/refresh.py [NAME...]
 
 A name is that of a notebook in this folder, such as ``quickstart``. Without names, all
-are refreshed. You need what ``pip install -e '.[test]'`` installs. The notebooks run on
-the CPU. The repository's address, in their Colab badges and in CITATION.cff, is written
-from pyproject.toml.
+are refreshed, and the picture in the README. You need what ``pip install -e '.[test]'``
+installs. The notebooks run on the CPU.
+
+The repository's address in the Colab badges and in CITATION.cff is written from
+pyproject.toml.
 """
 
 import base64
 import io
 import os
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -26,30 +29,40 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SOURCE = PROJECT["urls"]["Source"]
+PICTURE = FOLDER / "images" / "demonstration.png"
 LIMIT = 300_000  # bytes
 COLAB = "https://colab.research.google.com"
 BADGE = re.compile(r"\[!\[Open in Colab\]\(\S+\)\]\(\S+\)")
 
 
 def main(names: list[str]) -> None:
-    """Refresh the notebooks in ``names``, or all of them."""
+    """Refresh the notebooks in ``names``, or all of them and the picture."""
     citation = ROOT / "CITATION.cff"
-    text = re.sub("(?m)(?<=^repository-code: ).*", SOURCE, citation.read_text())
+    address = f"repository-code: {SOURCE}"
+    text = re.sub("(?m)^repository-code: .*", address, citation.read_text())
     citation.write_text(text)
+    if not names:
+        command = [sys.executable, "-m", "optax_lossscale", "--plot", PICTURE]
+        subprocess.run(command, check=True)
     paths = [FOLDER / f"{name.removesuffix('.ipynb')}.ipynb" for name in names]
     for path in paths or sorted(FOLDER.glob("*.ipynb")):
-        notebook = nbformat.read(path, as_version=4)
-        notebook.cells[0].source = BADGE.sub(badge(path), notebook.cells[0].source)
-        execute(notebook)
-        text = nbformat.writes(notebook) + "\n"
-        size = len(text.encode())
-        if size >= LIMIT:
-            sys.exit(
-                f"{path.name} has {size / 1000:.0f} kB with its outputs, and must stay "
-                f"below {LIMIT / 1000:.0f} kB. Draw fewer or smaller pictures."
-            )
-        path.write_text(text)
-        print(f"{path.name}: {size / 1000:.0f} kB")
+        refresh(path)
+
+
+def refresh(path: Path) -> None:
+    """Execute a notebook, and store it if it is small enough."""
+    notebook = nbformat.read(path, as_version=4)
+    notebook.cells[0].source = BADGE.sub(badge(path), notebook.cells[0].source)
+    execute(notebook)
+    text = nbformat.writes(notebook) + "\n"
+    size = len(text.encode())
+    if size >= LIMIT:
+        sys.exit(
+            f"{path.name} has {size / 1000:.0f} kB with its outputs, and must stay "
+            f"below {LIMIT / 1000:.0f} kB. Draw fewer or smaller pictures."
+        )
+    path.write_text(text)
+    print(f"{path.name}: {size / 1000:.0f} kB")
 
 
 def badge(path: Path) -> str:

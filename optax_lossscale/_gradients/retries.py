@@ -51,9 +51,9 @@ def value_and_grad_with_retries(
             loss_scale *= backoff_factor
             value, gradients = value_and_grad(fun, state)(...)
 
-    A non-finite value is not retried, because no scale can cure it. If you
-    pass the value to ``update``, it does not change the scale either. If gradients are
-    still non-finite after the last attempt, ``update`` skips the step as usual.
+    A non-finite value is not retried, because no scale can cure it. If you pass
+    the value to ``update``, it does not change the scale either. If gradients are still
+    non-finite after the last attempt, ``update`` skips the step as usual.
 
     Every attempt gets the same arguments, so a PRNG key gives the same numbers. Effects
     such as ``jax.debug.print`` happen in every attempt. Flax NNX modules start each

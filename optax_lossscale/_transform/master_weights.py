@@ -77,9 +77,8 @@ def with_master_weights(
     Returns:
         The transformation. Its ``update`` needs ``params``. Updates of parameters with
         master weights are in ``dtype``. ``optax.apply_updates`` adds them and casts
-        back; ``equinox.apply_updates`` does not cast. JAX cannot add wider types to
-        float8, so updates of float8 parameters are float8, and they come as close as
-        float8 sums can.
+        back; ``equinox.apply_updates`` does not cast. JAX adds nothing wider to
+        float8, so updates of float8 parameters are float8, as close as its sums allow.
 
     Raises:
         TypeError: if ``inner`` is not an Optax transformation.

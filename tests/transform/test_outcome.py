@@ -258,7 +258,7 @@ def test_a_forgotten_axis_is_refused():
         return tx.update(jnp.ones(2), tx.init(jnp.ones(2)), params)[0]
 
     mapped = jax.shard_map(step, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
-    with pytest.raises(ValueError, match=r"with `check_updates` parameters.*\['x'\]"):
+    with pytest.raises(ValueError, match=r"with `check_updates`, parameters.*\['x'\]"):
         jax.jit(mapped)(jnp.ones(16))
 
 
