@@ -154,7 +154,7 @@ CLAIMS = {
                 100 * medians["float16, no scale"], 100 * medians["bfloat16"]
             ],
             "error of a log-probability": [off16, off_b],
-            "gap where the sampler splits its matrix products": means["two devices"],
+            "gap if the sampler splits its matrix products": means["two devices"],
         }
         for row, numbers in measured.items():
             np.testing.assert_allclose(numbers, page.pop(row), rtol=0.3)
