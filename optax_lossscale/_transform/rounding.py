@@ -20,8 +20,9 @@ def update_to(master: jax.Array, param: Any) -> jax.Array:
     # Keep infinities: inf - inf would be NaN.
     update = jnp.where(target == param, 0, target - param)
     # Added to 0, the master weight itself is rounded and keeps the sign of a zero. With
-    # explicit sharding, the mask must be sharded as the values are.
-    is_zero = (param == 0) & jnp.ones_like(update, jnp.bool_)
+    # explicit sharding, the mask must be sharded as the values are: hence the second
+    # comparison. For a NaN, either value is NaN.
+    is_zero = (param == 0) & (master == master)
     update = jnp.where(is_zero, master, update)
     return update if jnp.finfo(narrow).bits >= 16 else update.astype(narrow)
 

@@ -76,6 +76,8 @@ def test_every_public_name_is_in_the_reference_once():
     for name, module in MODULES.items():
         public = {x for x in module.__all__ if not inspect.ismodule(getattr(module, x))}
         assert sorted(documented[name]) == sorted(public)
+    listed = re.findall(r"^   (\w+)$", page("reference/index"), re.M)
+    assert sorted(listed) == sorted(documented[""] + documented["plots"])
 
 
 @pytest.mark.parametrize(
