@@ -13,11 +13,7 @@ import pytest
 from helpers import PAGES, code_blocks, run_page
 
 PATHS = sorted(PAGES.glob("coming_from/*.md"))
-
-
 GUIDES = {path.stem: path for path in PATHS if path.stem != "index"}
-
-
 every_guide = pytest.mark.parametrize("guide", GUIDES)
 
 

@@ -15,8 +15,6 @@ PARTS = re.compile(
     r"|^(?P<prose>.+)$",
     re.M,
 )
-
-
 FENCES = {"python theirs": "theirs", "bash theirs": "theirs", "python": "ours"}
 
 
