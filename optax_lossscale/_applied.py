@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from ._find import get_loss_scale_state
-from ._finite import AxisName, all_finite
-from ._state import check_single
+from ._finite import all_finite
 from ._tree import is_inexact, same_structure, select
+from ._validation import AxisName
 
 
 def was_applied(state: Any) -> jax.Array:
@@ -119,7 +119,7 @@ def keep_if_applied(
         >>> ls.keep_if_applied(opt_state, {"mean": jnp.ones(2)}, {"mean": jnp.zeros(2)})
         {'mean': Array([0., 0.], dtype=float32)}
     """
-    applied = check_single(get_loss_scale_state(state)).grads_finite
+    applied = get_loss_scale_state(state).grads_finite
 
     def compared(new: Any, old: Any) -> Any:
         if not is_inexact(new) or jnp.shape(new) != jnp.shape(old):

@@ -8,7 +8,7 @@ import optax
 import optax.contrib
 
 from ._jax_internals import is_in_jit
-from ._state import LossScaleState, canonical, check_single
+from ._state import LossScaleState, canonical, check_state
 
 _AROUND = "Put `with_loss_scaling` around it."
 _UNCHECKED = (
@@ -117,7 +117,7 @@ def get_effective_state(state: Any) -> LossScaleState:
                 "`state` must have its LossScaleState outside other wrappers, got one "
                 f"inside `{name}`. {reason}"
             )
-    return check_single(get_loss_scale_state(state))
+    return check_state(get_loss_scale_state(state))
 
 
 def _hides(node: Any, state: Any) -> bool:

@@ -1,7 +1,7 @@
 """Check that a tree is finite and measure how large it is, on one device or many."""
 
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._tree import dtype_of, is_inexact, wide_dtype
-
-AxisName = Hashable | tuple[Hashable, ...]
+from ._validation import AxisName, check_axis_name
 
 
 def all_finite(tree: Any, axis_name: AxisName | None = None) -> jax.Array:
@@ -71,25 +70,6 @@ def across(
         return x
     check_axis_name(axis_name)
     return reduce(x, axis_name)
-
-
-def check_axis_name(axis_name: AxisName) -> None:
-    """Raise if a name, or one in a tuple of names, is not bound here."""
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    try:
-        # An integer would name an axis of the array. Only the psum of a Python number
-        # fails in the same way in all kinds of mapped functions.
-        if all(not isinstance(name, int) for name in names):
-            jax.lax.psum(1, axis_name)
-            return
-        unbound = None
-    except NameError as error:
-        unbound = error
-    raise ValueError(
-        "`axis_name` must name an axis of the surrounding `shard_map`, `pmap` or "
-        f"`vmap(axis_name=...)`, got {axis_name!r}. Under plain `jit`, leave it "
-        "out: arrays are global there, and so is the check."
-    ) from unbound
 
 
 @functools.partial(jax.jit, static_argnames="by_sums")

@@ -2,12 +2,11 @@
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-
-from ._validation import check_float_dtype
 
 # Within these bounds, a float32 scale and its reciprocal are normal numbers. XLA
 # flushes subnormal numbers to zero, and gradients multiplied by zero look finite.
@@ -29,14 +28,9 @@ class Limits(NamedTuple):
     overflow: float
 
 
-def limits_of(dtype: Any) -> Limits:
-    """Return the limits of a type passed by the user, or raise if it has none."""
-    advice = 'It is the type that gradients are computed in, usually "float16".'
-    return _limits_of(check_float_dtype("dtype", dtype, advice).name)
-
-
 @functools.cache
-def _limits_of(name: str) -> Limits:
+def limits_of(name: str) -> Limits:
+    """Return the limits of a type, by its name, or raise if it has none."""
     dtype, info = jnp.dtype(name), jnp.finfo(name)
 
     def rounded(x: float) -> float:
@@ -57,3 +51,23 @@ def _limits_of(name: str) -> Limits:
     if math.isfinite(rounded(tie)):
         overflow = math.nextafter(tie, math.inf)
     return Limits(least / 2, float(info.tiny) - least / 2, overflow)
+
+
+def exact_power(exponent: jax.Array) -> jax.Array:
+    """Return 2**exponent for a whole exponent; the result must be a normal number.
+
+    ``jnp.exp2`` and ``jnp.ldexp`` compute powers, which some devices round poorly.
+    """
+    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+
+
+def power_of_two(exponent: jax.Array) -> jax.Array:
+    """Return the scale 2**floor(exponent), exactly."""
+    lowest, highest = math.log2(SMALLEST_SCALE), math.log2(LARGEST_SCALE)
+    return exact_power(jnp.clip(jnp.floor(exponent), lowest, highest).astype(jnp.int32))
+
+
+def normal_scale(scale: jax.Array, otherwise: float) -> jax.Array:
+    """Clip a loaded scale so that its reciprocal is normal; NaN is ``otherwise``."""
+    scale = jnp.where(jnp.isnan(scale), otherwise, scale)
+    return jnp.clip(scale, SMALLEST_SCALE, LARGEST_SCALE)

@@ -15,9 +15,9 @@ class LossScaleState(NamedTuple):
     A rule computes a new one after each step. `with_loss_scaling` keeps it in the
     optimizer state, where `get_loss_scale_state` finds it.
 
-    Every field except ``memory`` is a strongly typed array of shape ``()``. The names
-    are unique among optax states, so ``optax.tree.get(opt_state, "loss_scale")`` works
-    in any chain.
+    Every field except ``rule_state`` is a strongly typed array of shape ``()``. The
+    names are unique among optax states, so ``optax.tree.get(opt_state, "loss_scale")``
+    works in any chain.
 
     Attributes:
         loss_scale: float32, the scale that multiplies the next loss.
@@ -30,17 +30,17 @@ class LossScaleState(NamedTuple):
         skipped_steps: int32, the number of skipped steps in total; saturates.
         consecutive_skips: int32, the number of skipped steps since the last applied
             one; saturates.
-        memory: what else a rule remembers, a ``NamedTuple`` of strongly typed arrays.
-            It is an empty tuple, which adds no leaf, for rules that need no more.
+        rule_state: what else a rule remembers, a ``NamedTuple`` of strongly typed
+            arrays. It is an empty tuple, which adds no leaf, for most rules.
 
     Examples:
         >>> import optax_lossscale as ls
         >>> state = ls.DynamicLossScale().init()
         >>> float(state.loss_scale), int(state.skipped_steps)
         (32768.0, 0)
-        >>> state.memory
+        >>> state.rule_state
         ()
-        >>> float(ls.HeadroomLossScale().init().memory.max_magnitude)
+        >>> float(ls.HeadroomLossScale().init().rule_state.max_magnitude)
         0.0
     """
 
@@ -50,14 +50,14 @@ class LossScaleState(NamedTuple):
     grads_finite: jax.Array
     skipped_steps: jax.Array
     consecutive_skips: jax.Array
-    memory: Any = ()
+    rule_state: Any = ()
 
     @classmethod
     def create(
         cls,
         loss_scale: jax.typing.ArrayLike,
         hysteresis: jax.typing.ArrayLike = 1,
-        memory: Any = (),
+        rule_state: Any = (),
     ) -> "LossScaleState":
         """Return the state before the first step.
 
@@ -67,7 +67,7 @@ class LossScaleState(NamedTuple):
             loss_scale: the first scale.
             hysteresis: the first ``hysteresis_tracker``. Use -1 if the rule never
                 changes the scale, which may then be a constant of a compiled function.
-            memory: what else the rule remembers.
+            rule_state: what else the rule remembers.
 
         Returns:
             A state in which all other counters are 0 and ``grads_finite`` is True.
@@ -77,15 +77,15 @@ class LossScaleState(NamedTuple):
             >>> ls.LossScaleState.create(128.0).loss_scale
             Array(128., dtype=float32)
 
-            A rule that remembers more keeps it in ``memory``:
+            A rule that remembers more keeps it in ``rule_state``:
 
             >>> from typing import NamedTuple
             >>> import jax
             >>> import jax.numpy as jnp
             >>> class Longest(NamedTuple):
             ...     longest_run: jax.Array
-            >>> state = ls.LossScaleState.create(128.0, memory=Longest(jnp.int32(0)))
-            >>> state.memory
+            >>> rule_state = Longest(jnp.int32(0))
+            >>> ls.LossScaleState.create(128.0, rule_state=rule_state).rule_state
             Longest(longest_run=Array(0, dtype=int32))
         """
         return cls(
@@ -95,7 +95,7 @@ class LossScaleState(NamedTuple):
             grads_finite=jnp.ones((), jnp.bool_),
             skipped_steps=jnp.zeros((), jnp.int32),
             consecutive_skips=jnp.zeros((), jnp.int32),
-            memory=memory,
+            rule_state=rule_state,
         )
 
     def record(self, grads_finite: jax.typing.ArrayLike) -> "LossScaleState":
@@ -141,7 +141,7 @@ def recorded(
 
 
 def canonical(state: LossScaleState) -> LossScaleState:
-    """Convert the fields of a state, except the memory, to the types that rules keep.
+    """Convert the fields of a state, except ``rule_state``, to their own types.
 
     ``optax.tree.set`` puts Python numbers into a state. Casting a whole optimizer state
     to float16 makes the scale float16, in which 2**16 is infinite.
@@ -149,17 +149,21 @@ def canonical(state: LossScaleState) -> LossScaleState:
     dtypes = (jnp.float32, jnp.int32, jnp.int32, jnp.bool_, jnp.int32, jnp.int32)
     pairs = zip(state[:6], dtypes, strict=True)
     new_state = LossScaleState._make(
-        [*(_as_type(x, dtype) for x, dtype in pairs), state.memory]
+        [*(_as_type(x, dtype) for x, dtype in pairs), state.rule_state]
     )
     changed = any(new is not old for new, old in zip(new_state, state, strict=True))
     return new_state if changed else state
 
 
-def check_single(state: LossScaleState) -> LossScaleState:
+def check_state(state: Any) -> LossScaleState:
     """Return the canonical state of one run, or raise if this is something else."""
-    for name, x in state._asdict().items():
-        if name == "memory":
-            continue
+    if not isinstance(state, LossScaleState):
+        raise TypeError(
+            "`state` must be a LossScaleState, as the rule's `init` returns it, got "
+            f"{describe(state)}. `get_loss_scale_state` returns the one inside an "
+            "optimizer state."
+        )
+    for name, x in zip(state._fields[:6], state, strict=False):
         number = isinstance(x, int | float) or hasattr(x, "dtype")
         if not number or isinstance(x, jax.ShapeDtypeStruct):
             raise ValueError(

@@ -107,6 +107,17 @@ def wide_dtype(dtype: Any) -> Any:
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32
 
 
+def in_types_of(tree: Any, other: Any) -> Any:
+    """Return the leaves of another tree in the dtypes of a tree, never weakly typed."""
+
+    def leaf(x: Any, y: Any) -> Any:
+        strong = hasattr(y, "dtype") and not getattr(y, "weak_type", False)
+        same = strong and y.dtype == dtype_of(x)
+        return y if same else jnp.asarray(y, dtype_of(x))
+
+    return jax.tree.map(leaf, tree, other)
+
+
 def same_structure(tree: Any, other: Any) -> bool:
     structure: Any = jax.tree.structure(tree)
     return structure == jax.tree.structure(other)

@@ -65,7 +65,7 @@ FAULTS = [Fault(*fault) for fault in (
     ("_validation.py", "if not accepts(rounded):", "if False:", "rules/test_arguments.py::test_an_argument_is_refused_that_is_out_of_range_in_float32"),
     # The ground
     ("_state.py", "consecutive_skips=jnp.where(grads_finite, 0, consecutive_skips)", "consecutive_skips=consecutive_skips", "test_state.py::test_a_finite_step_ends_the_run_of_skips_and_keeps_the_total"),
-    ("_state.py", "    memory: Any = ()\n", "    memory: Any = None\n", "test_state.py::test_a_state_without_a_memory_has_an_empty_one_that_adds_no_leaf"),
+    ("_state.py", "    rule_state: Any = ()\n", "    rule_state: Any = None\n", "test_state.py::test_a_state_without_a_memory_has_an_empty_one_that_adds_no_leaf"),
     ("_finite.py", "return real + imag", "return real", "test_finite.py::test_both_parts_of_a_complex_number_count"),
     ("_finite.py", "across(jax.lax.pmin, flag", "across(jax.lax.pmax, flag", "test_finite.py::test_with_an_axis_name_every_member_gets_the_same_answer"),
     ("_tree.py", "jax.lax.complex(leaf(x.real), leaf(x.imag))", "x * factor(x.dtype)", "gradients/test_by_hand.py::test_infinite_parts_of_complex_gradients_stay_what_they_are"),

@@ -1,7 +1,6 @@
 """What several test files share."""
 
 import contextlib
-import dataclasses
 import functools
 import io
 import os
@@ -107,32 +106,27 @@ def run_rule(
 ) -> ls.LossScaleState:
     """Every state of a run, stacked, from ``rule.init()`` or the state given.
 
-    Rules that differ in numbers alone share one program, as runs up to a length do.
+    They are those of compiled steps of ``with_loss_scaling``, which users run. Runs up
+    to a length share one program.
     """
     steps = len(grads_finite)
     length = next(n for n in (32, 256, 512) if steps <= n)
-    flags, largest = np.ones(length, bool), np.zeros(length, np.float32)
-    flags[:steps], largest[: len(magnitudes)] = grads_finite, magnitudes
-    fields = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule)}
-    names = [name for name, x in fields.items() if type(x) in (int, float)]
-    numbers = {name: np.float64(fields.pop(name)) for name in names}
-    rest = tuple(sorted(fields.items()))
-    state = rule.init() if state is None else state
-    states = _run_rule(type(rule), rest, numbers, (flags, largest), state)
+    grads = np.zeros(length, np.float32)
+    grads[: len(magnitudes)] = magnitudes
+    grads[:steps][~np.asarray(grads_finite, bool)] = np.nan
+    states = _run_rule(rule, grads, rule.init() if state is None else state)
     return jax.tree.map(lambda x: np.asarray(x)[:steps], states)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _run_rule(rule_type: Any, rest: Any, numbers: Any, run: Any, state: Any) -> Any:
-    rule = rule_type(**dict(rest), **numbers)
+@functools.partial(jax.jit, static_argnums=0)
+def _run_rule(rule: ls.LossScale, grads: jax.Array, state: Any) -> Any:
+    tx = ls.with_loss_scaling(optax.identity(), rule)
 
-    def step(state: Any, x: Any) -> Any:
-        flag, magnitude = x
-        args = (magnitude,) if rule.uses_max_magnitude else ()
-        state = rule.update(state, flag, *args)
-        return state, state
+    def step(opt_state: Any, grad: jax.Array) -> Any:
+        _, opt_state = tx.update(grad, opt_state)
+        return opt_state, opt_state.scale_state
 
-    return jax.lax.scan(step, state, run)[1]
+    return jax.lax.scan(step, tx.init(0.0)._replace(scale_state=state), grads)[1]
 
 
 def assert_same_bits(actual: Any, expected: Any) -> None:

@@ -57,10 +57,10 @@ def test_every_leaf_is_a_strongly_typed_scalar(rule, jit, x64):
 
 def test_a_state_without_a_memory_has_an_empty_one_that_adds_no_leaf():
     state = ls.DynamicLossScale().init()
-    assert state.memory == () and len(jax.tree.leaves(state)) == len(TYPES)
+    assert state.rule_state == () and len(jax.tree.leaves(state)) == len(TYPES)
     assert ls.LossScaleState(*state[:6]) == state
     memory = (jnp.zeros(()),)
-    assert ls.LossScaleState.create(8.0, memory=memory).memory is memory
+    assert ls.LossScaleState.create(8.0, rule_state=memory).rule_state is memory
 
 
 def test_leaves_share_no_buffer_so_the_state_can_be_donated():

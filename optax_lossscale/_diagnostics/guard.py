@@ -8,10 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._find import get_loss_scale_state
-from .._finite import AxisName, check_axis_name
 from .._jax_internals import is_staging
 from .._state import LossScaleState
-from .._validation import check_concrete, check_count, describe
+from .._validation import (
+    AxisName,
+    check,
+    check_axis_name,
+    check_concrete,
+    check_count,
+    describe,
+)
 from .report import GradientReport, check_gradients, gradient_report
 from .stopped import is_due, stop_message
 from .table import check_report
@@ -75,7 +81,7 @@ def check_loss_scale(
         MindSpore's ``DynamicLossScaleManager`` raises an error after more than 1,000
         overflows in a row, and DeepSpeed at the first overflow at its minimum scale.
     """
-    limit = _check_limit(max_consecutive_skips)
+    limit = check("max_consecutive_skips", max_consecutive_skips)
     scale_state = get_loss_scale_state(state)
     check_concrete(
         "state",
@@ -178,7 +184,7 @@ def watch_loss_scale(
         ...     print("LossScaleError: The last 3 steps were all" in str(error))
         True
     """
-    limit = _check_limit(max_consecutive_skips)
+    limit = check("max_consecutive_skips", max_consecutive_skips)
     every = check_count(
         "every", every, "It is the number of skipped steps between two reports."
     )
@@ -232,11 +238,3 @@ def _without_derivative(x: Any) -> Any:
 
 def _is_traced(tree: Any) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
-
-
-def _check_limit(max_consecutive_skips: int) -> int:
-    return check_count(
-        "max_consecutive_skips",
-        max_consecutive_skips,
-        "It is how many steps in a row may be skipped.",
-    )

@@ -6,10 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._precision import limits_of
-from .._rules.arguments import check_max_scale, check_min_scale, check_order
 from .._rules.headroom import HeadroomLossScale
-from .._validation import check_concrete
+from .._validation import check, check_limits, check_order
 from .counting import as_float32, measure
 from .report import check_gradients, measurable
 
@@ -112,7 +110,7 @@ def suggest_loss_scale(
         min_scale=least,
         max_scale=largest,
     )
-    limits = limits_of(dtype)
+    limits = check_limits(dtype)
     check_gradients("grads", grads)
     leaves = measurable(jax.tree.leaves(grads)) or [None]
     before, max_abs = measure(leaves, jnp.ones((), jnp.float32), limits)
@@ -125,10 +123,8 @@ def suggest_loss_scale(
 
 def _powers_of_two(min_scale: float, max_scale: float) -> tuple[float, float]:
     """Return the outermost powers of two in the bounds, or the bounds if none is."""
-    advice = "Pass numbers: the bounds are compiled in."
-    check_concrete("min_scale", min_scale, advice)
-    check_concrete("max_scale", max_scale, advice)
-    min_scale, max_scale = check_min_scale(min_scale), check_max_scale(max_scale)
+    min_scale = check("min_scale", min_scale)
+    max_scale = check("max_scale", max_scale)
     check_order(min_scale=min_scale, max_scale=max_scale)
     # frexp returns a mantissa from 0.5 to 1.
     mantissa, exponent = math.frexp(min_scale)

@@ -7,10 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
-from .._finite import AxisName, check_axis_name
 from .._jax_internals import COLLECTIVE, DEBUGGING, effect_names
 from .._tree import is_inexact
-from .._validation import describe
+from .._validation import AxisName, check_axis_name, describe
 
 
 def check_effects(jaxpr: Jaxpr) -> None:

@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from .._find import get_effective_state, replace_loss_scale_state, warn_if_constant
-from .._finite import AxisName, all_finite
+from .._finite import all_finite
 from .._jax_internals import as_varying, row_major, varying_axes, zeros_like_aval
 from .._precision import SMALLEST_SCALE
-from .._rules.arguments import check_backoff_factor
-from .._validation import check_count
+from .._validation import AxisName, check
 from .at_scale import at_scale, warn_of_narrow_loss
 from .checks import check_axes
 from .in_place import copied, update_objects
@@ -125,13 +124,8 @@ def value_and_grad_with_retries(
         value_and_grad=value_and_grad,
     )
     get_effective_state(state)  # raises now if there is no loss scale
-    max_retries = check_count(
-        "max_retries",
-        max_retries,
-        "It is how many times a step may be retried.",
-        least=0,
-    )
-    backoff_factor = check_backoff_factor(backoff_factor)
+    max_retries = check("max_retries", max_retries)
+    backoff_factor = check("backoff_factor", backoff_factor)
 
     @functools.wraps(fun, updated=())
     def fun_with_retries(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:

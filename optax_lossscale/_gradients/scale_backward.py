@@ -11,12 +11,12 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Jaxpr
 
-from .._finite import AxisName, across
+from .._finite import across
 from .._jax_internals import zeros_like_aval
-from .._rules.growth import exact_power
+from .._precision import exact_power
 from .._rules.headroom import HeadroomLossScale
 from .._tree import dtype_of, is_inexact, multiply, wide_dtype
-from .._validation import check_concrete, describe
+from .._validation import AxisName, describe
 from .checks import check_axes, check_effects, warn_of_underflow
 from .staged import evaluate, staged
 
@@ -137,7 +137,6 @@ def scale_backward(
             f"`fun` must be a function, got {describe(fun)}. Pass the function itself: "
             "`scale_backward(layer)(params, x)`."
         )
-    check_concrete("headroom", headroom, "Pass a number, which is compiled in.")
     rule = HeadroomLossScale(headroom=headroom, dtype=dtype)  # checks both
     bound = float(jnp.finfo(rule.dtype).max) / 2.0**rule.headroom
 

@@ -3,61 +3,38 @@
 import abc
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self, TypeVar, cast
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
-from .._state import LossScaleState
-from .._validation import check_flag, check_magnitude
-from .soundness import check_state, is_traced, own_memory, sound
+from .._state import LossScaleState, check_state
+from .._tree import in_types_of, same_structure
+from .._validation import check, check_flag, describe
 
 UpdateT = TypeVar("UpdateT", bound=Callable[..., Any])
 
 
 def compiled(update: UpdateT) -> UpdateT:
-    """Compile a rule's ``update`` once per configuration.
+    """Check the arguments of a rule's ``update``, and compile it once for equal rules.
 
-    The configuration is compiled in as constants, so an eager update transfers nothing
-    from the host. Numbers that were given as arrays are arguments of the program,
-    because eager ``optax.inject_hyperparams`` builds a rule with new ones in every
-    step. While it traces a number, the rule cannot be hashed, and the update becomes
-    part of the caller's program.
+    The numbers of the rule are constants of the program, so an eager update transfers
+    nothing from the host.
     """
-
-    @functools.wraps(update)
-    def whole(self: Any, state: Any, *args: Any) -> LossScaleState:
-        state = own_memory(self, state)
-        new_state = update(self, state, *args)
-        return sound(self, new_state, state) if is_traced(self) else new_state
-
-    def rebuilt(kind: Any, rest: Any, numbers: Any, *args: Any) -> LossScaleState:
-        return whole(kind(**dict(rest), **numbers), *args)
-
-    of_constants = jax.jit(whole, static_argnums=0)
-    of_arguments = jax.jit(rebuilt, static_argnums=(0, 1))
+    program = jax.jit(update, static_argnums=0)
 
     @functools.wraps(update)
     def checked(self: Any, state: Any, grads_finite: Any, *args: Any) -> Any:
-        state = check_state(state)
+        state = own_state(self, state)
         check_flag("grads_finite", grads_finite)
         for arg in args:
-            check_magnitude("max_magnitude", arg)
-        if is_traced(self):
-            return whole(self, state, grads_finite, *args)
-        if self._given_as_arrays:
-            return of_arguments(*_parts(self), state, grads_finite, *args)
-        return of_constants(self, state, grads_finite, *args)
+            check("max_magnitude", arg)
+        return program(self, state, grads_finite, *args)
 
+    setattr(checked, "program", program)  # noqa: B010, a function has no such field
     return cast(UpdateT, checked)
-
-
-def _parts(rule: Any) -> tuple[type, tuple[tuple[str, Any], ...], dict[str, jax.Array]]:
-    """Return a rule's class, its constants, and its arrays, put on the device."""
-    fields = {name: getattr(rule, name) for name in _field_names(type(rule))}
-    numbers = {name: np.asarray(fields.pop(name)) for name in rule._given_as_arrays}
-    return type(rule), tuple(fields.items()), jax.device_put(numbers)
 
 
 class LossScale(abc.ABC):
@@ -70,9 +47,8 @@ class LossScale(abc.ABC):
     gives it a repr, equality, a hash and ``get_config``. A rule must not define
     ``__call__``, because ``optax.inject_hyperparams`` takes callables for schedules.
 
-    The rules of this package check their numbers when they are created, except while
-    ``optax.inject_hyperparams`` traces them. A traced number cannot take the scale out
-    of its range, 2**-126 to 2**126: the scale stays as it was instead.
+    The numbers of a rule are Python numbers, fixed when it is built. To change one
+    during training, continue with another rule: the state carries over.
 
     Attributes:
         skip_nonfinite: whether steps with non-finite gradients are skipped. If False,
@@ -102,7 +78,6 @@ class LossScale(abc.ABC):
 
     skip_nonfinite: bool = True
     uses_max_magnitude: ClassVar[bool] = False
-    _given_as_arrays: ClassVar[frozenset[str]] = frozenset()
 
     @abc.abstractmethod
     def init(self) -> LossScaleState:
@@ -194,13 +169,86 @@ class LossScale(abc.ABC):
         return rule(**fields)
 
 
+def check_fields(rule: LossScale) -> None:
+    """Replace the fields of a frozen rule by their checked values, Python's own."""
+    for name in _field_names(type(rule)):
+        object.__setattr__(rule, name, check(name, getattr(rule, name)))
+
+
+def check_rule(loss_scale: Any) -> None:
+    if not isinstance(loss_scale, LossScale):
+        raise TypeError(
+            "`loss_scale` must be a rule, an instance of LossScale, got "
+            f"{describe(loss_scale)}. Pass one, such as "
+            "`FixedLossScale(128.0)` or `DynamicLossScale(init_scale=128.0)`."
+        )
+
+
+def first_state(rule: LossScale) -> LossScaleState:
+    """Return the rule's first state, or raise if it is not one."""
+    state: Any = rule.init()
+    if not isinstance(state, LossScaleState):
+        raise TypeError(
+            "`loss_scale` must have an `init` that returns a LossScaleState, got "
+            f"{describe(state)} from {rule!r}. Return `LossScaleState.create(scale)`."
+        )
+    return check_state(state)
+
+
+def own_state(rule: LossScale, state: Any) -> LossScaleState:
+    """Return the state of one run in the types of a rule, or raise if it is not one.
+
+    A rule without a ``rule_state`` leaves that of another rule alone.
+    """
+    state = check_state(state)
+    given, own = state.rule_state, jax.eval_shape(rule.init).rule_state
+    if not jax.tree.leaves(own):
+        return state
+    shapes, own_shapes = (
+        list(map(jnp.shape, jax.tree.leaves(tree))) for tree in (given, own)
+    )
+    if not same_structure(given, own) or shapes != own_shapes:
+        raise ValueError(
+            f"`state` must have the `rule_state` of {rule!r}, "
+            f"{jax.tree.structure(own)} of shapes {own_shapes}, got {describe(given)}. "
+            "To switch to another rule, start with its first state: "
+            "`opt_state._replace(scale_state=rule.init())`."
+        )
+    return state._replace(rule_state=in_types_of(own, given))
+
+
+def next_state(
+    rule: LossScale, state: LossScaleState, *args: jax.typing.ArrayLike
+) -> LossScaleState:
+    """Return the rule's next state, in the structure and types of the given one.
+
+    ``state`` is one that ``own_state`` returned.
+    """
+    update: Any = type(rule).update
+    new_state = getattr(update, "program", update)(rule, state, *args)
+    shapes, new_shapes = (
+        list(map(jnp.shape, jax.tree.leaves(tree))) for tree in (state, new_state)
+    )
+    if not same_structure(new_state, state) or new_shapes != shapes:
+        raise ValueError(
+            "`loss_scale` must have an `update` that keeps the structure and the "
+            f"shapes of the state, got {jax.tree.structure(new_state)} of shapes "
+            f"{new_shapes} for {jax.tree.structure(state)} of shapes {shapes} from "
+            f"{rule!r}. Return `state.record(grads_finite)._replace(...)`."
+        )
+    # A user's rule may return a Python number for a counter.
+    return in_types_of(state, new_state)
+
+
 def _package_rules() -> dict[str, type[LossScale]]:
-    package = __name__.partition(".")[0]
-    return {
-        rule.__name__: rule
-        for rule in LossScale.__subclasses__()
-        if rule.__module__.partition(".")[0] == package
-    }
+    package, found, rules = __name__.partition(".")[0], [LossScale], {}
+    while found:
+        rule = found.pop()
+        found += rule.__subclasses__()
+        ours = rule.__module__.partition(".")[0] == package
+        if ours and not inspect.isabstract(rule):
+            rules[rule.__name__] = rule
+    return rules
 
 
 def _field_names(cls: type[LossScale]) -> list[str]:

@@ -1,31 +1,19 @@
 """The rule that searches for the largest scale that does not overflow."""
 
 import dataclasses
-from typing import Literal, final
+from typing import final
 
 import jax
 
 from .._state import LossScaleState
-from .arguments import (
-    check_backoff_factor,
-    check_growth_factor,
-    check_growth_interval,
-    check_hysteresis,
-    check_hysteresis_refill,
-    check_init_scale,
-    check_max_scale,
-    check_min_scale,
-    check_order,
-    settle,
-)
-from .base import LossScale, compiled
-from .growth import advance, moved
-from .soundness import count, first_scale
+from .._validation import check_order
+from .base import compiled
+from .growth import GrowingLossScale, counted, moved
 
 
 @final
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DynamicLossScale(LossScale):
+@dataclasses.dataclass(frozen=True)
+class DynamicLossScale(GrowingLossScale):
     """Raise the scale while gradients stay finite, and lower it when they do not.
 
     This is the default rule. It finds a scale near the largest one that does not
@@ -93,40 +81,17 @@ class DynamicLossScale(LossScale):
         "Choosing A Scaling Factor"
     """
 
-    init_scale: float = 2.0**15
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    min_scale: float = 1.0
-    max_scale: float = 2.0**24
-    hysteresis: int = 1
-    hysteresis_refill: Literal["finite", "growth", "change"] = "finite"
-
     def __post_init__(self) -> None:
-        check_hysteresis_refill(self.hysteresis_refill)
-        settle(
-            self,
-            init_scale=check_init_scale(self.init_scale),
-            growth_factor=check_growth_factor(self.growth_factor),
-            backoff_factor=check_backoff_factor(self.backoff_factor),
-            growth_interval=check_growth_interval(self.growth_interval),
-            min_scale=check_min_scale(self.min_scale),
-            max_scale=check_max_scale(self.max_scale),
-            hysteresis=check_hysteresis(self.hysteresis),
-        )
+        super().__post_init__()
         check_order(
             min_scale=self.min_scale,
             init_scale=self.init_scale,
             max_scale=self.max_scale,
         )
 
-    def init(self) -> LossScaleState:
-        scale, allowance = first_scale(self.init_scale), count(self.hysteresis)
-        return LossScaleState.create(scale, allowance)
-
     @compiled
     def update(
         self, state: LossScaleState, grads_finite: jax.typing.ArrayLike
     ) -> LossScaleState:
-        new_state, change = advance(self, state, grads_finite)
+        new_state, change = counted(self, state, grads_finite)
         return new_state._replace(loss_scale=moved(self, state, change))

@@ -8,11 +8,7 @@ import jax.numpy as jnp
 
 from .._precision import LARGEST_SCALE, SMALLEST_SCALE
 from .._state import LossScaleState, recorded
-from .._validation import check_bool
-from .arguments import check_fixed_scale, settle
-from .base import LossScale, compiled
-from .growth import float32
-from .soundness import first_scale
+from .base import LossScale, check_fields, compiled
 
 
 @final
@@ -58,15 +54,10 @@ class FixedLossScale(LossScale):
     skip_nonfinite: bool = True
 
     def __post_init__(self) -> None:
-        settle(self, loss_scale=check_fixed_scale(self.loss_scale))
-        check_bool(
-            "skip_nonfinite",
-            self.skip_nonfinite,
-            "It decides how the step is compiled, so it cannot be an array.",
-        )
+        check_fields(self)
 
     def init(self) -> LossScaleState:
-        return LossScaleState.create(first_scale(self.loss_scale), hysteresis=-1)
+        return LossScaleState.create(self.loss_scale, hysteresis=-1)
 
     @compiled
     def update(
@@ -77,6 +68,5 @@ class FixedLossScale(LossScale):
         scale = state.loss_scale
         # A checkpoint may hold anything, and zero or infinity would stay forever.
         sound = (scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE)
-        (first,) = float32(self, "loss_scale")
-        scale = jnp.where(sound, scale, first)
+        scale = jnp.where(sound, scale, self.loss_scale)
         return recorded(state, grads_finite)._replace(loss_scale=scale)

@@ -8,24 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._precision import SMALLEST_SCALE
+from .._precision import SMALLEST_SCALE, normal_scale, power_of_two
 from .._state import LossScaleState, recorded
-from .._validation import check_count, check_float_dtype, check_number
-from .arguments import (
-    check_backoff_factor,
-    check_init_scale,
-    check_max_scale,
-    check_min_scale,
-    check_order,
-    settle,
-)
-from .base import LossScale, compiled
-from .growth import backed_off, float32, power_of_two
-from .soundness import first_scale, normal
+from .._validation import check_order
+from .base import LossScale, check_fields, compiled
+from .growth import backed_off
 
 
-class HeadroomMemory(NamedTuple):
-    """What `HeadroomLossScale` remembers, in ``LossScaleState.memory``.
+class HeadroomState(NamedTuple):
+    """What `HeadroomLossScale` remembers, in ``LossScaleState.rule_state``.
 
     Attributes:
         max_magnitude: float32 of shape ``()``, a decaying maximum of the largest
@@ -36,7 +27,7 @@ class HeadroomMemory(NamedTuple):
 
 
 @final
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class HeadroomLossScale(LossScale):
     """Keep the largest gradient a fixed number of octaves below overflow.
 
@@ -96,6 +87,7 @@ class HeadroomLossScale(LossScale):
     """
 
     init_scale: float = 2.0**15
+    _: dataclasses.KW_ONLY
     headroom: float = 3.0
     dtype: str = "float16"
     half_life: int = 1000
@@ -106,30 +98,7 @@ class HeadroomLossScale(LossScale):
     uses_max_magnitude: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        settle(
-            self,
-            init_scale=check_init_scale(self.init_scale),
-            headroom=check_number(
-                "headroom",
-                self.headroom,
-                lambda x: 0 <= x <= 126,
-                "a number from 0 to 126",
-                "It is how many octaves to leave free below overflow; 3 is usual.",
-            ),
-            dtype=check_float_dtype(
-                "dtype",
-                self.dtype,
-                'It is the type in which gradients overflow, usually "float16".',
-            ).name,
-            half_life=check_count(
-                "half_life",
-                self.half_life,
-                "It is how many steps halve a remembered maximum.",
-            ),
-            backoff_factor=check_backoff_factor(self.backoff_factor),
-            min_scale=check_min_scale(self.min_scale),
-            max_scale=check_max_scale(self.max_scale),
-        )
+        check_fields(self)
         check_order(
             min_scale=self.min_scale,
             init_scale=self.init_scale,
@@ -137,8 +106,8 @@ class HeadroomLossScale(LossScale):
         )
 
     def init(self) -> LossScaleState:
-        memory = HeadroomMemory(jnp.zeros((), jnp.float32))
-        return LossScaleState.create(first_scale(self.init_scale), memory=memory)
+        rule_state = HeadroomState(jnp.zeros((), jnp.float32))
+        return LossScaleState.create(self.init_scale, rule_state=rule_state)
 
     @compiled
     def update(
@@ -161,63 +130,41 @@ class HeadroomLossScale(LossScale):
                 real number.
         """
         new_state = recorded(state, grads_finite)
-        minimum, maximum = float32(self, "min_scale", "max_scale")
-        first, backoff, half_life = float32(
-            self, "init_scale", "backoff_factor", "half_life"
-        )
-        decay = jnp.exp2(-1 / half_life)
-        scale = normal(state.loss_scale, self.init_scale)
+        scale = normal_scale(state.loss_scale, self.init_scale)
         seen = _magnitude(max_magnitude)
-        remembered = _magnitude(state.memory.max_magnitude)
+        remembered = _magnitude(state.rule_state.max_magnitude)
 
-        bound, exponent = self._bound
+        # The largest allowed scaled gradient, as a mantissa in [0.5, 1) and octaves.
+        largest = float(jnp.finfo(self.dtype).max) / 2.0**self.headroom
+        mantissa, octaves = math.frexp(largest)
         # Without the margin, an inexact division could cost another octave.
-        top = jnp.minimum(jnp.ldexp(bound, jnp.minimum(exponent, 128)), 2.0**127)
-        unseen = _magnitude((1 - 2.0**-12) * top / (scale * backoff))
+        margin = 1 - 2.0**-12
+        unseen = _magnitude(
+            margin * min(largest, 2.0**127) / (scale * self.backoff_factor)
+        )
         magnitude = jnp.where(
             new_state.grads_finite,
-            jnp.maximum(remembered * decay, seen),
+            jnp.maximum(remembered * 0.5 ** (1 / self.half_life), seen),
             jnp.maximum(remembered, unseen),
         )
-        target = _scale_for(magnitude, bound, exponent)
-        target = jnp.clip(target, minimum, maximum)
-        target = jnp.where(magnitude > 0, target, first)
+        target = _scale_for(magnitude, _rounded_down(mantissa), octaves)
+        target = jnp.clip(target, self.min_scale, self.max_scale)
+        target = jnp.where(magnitude > 0, target, self.init_scale)
         lowered = jnp.minimum(target, backed_off(self, scale))
         loss_scale = jnp.where(new_state.grads_finite, target, lowered)
         return new_state._replace(
-            loss_scale=loss_scale, memory=HeadroomMemory(magnitude)
+            loss_scale=loss_scale, rule_state=HeadroomState(magnitude)
         )
 
-    @property
-    def _bound(self) -> tuple[jax.Array, jax.Array]:
-        """The largest allowed scaled gradient, as a mantissa in [0.5, 1) and octaves.
 
-        It is rounded down to float32. If the headroom is traced and not a whole
-        number, the bound may be too low by 2**-20, but is never too high.
-        """
-        largest = float(jnp.finfo(self.dtype).max)
-        if not isinstance(self.headroom, jax.core.Tracer):
-            bound, exponent = math.frexp(largest / 2.0**self.headroom)
-            return _rounded_down(bound), jnp.asarray(exponent, jnp.int32)
-        bound, exponent = math.frexp(largest)
-        headroom = jnp.clip(*float32(self, "headroom"), 0, 126)
-        whole = jnp.floor(headroom)
-        rest = headroom - whole
-        # The error of `jnp.exp2` is a few units in the last place, of either sign.
-        part = jnp.where(rest > 0, jnp.exp2(-rest) * (1 - 2.0**-21), 1.0)
-        mantissa, octaves = jnp.frexp(part * _rounded_down(bound))
-        return mantissa, exponent + octaves - whole.astype(jnp.int32)
-
-
-def _rounded_down(x: float) -> jax.Array:
+def _rounded_down(x: float) -> float:
+    """Round down to float32."""
     rounded = np.float32(x)
     lower = np.nextafter(rounded, np.float32(0))
-    return jnp.asarray(lower if float(rounded) > x else rounded)
+    return float(lower if float(rounded) > x else rounded)
 
 
-def _scale_for(
-    magnitude: jax.Array, bound: jax.Array, exponent: jax.Array
-) -> jax.Array:
+def _scale_for(magnitude: jax.Array, bound: float, exponent: int) -> jax.Array:
     """Return the largest power of two that keeps a scaled magnitude within a bound.
 
     It compares mantissas, because a logarithm may round up or down.

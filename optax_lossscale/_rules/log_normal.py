@@ -1,30 +1,21 @@
 """The rule that models the largest gradient as log-normal."""
 
 import dataclasses
-from typing import Any, ClassVar, NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
 
 from .._finite import all_finite
-from .._precision import SMALLEST_SCALE
+from .._precision import SMALLEST_SCALE, power_of_two
 from .._state import LossScaleState, recorded
 from .._tree import select
-from .._validation import check_bool, check_number
-from .arguments import (
-    check_init_scale,
-    check_max_scale,
-    check_min_scale,
-    check_order,
-    settle,
-)
-from .base import LossScale, compiled
-from .growth import float32, power_of_two
-from .soundness import first_scale
+from .._validation import check_order
+from .base import LossScale, check_fields, compiled
 
 
-class LogNormalMemory(NamedTuple):
-    """What `LogNormalLossScale` remembers, in ``LossScaleState.memory``.
+class LogNormalState(NamedTuple):
+    """What `LogNormalLossScale` remembers, in ``LossScaleState.rule_state``.
 
     Every field is a float32 array of shape ``()``. The averages start at 0, and the
     weights correct them for that, as Adam corrects its moments.
@@ -45,7 +36,7 @@ class LogNormalMemory(NamedTuple):
 
 
 @final
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class LogNormalLossScale(LossScale):
     """Choose the scale from statistics of the gradients, for a given overflow rate.
 
@@ -103,6 +94,7 @@ class LogNormalLossScale(LossScale):
     """
 
     init_scale: float = 2.0**15
+    _: dataclasses.KW_ONLY
     log_max: float = 16.0
     beta1: float = 0.99
     beta2: float = 0.999
@@ -115,52 +107,15 @@ class LogNormalLossScale(LossScale):
     uses_max_magnitude: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        settle(
-            self,
-            init_scale=check_init_scale(self.init_scale),
-            log_max=check_number(
-                "log_max",
-                self.log_max,
-                lambda x: -126 <= x <= 128,
-                "a number from -126 to 128",
-                "It is log2 of the magnitude at which gradients overflow; for float16 "
-                "use 16.",
-            ),
-            beta1=_check_decay("beta1", self.beta1),
-            beta2=_check_decay("beta2", self.beta2),
-            overflow_std_dev=check_number(
-                "overflow_std_dev",
-                self.overflow_std_dev,
-                lambda x: 0 <= x <= 100,
-                "a number from 0 to 100",
-                "It is how many standard deviations to leave free below overflow; with "
-                "3.09, one step in a thousand overflows.",
-            ),
-            nonfinite_log=check_number(
-                "nonfinite_log",
-                self.nonfinite_log,
-                lambda x: -126 <= x <= 2.0**16,
-                "a number from -126 to 65536",
-                "It is the log2 that a non-finite step counts as.",
-            ),
-            min_scale=check_min_scale(self.min_scale),
-            max_scale=check_max_scale(self.max_scale),
-        )
+        check_fields(self)
         check_order(
             min_scale=self.min_scale,
             init_scale=self.init_scale,
             max_scale=self.max_scale,
         )
-        check_bool(
-            "power_of_two",
-            self.power_of_two,
-            "It decides how the step is compiled, so it cannot be an array.",
-        )
 
     def init(self) -> LossScaleState:
-        return LossScaleState.create(
-            first_scale(self.init_scale), memory=_first_memory()
-        )
+        return LossScaleState.create(self.init_scale, rule_state=_first_state())
 
     @compiled
     def update(
@@ -183,55 +138,43 @@ class LogNormalLossScale(LossScale):
                 real number.
         """
         new_state = recorded(state, grads_finite)
-        minimum, maximum = float32(self, "min_scale", "max_scale")
-        first, nonfinite_log = float32(self, "init_scale", "nonfinite_log")
-        log_max, free = float32(self, "log_max", "overflow_std_dev")
-        fast, slow = float32(self, "beta1", "beta2")
-        # Subtracted in Python and rounded once, as in OpenSeq2Seq.
-        fast_rest, slow_rest = (
-            jnp.asarray(1 - x, jnp.float32) for x in (self.beta1, self.beta2)
-        )
+        fast, slow = self.beta1, self.beta2
         magnitude = jnp.asarray(max_magnitude, jnp.float32)
         magnitude = jnp.clip(magnitude, SMALLEST_SCALE, jnp.finfo(jnp.float32).max)
-        x = jnp.where(new_state.grads_finite, jnp.log2(magnitude), nonfinite_log)
+        x = jnp.where(new_state.grads_finite, jnp.log2(magnitude), self.nonfinite_log)
         known = ~new_state.grads_finite | (jnp.asarray(max_magnitude) > 0)
 
-        old = _sound(state.memory)
-        memory = LogNormalMemory(
-            fast_mean=fast * old.fast_mean + fast_rest * x,
-            slow_mean=slow * old.slow_mean + slow_rest * x,
-            slow_square=slow * old.slow_square + slow_rest * (x * x),
+        old = _sound(state.rule_state)
+        # Python subtracts and the result is rounded once, as in OpenSeq2Seq.
+        averages = LogNormalState(
+            fast_mean=fast * old.fast_mean + (1 - fast) * x,
+            slow_mean=slow * old.slow_mean + (1 - slow) * x,
+            slow_square=slow * old.slow_square + (1 - slow) * (x * x),
             fast_weight=fast * old.fast_weight,
             slow_weight=slow * old.slow_weight,
         )
-        memory = select(known, memory, old)
+        averages = select(known, averages, old)
 
-        mean = memory.fast_mean / (1 - memory.fast_weight)
-        slow_mean = memory.slow_mean / (1 - memory.slow_weight)
-        square = memory.slow_square / (1 - memory.slow_weight)
+        mean = averages.fast_mean / (1 - averages.fast_weight)
+        slow_mean = averages.slow_mean / (1 - averages.slow_weight)
+        square = averages.slow_square / (1 - averages.slow_weight)
         deviation = jnp.sqrt(jnp.maximum(square - slow_mean * slow_mean, 0))
-        power = log_max - (mean + free * deviation)
+        power = self.log_max - (mean + self.overflow_std_dev * deviation)
         scale = power_of_two(power) if self.power_of_two else jnp.exp2(power)
-        scale = jnp.clip(scale, minimum, maximum)
-        started = memory.fast_weight < 1
+        scale = jnp.clip(scale, self.min_scale, self.max_scale)
+        started = averages.fast_weight < 1
         return new_state._replace(
-            loss_scale=jnp.where(started, scale, first), memory=memory
+            loss_scale=jnp.where(started, scale, self.init_scale), rule_state=averages
         )
 
 
-def _check_decay(name: str, value: Any) -> float:
-    return check_number(
-        name, value, lambda x: 0 < x < 1, "in (0, 1)", "It is the decay of an average."
-    )
-
-
-def _sound(memory: LogNormalMemory) -> LogNormalMemory:
+def _sound(averages: LogNormalState) -> LogNormalState:
     """Return the averages as they are, or the first ones if a loaded state is bad."""
-    weights = jnp.stack([memory.fast_weight, memory.slow_weight])
-    sound = all_finite(memory) & jnp.all((weights >= 0) & (weights <= 1))
-    return select(sound, memory, _first_memory())
+    weights = jnp.stack([averages.fast_weight, averages.slow_weight])
+    sound = all_finite(averages) & jnp.all((weights >= 0) & (weights <= 1))
+    return select(sound, averages, _first_state())
 
 
-def _first_memory() -> LogNormalMemory:
+def _first_state() -> LogNormalState:
     zeros, ones = (jnp.full(3, x, jnp.float32) for x in (0, 1))
-    return LogNormalMemory(*zeros, *ones[:2])
+    return LogNormalState(*zeros, *ones[:2])

@@ -9,26 +9,15 @@ import numpy as np
 import optax
 
 from .._state import LossScaleState, recorded
-from .._validation import check_bool, check_number
-from .arguments import (
-    check_backoff_factor,
-    check_growth_factor,
-    check_growth_interval,
-    check_init_scale,
-    check_max_scale,
-    check_min_scale,
-    check_order,
-    settle,
-)
-from .base import LossScale, compiled
-from .growth import Change, float32, moved
-from .soundness import count, first_scale
+from .._validation import check_order
+from .base import LossScale, check_fields, compiled
+from .growth import Change, moved
 
 _LARGEST = np.iinfo(np.int32).max
 
 
-class TolerantMemory(NamedTuple):
-    """What `TolerantLossScale` remembers, in ``LossScaleState.memory``.
+class TolerantState(NamedTuple):
+    """What `TolerantLossScale` remembers, in ``LossScaleState.rule_state``.
 
     Every field is an int32 array of shape ``()`` and saturates.
 
@@ -44,7 +33,7 @@ class TolerantMemory(NamedTuple):
 
 
 @final
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class TolerantLossScale(LossScale):
     """Back off only if the share of non-finite steps reaches a tolerance.
 
@@ -112,6 +101,7 @@ class TolerantLossScale(LossScale):
     """
 
     init_scale: float = 2.0**15
+    _: dataclasses.KW_ONLY
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
@@ -121,37 +111,15 @@ class TolerantLossScale(LossScale):
     interval_follows_scale: bool = False
 
     def __post_init__(self) -> None:
-        settle(
-            self,
-            init_scale=check_init_scale(self.init_scale),
-            growth_factor=check_growth_factor(self.growth_factor),
-            backoff_factor=check_backoff_factor(self.backoff_factor),
-            growth_interval=check_growth_interval(self.growth_interval),
-            min_scale=check_min_scale(self.min_scale),
-            max_scale=check_max_scale(self.max_scale),
-            tolerance=check_number(
-                "tolerance",
-                self.tolerance,
-                lambda x: 0 <= x <= 1,
-                "a number from 0 to 1",
-                "It is a share of steps; 0 backs off at every overflow.",
-            ),
-        )
+        check_fields(self)
         check_order(
             min_scale=self.min_scale,
             init_scale=self.init_scale,
             max_scale=self.max_scale,
         )
-        check_bool(
-            "interval_follows_scale",
-            self.interval_follows_scale,
-            "It decides how the step is compiled, so it cannot be an array.",
-        )
         growth = self.growth_factor
-        if self.interval_follows_scale and not (
-            isinstance(growth, jax.core.Tracer)
-            or (growth.is_integer() and growth <= _LARGEST)
-        ):
+        whole = growth.is_integer() and growth <= _LARGEST
+        if self.interval_follows_scale and not whole:
             raise ValueError(
                 f"`growth_factor` must be a whole number up to {_LARGEST} if "
                 f"`interval_follows_scale` is True, got {growth!r}. It multiplies a "
@@ -159,9 +127,9 @@ class TolerantLossScale(LossScale):
             )
 
     def init(self) -> LossScaleState:
-        zero = jnp.zeros((), jnp.int32)
-        memory = TolerantMemory(count(self.growth_interval), zero, jnp.copy(zero))
-        return LossScaleState.create(first_scale(self.init_scale), memory=memory)
+        counts = (jnp.asarray(x, jnp.int32) for x in (self.growth_interval, 0, 0))
+        rule_state = TolerantState(*counts)
+        return LossScaleState.create(self.init_scale, rule_state=rule_state)
 
     @compiled
     def update(
@@ -172,30 +140,29 @@ class TolerantLossScale(LossScale):
         # A checkpoint may hold any counters. A counter that has reached the largest
         # int32 stays there. That number is prime, so no smaller interval above 1
         # divides it.
-        memory = TolerantMemory(*(jnp.maximum(x, 0) for x in state.memory))
-        interval = jnp.maximum(memory.growth_interval, 1)
-        (tolerance,) = float32(self, "tolerance")
-        steps = optax.safe_increment(memory.steps_since_change)
-        overflows = optax.safe_increment(memory.overflows_since_backoff)
+        counts = TolerantState(*(jnp.maximum(x, 0) for x in state.rule_state))
+        interval = jnp.maximum(counts.growth_interval, 1)
+        steps = optax.safe_increment(counts.steps_since_change)
+        overflows = optax.safe_increment(counts.overflows_since_backoff)
         tracker = optax.safe_increment(jnp.maximum(state.growth_tracker, 0))
         change = Change(
             grows=finite & (tracker % interval == 0),
-            backs_off=~finite & (overflows / steps >= tolerance),
+            backs_off=~finite & (overflows / steps >= self.tolerance),
         )
 
         new_interval = interval
         if self.interval_follows_scale:
-            factor = count(self.growth_factor)
+            factor = int(self.growth_factor)
             fits = interval <= _LARGEST // factor
             longer = jnp.where(fits, interval * factor, interval)
             shorter = jnp.maximum(interval // factor, 1)
             new_interval = jnp.where(change.grows, longer, interval)
             new_interval = jnp.where(change.backs_off, shorter, new_interval)
-        overflows = jnp.where(finite, memory.overflows_since_backoff, overflows)
+        overflows = jnp.where(finite, counts.overflows_since_backoff, overflows)
         return new_state._replace(
             loss_scale=moved(self, state, change),
             growth_tracker=jnp.where(finite, tracker, 0),
-            memory=TolerantMemory(
+            rule_state=TolerantState(
                 growth_interval=new_interval,
                 steps_since_change=jnp.where(change.grows | change.backs_off, 0, steps),
                 overflows_since_backoff=jnp.where(change.backs_off, 0, overflows),

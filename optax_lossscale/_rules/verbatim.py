@@ -6,31 +6,15 @@ from typing import Literal, final
 import jax
 import jax.numpy as jnp
 
-from .._precision import LARGEST_SCALE, SMALLEST_SCALE
+from .._precision import LARGEST_SCALE, SMALLEST_SCALE, normal_scale
 from .._state import LossScaleState
-from .._validation import check_bool
-from .arguments import (
-    check_backoff_factor,
-    check_growth_factor,
-    check_growth_interval,
-    check_hysteresis,
-    check_hysteresis_refill,
-    check_init_scale,
-    check_max_scale,
-    check_min_scale,
-    check_order,
-    settle,
-)
-from .base import LossScale, compiled
-from .growth import advance, float32
-from .soundness import count, first_scale, normal
-
-SCALE_DTYPES = ("float32", "bfloat16", "float16")
+from .base import compiled
+from .growth import GrowingLossScale, counted
 
 
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class VerbatimLossScale(LossScale):
+class VerbatimLossScale(GrowingLossScale):
     """Change the scale as another system does, quirks included.
 
     Presets return this rule when `DynamicLossScale` would not reproduce the scales of
@@ -80,66 +64,35 @@ class VerbatimLossScale(LossScale):
         131072.0
     """
 
-    init_scale: float = 2.0**15
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
     min_scale: float = SMALLEST_SCALE
     max_scale: float = LARGEST_SCALE
-    hysteresis: int = 1
-    hysteresis_refill: Literal["finite", "growth", "change"] = "finite"
     first_growth_late: bool = False
     clips_every_step: bool = False
     scale_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-
-    def __post_init__(self) -> None:
-        check_hysteresis_refill(self.hysteresis_refill)
-        settle(
-            self,
-            init_scale=check_init_scale(self.init_scale),
-            growth_factor=check_growth_factor(self.growth_factor),
-            backoff_factor=check_backoff_factor(self.backoff_factor),
-            growth_interval=check_growth_interval(self.growth_interval),
-            min_scale=check_min_scale(self.min_scale),
-            max_scale=check_max_scale(self.max_scale),
-            hysteresis=check_hysteresis(self.hysteresis),
-        )
-        check_order(min_scale=self.min_scale, max_scale=self.max_scale)
-        advice = "It is a quirk of another system; leave it out in a new run."
-        check_bool("first_growth_late", self.first_growth_late, advice)
-        check_bool("clips_every_step", self.clips_every_step, advice)
-        if self.scale_dtype not in SCALE_DTYPES:
-            raise ValueError(
-                f"`scale_dtype` must be one of {SCALE_DTYPES}, got "
-                f"{self.scale_dtype!r}. It is the name of the type to which the scale "
-                "is rounded."
-            )
 
     @property
     def _restart(self) -> int:
         return -1 if self.first_growth_late else 0
 
     def init(self) -> LossScaleState:
-        scale, allowance = first_scale(self.init_scale), count(self.hysteresis)
-        state = LossScaleState.create(scale, allowance)
-        return state._replace(growth_tracker=jnp.asarray(self._restart, jnp.int32))
+        restart = jnp.asarray(self._restart, jnp.int32)
+        return super().init()._replace(growth_tracker=restart)
 
     @compiled
     def update(
         self, state: LossScaleState, grads_finite: jax.typing.ArrayLike
     ) -> LossScaleState:
-        new_state, change = advance(self, state, grads_finite, self._restart)
-        minimum, maximum = float32(self, "min_scale", "max_scale")
-        growth, backoff = float32(self, "growth_factor", "backoff_factor")
-        scale = normal(state.loss_scale, self.init_scale)
-        grown = self._rounded(jnp.minimum(scale * growth, maximum))
+        new_state, change = counted(self, state, grads_finite, self._restart)
+        scale = normal_scale(state.loss_scale, self.init_scale)
+        grown = self._rounded(jnp.minimum(scale * self.growth_factor, self.max_scale))
         grown = jnp.where(jnp.isfinite(grown), grown, scale)
-        backed_off = self._rounded(jnp.maximum(scale * backoff, minimum))
-        scale = jnp.where(change.backs_off, backed_off, scale)
+        lower = self._rounded(jnp.maximum(scale * self.backoff_factor, self.min_scale))
+        scale = jnp.where(change.backs_off, lower, scale)
         scale = jnp.where(change.grows, grown, scale)
         if self.clips_every_step:
-            scale = jnp.clip(scale, minimum, maximum)
-        return new_state._replace(loss_scale=normal(scale, self.init_scale))
+            scale = jnp.clip(scale, self.min_scale, self.max_scale)
+        loss_scale = normal_scale(scale, self.init_scale)
+        return new_state._replace(loss_scale=loss_scale)
 
     def _rounded(self, scale: jax.Array) -> jax.Array:
         return scale.astype(self.scale_dtype).astype(jnp.float32)

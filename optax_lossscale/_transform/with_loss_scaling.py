@@ -7,18 +7,18 @@ import jax.numpy as jnp
 import optax
 
 from .._find import find_loss_scale_states
-from .._finite import AxisName, all_finite, everywhere, max_magnitude
-from .._rules.base import LossScale
+from .._finite import all_finite, everywhere, max_magnitude
+from .._jax_internals import varying_axes
+from .._rules.base import LossScale, check_rule, first_state, next_state, own_state
 from .._rules.dynamic import DynamicLossScale
-from .._state import LossScaleState, check_single, recorded
+from .._state import LossScaleState, recorded
 from .._tree import select
-from .._validation import check_bool, check_flag, check_value
+from .._validation import AxisName, check, check_bool, check_flag
 from .extra_args import check_inner, with_extra_args
 from .inner import update
 from .masks import masked_update
 from .master_weights import warn_of_float16
 from .outcome import outcome_finite
-from .rule import check_agreement, check_rule, init_scale, update_scale
 from .types import settled_state
 
 
@@ -171,7 +171,7 @@ def with_loss_scaling(
                 "rule. Wrap once, outermost."
             )
         warn_of_float16(params, inner_state)
-        return WithLossScalingState(init_scale(loss_scale), inner_state)
+        return WithLossScalingState(first_state(loss_scale), inner_state)
 
     def update_fn(
         updates: optax.Updates,
@@ -180,7 +180,7 @@ def with_loss_scaling(
         **extra_args: Any,
     ) -> tuple[optax.Updates, WithLossScalingState]:
         _check_state(state)
-        scale_state = check_single(state.scale_state)
+        scale_state = own_state(loss_scale, state.scale_state)
 
         def inner_update(
             updates: optax.Updates, extra_args: dict[str, Any]
@@ -195,15 +195,15 @@ def with_loss_scaling(
                 return None, new_updates, new_state
             usable = outcome_finite(new_updates, new_state, state.inner_state, params)
             usable = everywhere(usable, axis_name)
-            check_agreement(usable, scale_state, axis_name)
+            _check_agreement(usable, scale_state, axis_name)
             return usable, new_updates, new_state
 
         def advance(grads_finite: jax.Array) -> LossScaleState:
             if not loss_scale.uses_max_magnitude:
-                return update_scale(loss_scale, scale_state, grads_finite)
+                return next_state(loss_scale, scale_state, grads_finite)
             # Nobody needs its derivative, which is NaN in a skipped step.
             magnitude = max_magnitude(jax.lax.stop_gradient(updates), axis_name)
-            return update_scale(loss_scale, scale_state, grads_finite, magnitude)
+            return next_state(loss_scale, scale_state, grads_finite, magnitude)
 
         if not loss_scale.skip_nonfinite:
             new_updates, inner_state = inner_update(updates, extra_args)
@@ -218,10 +218,10 @@ def with_loss_scaling(
         apply = grads_finite = everywhere(grads_finite, axis_name)
         value = extra_args.get("value")
         if value is not None:
-            check_value(value)
+            check("value", value)
             value_finite = all_finite(value, axis_name)
             apply = grads_finite & value_finite
-        check_agreement(apply, scale_state, axis_name)
+        _check_agreement(apply, scale_state, axis_name)
         applied, new_updates, inner_state = masked_update(
             checked_update, apply, updates, state.inner_state, extra_args
         )
@@ -247,4 +247,21 @@ def _check_state(state: Any) -> None:
             f"{type(state).__name__}. If you restored it from a checkpoint, pass "
             "`init(params)` to the checkpointer as the target. If it belongs to the "
             "unwrapped optimizer, use `init(params)._replace(inner_state=...)`."
+        )
+
+
+def _check_agreement(
+    apply: jax.Array, scale_state: LossScaleState, axis_name: AxisName | None
+) -> None:
+    """Raise if the devices of a ``shard_map`` could decide differently."""
+    axes = varying_axes(apply) - varying_axes(scale_state.loss_scale)
+    if axes:
+        raise ValueError(
+            "`axis_name` must name every mapped axis along which gradients differ "
+            "(with `check_updates`, parameters and state as well), here "
+            f"{sorted(axes, key=str)}, got {axis_name!r}. Otherwise some devices would "
+            "skip a step that others apply, and their states would drift apart. Add "
+            "the axis, or average the gradients before `update`. If each device trains "
+            "its own model, let its `scale_state` differ, too, with "
+            "`jax.lax.pcast(scale_state, axis, to='varying')`."
         )

@@ -13,9 +13,8 @@ from .._diagnostics.report import (
     exact_totals,
     gradient_report,
 )
-from .._precision import limits_of
 from .._tree import dtype_of, is_inexact, wide_dtype
-from .._validation import check_concrete, check_scale
+from .._validation import check_concrete, check_limits, check_scale
 from ._common import BLUE, GREY, TRACED, new_axes
 from ._fit import fit_title, legend_below, settle, shrink
 from ._zones import ZONES, draw_zones
@@ -76,7 +75,7 @@ def plot_gradient_range(
     check_concrete("grads", grads, TRACED)
     check_concrete("loss_scale", loss_scale, TRACED)
     loss_scale = jax.device_get(loss_scale)
-    limits, name = limits_of(dtype), jnp.dtype(dtype).name
+    limits, name = check_limits(dtype), jnp.dtype(dtype).name
     check_scale("loss_scale", loss_scale)
     shift = float(np.log2(np.asarray(loss_scale, np.float64)))
     totals = [

@@ -2,8 +2,8 @@
 
 from typing import Literal, overload
 
-from .._rules.arguments import check_growth_interval, check_init_scale, check_order
 from .._rules.fixed import FixedLossScale
+from .._validation import check, check_order
 from ._build import Growing, ceiling, floor, growing
 
 
@@ -82,8 +82,8 @@ def apex_amp(
     highest = ceiling(max_loss_scale, "max_loss_scale")
     check_order(min_loss_scale=lowest, max_loss_scale=highest)
     return growing(
-        init_scale=min(check_init_scale(init_scale), highest),
-        growth_interval=check_growth_interval(scale_window, "scale_window"),
+        init_scale=min(check("init_scale", init_scale), highest),
+        growth_interval=check("growth_interval", scale_window, "scale_window"),
         min_scale=lowest,
         max_scale=highest,
     )

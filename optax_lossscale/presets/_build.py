@@ -4,10 +4,9 @@ import dataclasses
 from typing import Any
 
 from .._precision import LARGEST_SCALE, SMALLEST_SCALE
-from .._rules.arguments import check_growth_factor
 from .._rules.dynamic import DynamicLossScale
 from .._rules.verbatim import VerbatimLossScale
-from .._validation import check_number
+from .._validation import check, check_number
 
 Growing = DynamicLossScale | VerbatimLossScale
 
@@ -32,7 +31,7 @@ def growing(
 
 def factors(value: Any, name: str) -> dict[str, Any]:
     """Return both factors of a system that multiplies and divides by the same one."""
-    factor = check_growth_factor(value, name)
+    factor = check("growth_factor", value, name)
     return {"growth_factor": factor, "backoff_factor": 1 / factor}
 
 

@@ -1,11 +1,7 @@
 """DeepSpeed: ``DynamicLossScaler``, and the ``"fp16"`` part of its configuration."""
 
-from .._rules.arguments import (
-    check_growth_interval,
-    check_hysteresis,
-)
 from .._rules.fixed import FixedLossScale
-from .._validation import check_bool, check_number
+from .._validation import check, check_bool, check_number
 from ._build import Growing, factors, floor, growing
 
 
@@ -88,8 +84,8 @@ def deepspeed(
         init_scale=init_scale,
         min_scale=floor(min_scale, "min_scale"),
         **factors(scale_factor, "scale_factor"),
-        growth_interval=check_growth_interval(scale_window, "scale_window"),
-        hysteresis=check_hysteresis(delayed_shift, "delayed_shift"),
+        growth_interval=check("growth_interval", scale_window, "scale_window"),
+        hysteresis=check("hysteresis", delayed_shift, "delayed_shift"),
         hysteresis_refill="finite" if consecutive_hysteresis else "growth",
         first_growth_late=first_growth_late,
     )
@@ -151,8 +147,8 @@ def deepspeed_fp16(
     )
     return deepspeed(
         init_scale=2.0**power,
-        scale_window=check_growth_interval(loss_scale_window, "loss_scale_window"),
-        delayed_shift=check_hysteresis(hysteresis),
+        scale_window=check("growth_interval", loss_scale_window, "loss_scale_window"),
+        delayed_shift=check("hysteresis", hysteresis),
         consecutive_hysteresis=consecutive_hysteresis,
         min_scale=floor(min_loss_scale, "min_loss_scale"),
     )

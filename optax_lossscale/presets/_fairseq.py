@@ -4,15 +4,9 @@ import math
 from typing import Any
 
 from .._precision import LARGEST_SCALE
-from .._rules.arguments import (
-    check_growth_factor,
-    check_growth_interval,
-    check_init_scale,
-    check_normal_scale,
-    check_order,
-)
 from .._rules.dynamic import DynamicLossScale
 from .._rules.tolerant import TolerantLossScale
+from .._validation import check, check_normal_scale, check_order
 from ._build import floor
 
 
@@ -81,8 +75,8 @@ def fairseq_arguments(
     A backoff to below ``min_loss_scale``, or with ``strict`` to it, is undone. So the
     minimum is the smallest scale that can be reached from the first one.
     """
-    scale_factor = check_growth_factor(scale_factor, "scale_factor")
-    init_scale = check_init_scale(init_scale)
+    scale_factor = check("growth_factor", scale_factor, "scale_factor")
+    init_scale = check("init_scale", init_scale)
     lowest = floor(min_loss_scale, "min_loss_scale")
     strict = strict and lowest == min_loss_scale
 
@@ -99,13 +93,13 @@ def fairseq_arguments(
     min_scale = min(min_scale, init_scale)
     if threshold is not None and not undone(floor(threshold, "threshold")):
         advice = "It is the smallest loss scale; None leaves only `min_loss_scale`."
-        min_scale = check_normal_scale(threshold, "threshold", advice)
+        min_scale = check_normal_scale("threshold", threshold, advice)
         check_order(threshold=min_scale, init_scale=init_scale)
     return {
         "init_scale": init_scale,
         "growth_factor": scale_factor,
         "backoff_factor": 1 / scale_factor,
-        "growth_interval": check_growth_interval(scale_window, "scale_window"),
+        "growth_interval": check("growth_interval", scale_window, "scale_window"),
         "min_scale": min_scale,
         "max_scale": LARGEST_SCALE,
     }

@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 
 from .._precision import SMALLEST_SCALE
-from .._rules.arguments import check_init_scale
 from .._rules.base import LossScale
 from .._state import LossScaleState
-from .._validation import check_count
+from .._validation import check, check_count
 from ._build import Growing, floor, growing
 from ._saved import (
     check_follows,
@@ -71,7 +70,7 @@ def flax_dynamic_scale(
     )
     least = SMALLEST_SCALE if minimum_scale is None else minimum_scale
     return growing(
-        init_scale=check_init_scale(scale, "scale"),
+        init_scale=check("init_scale", scale, "scale"),
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=interval + 1,

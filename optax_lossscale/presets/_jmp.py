@@ -5,14 +5,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from .._rules.arguments import (
-    check_growth_interval,
-    check_init_scale,
-)
 from .._rules.base import LossScale
 from .._rules.fixed import FixedLossScale
-from .._rules.verbatim import SCALE_DTYPES
 from .._state import LossScaleState
+from .._validation import SCALE_DTYPES, check
 from ._build import Growing, factors, floor, growing
 from ._saved import (
     check_follows,
@@ -102,9 +98,9 @@ def jmp_dynamic(
     dtype = str(getattr(loss_scale, "dtype", "float32"))
     narrow = dtype if dtype in SCALE_DTYPES else "float32"
     return growing(
-        init_scale=check_init_scale(loss_scale, "loss_scale"),
+        init_scale=check("init_scale", loss_scale, "loss_scale"),
         **factors(factor, "factor"),
-        growth_interval=check_growth_interval(period, "period"),
+        growth_interval=check("growth_interval", period, "period"),
         min_scale=floor(min_loss_scale, "min_loss_scale"),
         scale_dtype=narrow,
     )

@@ -5,15 +5,10 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from .._rules.arguments import (
-    check_fixed_scale,
-    check_growth_interval,
-    check_init_scale,
-)
 from .._rules.base import LossScale
 from .._rules.fixed import FixedLossScale
 from .._state import LossScaleState
-from .._validation import check_bool
+from .._validation import check, check_bool
 from ._build import Growing, growing
 from ._saved import (
     check_follows,
@@ -61,9 +56,9 @@ def keras_loss_scale(
         <https://keras.io/api/optimizers/loss_scale_optimizer/>`_
     """
     return growing(
-        init_scale=check_init_scale(initial_scale, "initial_scale"),
-        growth_interval=check_growth_interval(
-            dynamic_growth_steps, "dynamic_growth_steps"
+        init_scale=check("init_scale", initial_scale, "initial_scale"),
+        growth_interval=check(
+            "growth_interval", dynamic_growth_steps, "dynamic_growth_steps"
         ),
     )
 
@@ -204,13 +199,13 @@ def tf_keras_loss_scale(
             f"{dynamic_growth_steps!r}. A constant scale does not use it."
         )
     if not dynamic:
-        scale = check_fixed_scale(initial_scale, "initial_scale")
+        scale = check("loss_scale", initial_scale, "initial_scale")
         return FixedLossScale(scale, skip_nonfinite=False)
     if initial_scale is None:
         initial_scale = 2.0**15
     if dynamic_growth_steps is None:
         dynamic_growth_steps = 2000
     return tf_dynamic_loss_scale(
-        check_init_scale(initial_scale, "initial_scale"),
-        check_growth_interval(dynamic_growth_steps, "dynamic_growth_steps"),
+        check("init_scale", initial_scale, "initial_scale"),
+        check("growth_interval", dynamic_growth_steps, "dynamic_growth_steps"),
     )

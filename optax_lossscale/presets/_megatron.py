@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 
 from .._precision import LARGEST_SCALE
-from .._rules.arguments import check_init_scale, check_order
 from .._rules.base import LossScale
 from .._rules.dynamic import DynamicLossScale
 from .._state import LossScaleState
+from .._validation import check, check_order
 from ._build import floor
 from ._saved import (
     check_follows,
@@ -66,7 +66,7 @@ def megatron(
         `megatron/core/optimizer/grad_scaler.py
         <https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/optimizer/grad_scaler.py>`_
     """
-    init_scale = check_init_scale(initial_scale, "initial_scale")
+    init_scale = check("init_scale", initial_scale, "initial_scale")
     lowest = floor(min_scale, "min_scale")
     check_order(min_scale=lowest, initial_scale=init_scale)
     return DynamicLossScale(

@@ -1,11 +1,7 @@
 """MindSpore: the loss-scale managers."""
 
-from .._rules.arguments import (
-    check_growth_interval,
-    check_init_scale,
-)
 from .._rules.fixed import FixedLossScale
-from .._validation import check_bool
+from .._validation import check, check_bool
 from ._build import Growing, factors, growing
 
 
@@ -90,8 +86,8 @@ def mindspore_dynamic(
         <https://www.mindspore.cn/docs/en/master/api_python/amp/mindspore.amp.DynamicLossScaleManager.html>`_
     """
     return growing(
-        init_scale=check_init_scale(init_loss_scale, "init_loss_scale"),
+        init_scale=check("init_scale", init_loss_scale, "init_loss_scale"),
         **factors(scale_factor, "scale_factor"),
-        growth_interval=check_growth_interval(scale_window, "scale_window"),
+        growth_interval=check("growth_interval", scale_window, "scale_window"),
         min_scale=1.0,
     )

@@ -3,11 +3,7 @@
 from typing import Any
 
 from .._precision import SMALLEST_SCALE
-from .._rules.arguments import (
-    check_growth_interval,
-    check_init_scale,
-)
-from .._validation import check_number
+from .._validation import check, check_number
 from ._build import Growing, factors, growing
 
 _LARGEST_HALF = 65504.0
@@ -60,9 +56,9 @@ def mpx_dynamic(
         "It is the smallest loss scale; 1 is usual.",
     )
     return growing(
-        init_scale=check_init_scale(loss_scaling, "loss_scaling"),
+        init_scale=check("init_scale", loss_scaling, "loss_scaling"),
         **factors(factor, "factor"),
-        growth_interval=check_growth_interval(period, "period"),
+        growth_interval=check("growth_interval", period, "period"),
         min_scale=max(lowest, SMALLEST_SCALE),
         max_scale=_LARGEST_HALF,
         clips_every_step=True,

@@ -1,12 +1,8 @@
 """OpenSeq2Seq: ``BackoffScaler`` and ``LogMaxScaler``."""
 
-from .._rules.arguments import (
-    check_growth_interval,
-    check_order,
-)
 from .._rules.dynamic import DynamicLossScale
 from .._rules.log_normal import LogNormalLossScale
-from .._validation import check_number
+from .._validation import check, check_number, check_order
 from ._build import ceiling, factors, floor
 
 
@@ -52,7 +48,7 @@ def openseq2seq_backoff(
         min_scale=lowest,
         max_scale=highest,
         **factors(step_factor, "step_factor"),
-        growth_interval=check_growth_interval(step_window, "step_window"),
+        growth_interval=check("growth_interval", step_window, "step_window"),
     )
 
 

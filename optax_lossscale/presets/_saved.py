@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._find import get_loss_scale_state
-from .._rules.arguments import check_normal_scale
 from .._rules.base import LossScale
 from .._state import LossScaleState
-from .._validation import check_count, describe
+from .._validation import check_count, check_normal_scale, describe
 from ._build import Growing
 
 
@@ -32,8 +31,8 @@ def check_keys(saved: Any, keys: Sequence[str], source: str) -> None:
 def read_scale(saved: Mapping[str, Any], key: str) -> float:
     """Return a saved scale, or raise if no run could recover from it."""
     return check_normal_scale(
-        read_number(saved, key),
         f"state_dict[{key!r}]",
+        read_number(saved, key),
         "Gradients do not survive division by a scale outside this range. Start from a "
         "fresh state: `rule.init()`.",
     )

@@ -1,14 +1,7 @@
 """TensorFlow and ``tf.contrib``: loss scales and loss-scale managers."""
 
-from .._rules.arguments import (
-    check_backoff_factor,
-    check_fixed_scale,
-    check_growth_factor,
-    check_growth_interval,
-    check_hysteresis,
-    check_init_scale,
-)
 from .._rules.fixed import FixedLossScale
+from .._validation import check
 from ._build import Growing, factors, growing
 
 
@@ -50,8 +43,8 @@ def tf_dynamic_loss_scale(
         <https://www.tensorflow.org/api_docs/python/tf/compat/v1/mixed_precision/DynamicLossScale>`_
     """
     return growing(
-        init_scale=check_init_scale(initial_loss_scale, "initial_loss_scale"),
-        growth_interval=check_growth_interval(increment_period, "increment_period"),
+        init_scale=check("init_scale", initial_loss_scale, "initial_loss_scale"),
+        growth_interval=check("growth_interval", increment_period, "increment_period"),
         **factors(multiplier, "multiplier"),
         min_scale=1.0,
     )
@@ -83,7 +76,7 @@ def tf_fixed_loss_scale(loss_scale_value: float) -> FixedLossScale:
         `tf.compat.v1.mixed_precision.FixedLossScale
         <https://www.tensorflow.org/api_docs/python/tf/compat/v1/mixed_precision/FixedLossScale>`_
     """
-    scale = check_fixed_scale(loss_scale_value, "loss_scale_value")
+    scale = check("loss_scale", loss_scale_value, "loss_scale_value")
     return FixedLossScale(scale, skip_nonfinite=False)
 
 
@@ -160,11 +153,15 @@ def tf_contrib_exponential_update(
         <https://github.com/tensorflow/tensorflow/blob/r1.15/tensorflow/contrib/mixed_precision/python/loss_scale_manager.py>`_
     """
     return growing(
-        init_scale=check_init_scale(init_loss_scale, "init_loss_scale"),
-        growth_interval=check_growth_interval(incr_every_n_steps, "incr_every_n_steps"),
-        hysteresis=check_hysteresis(decr_every_n_nan_or_inf, "decr_every_n_nan_or_inf"),
+        init_scale=check("init_scale", init_loss_scale, "init_loss_scale"),
+        growth_interval=check(
+            "growth_interval", incr_every_n_steps, "incr_every_n_steps"
+        ),
+        hysteresis=check(
+            "hysteresis", decr_every_n_nan_or_inf, "decr_every_n_nan_or_inf"
+        ),
         hysteresis_refill="change",
-        growth_factor=check_growth_factor(incr_ratio, "incr_ratio"),
-        backoff_factor=check_backoff_factor(decr_ratio, "decr_ratio"),
+        growth_factor=check("growth_factor", incr_ratio, "incr_ratio"),
+        backoff_factor=check("backoff_factor", decr_ratio, "decr_ratio"),
         min_scale=1.0,
     )

@@ -115,16 +115,16 @@ class Changing(nnx.Module):
         rngs = nnx.Rngs(0)
         self.linear = nnx.Linear(3, 3, rngs=rngs)
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
-        self.memory = nnx.Cache(jnp.zeros(3))
+        self.rule_state = nnx.Cache(jnp.zeros(3))
         self.count = 0
 
 
 def leave_memory(model):
-    del model.memory
+    del model.rule_state
 
 
 def remember_statistics(model):
-    model.memory = nnx.BatchStat(jnp.ones(3))
+    model.rule_state = nnx.BatchStat(jnp.ones(3))
 
 
 def count(model):
@@ -136,7 +136,7 @@ def grow(model):
 
 
 def tie(model):
-    model.same = model.memory
+    model.same = model.rule_state
 
 
 CHANGES = [nnx.Module.eval, leave_memory, remember_statistics, count, grow, tie]

@@ -123,7 +123,7 @@ def test_pythons_own_number_is_kept_and_counts_are_exact():
     assert ls.LogNormalLossScale(beta2=1 - 1e-7).beta2 == 1 - 1e-7
     rule = ls.TolerantLossScale(growth_factor=2**31 - 1, interval_follows_scale=True)
     state = rule.update(rule.init(), True)
-    assert int(state.memory.growth_interval) == rule.growth_interval == 2000
+    assert int(state.rule_state.growth_interval) == rule.growth_interval == 2000
 
 
 @pytest.mark.parametrize(("make", "name", "value"), BAD)

@@ -198,6 +198,8 @@ def test_a_magnitude_that_is_nan_says_nothing(name):
         assert_same_bits(
             rule.update(state, flag, jnp.nan), rule.update(state, flag, 0.0)
         )
-    lost = state._replace(memory=jax.tree.map(lambda x: x * jnp.nan, state.memory))
+    lost = state._replace(
+        rule_state=jax.tree.map(lambda x: x * jnp.nan, state.rule_state)
+    )
     fresh = rule.update(rule.init(), True, 2.0**-12)
     assert_same_bits(rule.update(lost, True, 2.0**-12), fresh)

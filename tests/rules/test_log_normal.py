@@ -62,7 +62,7 @@ def test_all_zero_gradients_leave_the_log_normal_rule_alone():
     state = rule.update(state, True, 0.5)
     again = rule.update(state, True, 0.0)
     assert float(again.loss_scale) == float(state.loss_scale) != rule.init_scale
-    assert again.memory == state.memory
+    assert again.rule_state == state.rule_state
 
 
 def test_one_overflow_does_not_paralyze_the_log_normal_rule():

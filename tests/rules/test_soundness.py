@@ -54,7 +54,7 @@ def magnitude_args(rule, magnitude):
 def assert_sound(states):
     scale = np.asarray(states.loss_scale)
     assert np.all((scale >= SMALLEST) & (scale <= LARGEST)), scale
-    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(states.memory))
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(states.rule_state))
 
 
 @every_kind
@@ -168,7 +168,7 @@ NOT_STATES = {
         r"memory of a HeadroomLossScale, .* `rule.init\(\)`",
     ),
     "a memory of an ensemble": (
-        STATE._replace(memory=SEVERAL.memory),
+        STATE._replace(rule_state=SEVERAL.rule_state),
         ValueError,
         r"memory of a HeadroomLossScale, .* of shapes \[\(\)\], got",
     ),
@@ -189,7 +189,7 @@ def test_a_rule_that_remembers_nothing_leaves_what_another_remembered():
         return ls.DynamicLossScale(max_scale=max_scale).update(state, True)
 
     for new_state in (update(2.0**24), jax.jit(update)(2.0**24)):
-        assert_same_bits(new_state.memory, state.memory)
+        assert_same_bits(new_state.rule_state, state.rule_state)
 
 
 def test_inside_vmap_each_member_has_a_scale_of_its_own():

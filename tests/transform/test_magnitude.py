@@ -111,7 +111,7 @@ def test_a_loss_that_is_not_finite_leaves_the_memory_alone(rule):
     bad = jax.tree.map(lambda g: g * jnp.nan, grads)
     _, after = tx.update(bad, opt_state, PARAMS, value=jnp.nan)
     before = opt_state.scale_state
-    assert_same_bits(after.scale_state.memory, before.memory)
+    assert_same_bits(after.scale_state.rule_state, before.rule_state)
     assert float(after.scale_state.loss_scale) == float(before.loss_scale)
     assert int(after.scale_state.skipped_steps) == 1
 
@@ -127,7 +127,7 @@ def test_the_state_can_be_differentiated_through_a_skipped_step(rule, bad):
             updates, opt_state = tx.update(factor * x + term, opt_state, params)
             params = optax.apply_updates(params, updates)
         state = ls.get_loss_scale_state(opt_state)
-        return jnp.sum(params), (state.loss_scale, *state.memory)
+        return jnp.sum(params), (state.loss_scale, *state.rule_state)
 
     # The first and the third step are applied: x - 0.1 x - 0.2 x.
     of_params, of_state = jax.jacobian(last)(jnp.ones(2))
@@ -191,13 +191,13 @@ class Cautious(ls.LossScale):
     uses_max_magnitude: ClassVar[bool] = True
 
     def init(self):
-        return ls.LossScaleState.create(8.0, memory=Longest(jnp.int32(0)))
+        return ls.LossScaleState.create(8.0, rule_state=Longest(jnp.int32(0)))
 
     def update(self, state, grads_finite, max_magnitude):
         state = state.record(grads_finite)
-        run = jnp.maximum(state.memory.longest_run, state.consecutive_skips)
+        run = jnp.maximum(state.rule_state.longest_run, state.consecutive_skips)
         scale = jnp.where(max_magnitude > 1.0, 1.0, state.loss_scale)
-        return state._replace(loss_scale=scale, memory=Longest(run))
+        return state._replace(loss_scale=scale, rule_state=Longest(run))
 
 
 def test_a_users_rule_may_have_a_memory_and_the_largest_gradient():

@@ -56,14 +56,14 @@ def test_the_state_of_another_rule_is_refused_with_the_way_to_go_on():
     # The other way round nothing is missing: what is remembered stays.
     tx = ls.with_loss_scaling(optax.adam(1e-3))
     _, after = jax.jit(tx.update)(params, opt_state, params)
-    assert after.scale_state.memory == opt_state.scale_state.memory
+    assert after.scale_state.rule_state == opt_state.scale_state.rule_state
 
 
 def test_a_rule_that_changes_the_structure_of_its_state_is_refused():
     @dataclasses.dataclass(frozen=True)
     class Forgetful(ls.LossScale):
         def init(self):
-            return ls.LossScaleState.create(1.0, memory=(jnp.zeros(()),))
+            return ls.LossScaleState.create(1.0, rule_state=(jnp.zeros(()),))
 
         def update(self, state, grads_finite):
             return ls.LossScaleState.create(1.0)
@@ -92,10 +92,10 @@ def test_a_rule_that_changes_a_shape_of_its_state_is_refused():
     @dataclasses.dataclass(frozen=True)
     class Growing(ls.LossScale):
         def init(self):
-            return ls.LossScaleState.create(1.0, memory=jnp.zeros(1))
+            return ls.LossScaleState.create(1.0, rule_state=jnp.zeros(1))
 
         def update(self, state, grads_finite):
-            return state._replace(memory=jnp.append(state.memory, 1.0))
+            return state._replace(rule_state=jnp.append(state.rule_state, 1.0))
 
     tx = ls.with_loss_scaling(optax.sgd(0.1), Growing())
     with pytest.raises(ValueError, match=r"the shapes of the state, got .*\(2,\) for"):

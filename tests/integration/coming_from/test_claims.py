@@ -190,8 +190,8 @@ def test_what_is_said_of_fairseqs_arguments():
     state = metaseq.init()
     for _ in range(256):
         state = metaseq.update(state, True)
-    assert state.memory.growth_interval == 512
-    assert metaseq.update(state, False).memory.growth_interval == 256
+    assert state.rule_state.growth_interval == 512
+    assert metaseq.update(state, False).rule_state.growth_interval == 256
     for _ in range(101):
         state = metaseq.update(state, False)
     assert state.loss_scale == 2.0**-5
