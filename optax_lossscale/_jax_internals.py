@@ -137,6 +137,13 @@ def as_varying(x: jax.Array, like: jax.Array) -> jax.Array:
     return getattr(jax.lax, "pvary")(x, axes)  # noqa: B009, its name until jax 0.8
 
 
+def waiting_for(other: jax.Array, x: jax.Array) -> jax.Array:
+    """Return ``x``, which XLA does not use before it has computed another value."""
+    if varying_axes(other) - varying_axes(x):
+        return x  # the barrier would make it vary from device to device, too
+    return jax.lax.optimization_barrier((x, as_varying(other, x)))[0]
+
+
 def effect_names(of: Jaxpr | JaxprEqn) -> set[str]:
     return {type(effect).__name__ for effect in of.effects}
 

@@ -1,14 +1,34 @@
-"""Call the wrapped transformation, and check what goes in and what comes out."""
+"""Call the wrapped transformation, and keep the types of its state."""
 
+import warnings
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from .._tree import difference, dtype_of, is_inexact, same_structure
+from .._tree import difference, dtype_of, in_types_of, is_inexact, same_structure
 from .master_weights import has_master_weights
-from .types import as_narrow_as, as_wide_as, keep_types
+
+_KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
+
+
+def init(
+    inner: optax.GradientTransformationExtraArgs, params: optax.Params
+) -> optax.OptState:
+    """Return the first state as Optax makes it, but for float16 as for float32.
+
+    Adam's second moment is zero in float16. And a state whose types change in the first
+    step, as narrow or weakly typed numbers would, cannot be the carry of a ``scan``.
+    """
+    state = inner.init(params)
+    if any(map(_is_narrow, jax.tree.leaves(params))):
+        wide_state = inner.init(_widened(params, params))
+        # Match by path: wide parameters have no master weights.
+        wide = dict(jax.tree_util.tree_leaves_with_path(wide_state))
+        state = jax.tree_util.tree_map_with_path(wide.get, state)
+    return jax.tree.map(_strong, state)
 
 
 def update(
@@ -20,19 +40,17 @@ def update(
 ) -> tuple[optax.Updates, optax.OptState]:
     """Update, and return a state with exactly the types that went in.
 
-    If an optimizer was initialized with float16 parameters, float32 gradients turn its
-    moments into float32. A state whose types change cannot be the carry of a ``scan``.
+    Gradients and updates of float16 parameters are float32 in between, as the state is.
+    Otherwise the branches of a ``jax.lax.cond`` in the optimizer could return different
+    types.
     """
+    grads = updates
+    if not any(map(_is_narrow, jax.tree.leaves(inner_state))):
+        grads = _widened(updates, params)
     try:
-        new_updates, new_state = inner.update(
-            as_wide_as(inner_state, updates, params), inner_state, params, **extra_args
-        )
+        new_updates, new_state = inner.update(grads, inner_state, params, **extra_args)
     except Exception as error:
-        if params is not None:
-            _check_like_params(inner, inner_state, "params", params, error)
-        if params is not None or not has_master_weights(inner_state):
-            grads = _as_types_of(params, updates)
-            _check_like_params(inner, inner_state, "updates", grads, error)
+        _check_alike(updates, inner_state, params, error)
         raise
     if not same_structure(new_state, inner_state):
         raise ValueError(
@@ -44,69 +62,113 @@ def update(
     found = difference(new_state, inner_state)
     if found:
         # Gradients of other shapes may broadcast against the moments.
-        grads = _as_types_of(params, updates)
-        _check_like_params(inner, inner_state, "updates", grads, None)
+        _check_alike(updates, inner_state, params, None)
         path, new, old = found
         raise ValueError(
             f"`inner` must keep the shapes of its state, but returns {new} at {path}, "
             f"where it was given {old}. A state that grows can be neither masked nor "
             "carried by `scan`. Give it its final shape in `init`."
         )
-    if not has_master_weights(inner_state):
-        # With master weights, updates are differences and must not be rounded.
-        new_updates = as_narrow_as(new_updates, updates, params)
-    return new_updates, keep_types(new_state, inner_state)
+    _check_types(new_state, inner_state)
+    if same_structure(new_updates, updates) and not has_master_weights(inner_state):
+        new_updates = jax.tree.map(
+            lambda new, wide, g: new if wide is g else jnp.asarray(new, dtype_of(g)),
+            *(new_updates, grads, updates),
+        )
+    return new_updates, in_types_of(inner_state, new_state)
 
 
-def _check_like_params(
-    inner: optax.GradientTransformationExtraArgs,
-    inner_state: optax.OptState,
-    name: str,
-    tree: Any,
+def _is_narrow(x: Any) -> bool:
+    """Return whether a leaf is float16 or float8, which count as float32 here."""
+    if not is_inexact(x):
+        return False
+    dtype = dtype_of(x)
+    return dtype != jnp.bfloat16 and jnp.finfo(dtype).bits < 32
+
+
+def _widened(tree: Any, params: Any) -> Any:
+    """Widen the leaves of a tree that are narrow, and of narrow parameters."""
+    if not same_structure(tree, params):
+        return tree
+
+    def leaf(x: Any, param: Any) -> Any:
+        if not (_is_narrow(x) and _is_narrow(param)):
+            return x
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding)
+        return jnp.asarray(x, jnp.float32)
+
+    return jax.tree.map(leaf, tree, params)
+
+
+def _strong(x: Any) -> Any:
+    """Make a weakly typed leaf strong, or the first update would and trace twice."""
+    if isinstance(x, bool | int | float | complex) or getattr(x, "weak_type", False):
+        return jnp.asarray(x, jnp.result_type(x))
+    return x
+
+
+def _check_alike(
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None,
     cause: Exception | None,
 ) -> None:
-    """Raise if ``init`` would return a state unlike the given one for a tree."""
-    found = _difference_made(inner, inner_state, tree)
-    if found and cause is not None:
-        # Accept per-example gradients, as used for differential privacy.
-        found = _difference_made(inner, inner_state, _first_example(tree))
+    """Raise if gradients differ in shape from the parameters or from their moments."""
+    name, found = "params", None
+    if params is not None:
+        found = difference(updates, params)
+    if not found:
+        name, found = "state", _unlike_moments(updates, state)
     if found:
         path, new, old = found
         raise ValueError(
-            f"`{name}` and `state` must belong together, but for a tree like `{name}`, "
-            f"`init` returns {new} at {path}, and `state` has {old}. Pass gradients, "
-            "parameters and state of one model and one optimizer. If either has "
-            "changed, call `init` again."
+            f"`updates` and `{name}` must belong together, but `updates` has {new} at "
+            f"{path or 'the root'}, and `{name}` has {old}. Pass gradients, parameters "
+            "and state of one model and one optimizer. If either has changed, call "
+            "`init` again."
         ) from cause
 
 
-def _difference_made(inner: Any, inner_state: Any, tree: Any) -> Any:
-    """Return where the state that ``init`` returns for a tree differs, or None."""
-    try:
-        made = jax.eval_shape(inner.init, tree)
-    except Exception:
-        return None  # Not every ``init`` accepts a tree of gradients.
-    return difference(made, inner_state)
+def _unlike_moments(updates: Any, state: Any) -> tuple[str, str, str] | None:
+    """Return where a gradient has another shape than its moments in the state."""
+    held = jax.tree_util.tree_leaves_with_path(state)
+    for path, x in jax.tree_util.tree_leaves_with_path(updates):
+        shapes = {jnp.shape(y) for at, y in held if at[len(at) - len(path) :] == path}
+        if len(shapes) == 1 and (shape := shapes.pop()) != jnp.shape(x):
+            new, old = (f"an array of shape {s}" for s in (jnp.shape(x), shape))
+            return jax.tree_util.keystr(path), new, old
+    return None
 
 
-def _as_types_of(params: Any, updates: Any) -> Any:
-    """Return gradients in the types of their parameters.
+def _check_types(new_state: optax.OptState, state: optax.OptState) -> None:
+    """Raise if the old types cannot hold the new state; warn if they round it."""
+    rounded = ""
+    pairs = jax.tree_util.tree_leaves_with_path(new_state)
+    for (path, new), old in zip(pairs, jax.tree.leaves(state), strict=True):
+        where = jax.tree_util.keystr(path) or "its root"
+        if _kind(new) > _kind(old):
+            raise ValueError(
+                "`inner` must keep the types of its state, but returns "
+                f"{dtype_of(new)} at {where}, where it was given {dtype_of(old)}, "
+                "which cannot hold it. Start with the wider type in `init`, such as "
+                "`jnp.zeros(())` instead of `0`."
+            )
+        if is_inexact(new) and jnp.finfo(dtype_of(old)).bits < min(
+            32, jnp.finfo(dtype_of(new)).bits
+        ):
+            rounded = rounded or f"{where}, from {dtype_of(new)} to {dtype_of(old)}"
+    if rounded:
+        warnings.warn(
+            f"Every update rounds the state of the wrapped optimizer at {rounded}. "
+            "Moments with so few digits may ruin the training. Pass gradients of the "
+            "narrower type, or cast the state to the wider one.",
+            stacklevel=8,  # the caller of `update`
+        )
 
-    The type of a parameter decides whether it has a master weight.
-    """
-    if not same_structure(updates, params):
-        return updates
 
-    def leaf(g: Any, p: Any) -> Any:
-        both = is_inexact(g) and is_inexact(p)
-        return jax.ShapeDtypeStruct(jnp.shape(g), dtype_of(p)) if both else g
-
-    return jax.tree.map(leaf, updates, params)
-
-
-def _first_example(tree: Any) -> Any:
-    """Return the tree without its first axis, if all leaves have the same one."""
-    sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(tree)}
-    if len(sizes) != 1 or () in sizes:
-        return tree
-    return jax.eval_shape(lambda tree: jax.tree.map(lambda x: x[0], tree), tree)
+def _kind(x: Any) -> int:
+    """Rank what a type can hold; -1 for PRNG keys and leaves that are not arrays."""
+    is_number = hasattr(x, "dtype") or isinstance(x, bool | int | float | complex)
+    kinds = [jnp.issubdtype(dtype_of(x), kind) for kind in _KINDS if is_number]
+    return kinds.index(True) if True in kinds else -1

@@ -1,26 +1,60 @@
-"""Apply or skip the inner update.
+"""Apply or skip the inner update, in a layout that XLA compiles to fast code.
 
-The plain layout sanitizes the inputs of the inner transformation and masks its outputs,
-with ``jnp.where`` on the updates and on the new state. XLA compiles that to slow code.
-So while a program is staged, ``staged.py`` evaluates the update from its jaxpr instead.
+There are two layouts, with the same results:
+
+1. The inputs of the inner transformation are sanitized, so that they are finite in a
+   skipped step, and its outputs are masked with ``jnp.where``. This is always right,
+   but often slow. A new moment is used twice, unmasked in the update and masked in the
+   state, so XLA computes it twice and copies the old one. And the norm of sanitized
+   gradients must wait for the check.
+2. While a program is staged, the update is evaluated equation by equation on the
+   gradients as they are, and a leaf of the new state is masked where an equation
+   defines it. If the step is applied, the masked value is the new one. If it is
+   skipped, everything that is computed from it is masked in turn. Data flows as in the
+   unwrapped optimizer: each moment is computed once and written in place.
+
+The second one needs a program that ends on any numbers: without loops, branches,
+callbacks and matrix decompositions. A NaN behind a mask would reach its derivatives, so
+they are taken from the first one.
 """
 
-from collections.abc import Callable
+import collections
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
 
-from .._jax_internals import is_differentiated, is_staging
+from .._jax_internals import (
+    COLLECTIVE,
+    DEBUGGING,
+    as_varying,
+    bind,
+    effect_names,
+    is_staging,
+    waiting_for,
+    without_constants,
+)
 from .._tree import dtype_of, select
-from .sanitized import sanitized, split
-from .staged import staged_update
+from .sanitized import split
+
+Leaves = Sequence[Any]
+
+# Loops that may never end on a NaN, branches, code that XLA cannot see into, and
+# library routines that iterate until they converge.
+_UNSAFE = {"while", "cond", "pallas_call", "ffi_call", "eig", "eigh", "schur", "svd"}
 
 
 def masked_update(
-    inner_update: Callable[..., Any],
+    inner_update: Callable[..., tuple[Any, optax.Updates, optax.OptState]],
+    is_checked: bool,
     apply: jax.Array,
     updates: optax.Updates,
     inner_state: optax.OptState,
@@ -29,33 +63,198 @@ def masked_update(
     """Return the update of an applied step, or zeros and the old state if skipped.
 
     The inner transformation always runs, so every device reaches a collective inside
-    it. ``inner_update`` takes the gradients and the extra arguments. It returns three
-    things: whether its results may be used (None if that is not checked), the updates,
-    and the new state.
+    it. ``inner_update`` takes the gradients and the extra arguments. It returns whether
+    its results may be used (True unless ``is_checked``), the updates and the new state.
 
     The first result of this function is whether the step is applied.
     """
-    result = None
+    structure: Any = None
+    given, sanitize, put_back = split(updates, extra_args)
+    # In the types that sanitized inputs have.
+    given = [as_varying(x, apply) for x in given]
+    old = jax.tree.leaves(inner_state)
+
+    def update(given: Leaves) -> Any:
+        return inner_update(*put_back(given))
+
     if isinstance(apply, jax.core.Tracer) and is_staging():
-        result = staged_update(inner_update, apply, updates, inner_state, extra_args)
-    if result is None:
-        given, put_back = split(updates, extra_args)
-        differentiated = is_differentiated()
+        closed_jaxpr, shapes = jax.make_jaxpr(update, return_shape=True)(given)
+        structure = jax.tree.structure(shapes)
+        jaxpr, consts = without_constants(closed_jaxpr), closed_jaxpr.consts
+        args = apply, given, consts, old
+        leaves = _staged(jaxpr, sanitize, is_checked, *args)
+    else:
 
-        def update(apply: jax.Array) -> Any:
-            return inner_update(*put_back(sanitized(apply, given, differentiated)))
+        def evaluate(given: Leaves) -> Leaves:
+            nonlocal structure
+            leaves, structure = jax.tree.flatten(update(given))
+            return leaves
 
-        usable, new_updates, new_state = update(apply)
-        if usable is not None:
-            apply &= usable
-            if differentiated:
-                # A NaN behind a mask would reach the derivatives.
-                _, new_updates, new_state = update(apply)
-        result = apply, new_updates, select(apply, new_state, inner_state)
-    apply, new_updates, new_state = result
+        leaves = _masked_last(evaluate, sanitize, apply, given, old)
+        if is_checked and any(isinstance(x, jax.core.Tracer) for x in leaves):
+            # What the check has found must not be a NaN behind a mask.
+            leaves = _masked_last(evaluate, sanitize, leaves[0], given, old)
+    applied, new_updates, new_state = jax.tree.unflatten(structure, leaves)
     # Shaped like the output: the inner transformation may return another tree.
     zeros = jax.tree.map(_zeros_like, new_updates)
-    return apply, select(apply, new_updates, zeros), new_state
+    return applied, select(applied, new_updates, zeros), new_state
+
+
+def _masked_last(
+    evaluate: Callable[[Leaves], Leaves],
+    sanitize: Callable[[jax.Array, Leaves], Leaves],
+    apply: jax.Array,
+    given: Leaves,
+    old: Leaves,
+) -> Leaves:
+    """Evaluate the update in the first layout; return whether it is applied first."""
+    usable, *leaves = evaluate(sanitize(apply, given))
+    apply, first = apply & usable, len(leaves) - len(old)
+    return [apply, *leaves[:first], *select(apply, leaves[first:], list(old))]
+
+
+def _staged(
+    jaxpr: Jaxpr,
+    sanitize: Callable[[jax.Array, Leaves], Leaves],
+    is_checked: bool,
+    *args: Any,
+) -> Leaves:
+    """Evaluate the jaxpr of an update in the right layout.
+
+    ``args`` are whether to apply it, the leaves that may be non-finite, the constants
+    of the jaxpr, and the leaves of the old state.
+    """
+
+    def first(apply: jax.Array, given: Leaves, consts: Leaves, old: Leaves) -> Leaves:
+        evaluate = functools.partial(jaxpr_as_fun(ClosedJaxpr(jaxpr, [])), *consts)
+        return _masked_last(lambda given: evaluate(*given), sanitize, apply, given, old)
+
+    def second(apply: jax.Array, given: Leaves, consts: Leaves, old: Leaves) -> Leaves:
+        if is_checked:
+            # Evaluate twice, or the whole new state would wait in memory for the flag.
+            apply &= jaxpr_as_fun(ClosedJaxpr(jaxpr, []))(*consts, *given)[0]
+            given = [waiting_for(apply, x) for x in given]
+        return _masked_early(jaxpr, apply, [*consts, *given], old)
+
+    def derived(apply: jax.Array, *args: Leaves) -> Leaves:
+        # What the check finds must not be a NaN behind a mask.
+        return first(first(apply, *args)[0] if is_checked else apply, *args)
+
+    names = set(_names(jaxpr))
+    if any(name.startswith("custom_vjp_call") for name in names):
+        return first(*args)  # it has no forward mode
+    if any(name.endswith("Effect") for name in names - {COLLECTIVE, *DEBUGGING}):
+        return first(*args)  # mutable arrays, and callbacks that must happen
+    has_callback = any(name.endswith("callback") for name in names)
+    unsafe = _UNSAFE | {"scan"} if is_checked else _UNSAFE  # which costs too much twice
+    if not (has_callback or names & unsafe):
+        try:
+            return _with_derivatives_of(derived, second)(*args)
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            warnings.warn(
+                "This step is correct, but slower than it could be: the update of the "
+                "wrapped optimizer could not be evaluated equation by equation "
+                f"({type(error).__name__}: {reason}). Please report this, and name the "
+                "optimizer and the version of jax.",
+                stacklevel=4,  # the caller of `update`
+            )
+    return _with_derivatives_of(derived, first)(*args)
+
+
+def _masked_early(
+    jaxpr: Jaxpr, apply: jax.Array, inputs: Leaves, old: Leaves
+) -> Leaves:
+    """Evaluate a jaxpr, and mask each leaf of the new state where it is defined.
+
+    Its outputs are a flag that is not used, the updates and the new state. These leaves
+    are masked at the end:
+
+    - inputs that are passed through, and constants: no equation defines them;
+    - a variable that is two leaves of the state: it has two old values;
+    - a variable whose type the mask would change;
+    - scalars: this costs nothing, and a step may divide by a count whose old value is
+      still 0.
+    """
+    first = len(jaxpr.outvars) - len(old)
+    outputs = list(zip(jaxpr.outvars[first:], old, strict=True))
+    defined = {var for eqn in jaxpr.eqns for var in eqn.outvars}
+    uses = collections.Counter(id(var) for var, _ in outputs)
+    early = {
+        id(var): x
+        for var, x in outputs
+        if not isinstance(var, Literal)
+        and var in defined
+        and uses[id(var)] == 1
+        and jnp.ndim(x) > 0
+        and var.aval == jax.typeof(x)
+    }
+    env: dict[Var, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(atom: Var | Literal) -> Any:
+        return atom.val if isinstance(atom, Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        values = bind(eqn, map(read, eqn.invars))
+        for var, value in zip(eqn.outvars, values, strict=True):
+            if id(var) in early:
+                # Both have one type, and `jnp.where` takes longer to trace.
+                value = jax.lax.select_n(apply, early[id(var)], value)
+            env[var] = value
+    new = [
+        read(var) if id(var) in early else jnp.where(apply, read(var), x)
+        for var, x in outputs
+    ]
+    return [apply, *map(read, jaxpr.outvars[1:first]), *new]
+
+
+def _names(jaxpr: Jaxpr) -> Iterator[str]:
+    """Yield the names of all primitives and effects in a program."""
+    for eqn in jaxpr.eqns:
+        yield eqn.primitive.name
+        yield from effect_names(eqn)
+        for parameter in jax.tree.leaves(tuple(eqn.params.values())):
+            if isinstance(parameter, ClosedJaxpr):
+                parameter = parameter.jaxpr
+            if isinstance(parameter, Jaxpr):
+                yield from _names(parameter)
+
+
+def _with_derivatives_of(
+    derived: Callable[..., Leaves], function: Callable[..., Leaves]
+) -> Callable[..., Leaves]:
+    """Return a function with the derivatives of another that has the same values.
+
+    Neither may close over tracers.
+    """
+
+    def both(*args: Any) -> Leaves:
+        leaves, structure = jax.tree.flatten(args)
+
+        @jax.custom_jvp
+        def evaluate(*leaves: Any) -> Leaves:
+            return function(*jax.tree.unflatten(structure, leaves))
+
+        @functools.partial(evaluate.defjvp, symbolic_zeros=True)
+        def _(primals: Leaves, tangents: Leaves) -> tuple[Leaves, Leaves]:
+            moves = [not isinstance(t, SymbolicZero) for t in tangents]
+
+            def along(moving: Leaves) -> Leaves:
+                rest = iter(moving)
+                leaves = [
+                    next(rest) if moved else x
+                    for x, moved in zip(primals, moves, strict=True)
+                ]
+                return derived(*jax.tree.unflatten(structure, leaves))
+
+            moving, directions = (
+                list(itertools.compress(x, moves)) for x in (primals, tangents)
+            )
+            return jax.jvp(along, (moving,), (directions,))
+
+        return evaluate(*leaves)
+
+    return both
 
 
 def _zeros_like(x: Any) -> Any:

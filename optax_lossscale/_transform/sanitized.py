@@ -4,9 +4,8 @@ The results of a skipped step are discarded, so any number will do. But a line s
 must not iterate on NaN, and a NaN behind ``jnp.where`` still reaches derivatives.
 """
 
-import itertools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,45 +14,42 @@ import optax
 from .._jax_internals import is_staging
 from .._tree import dtype_of, is_inexact
 
-
-class Given(NamedTuple):
-    """The leaves of the inner transformation's inputs that may be non-finite."""
-
-    grads: list[Any]
-    value: list[Any]  # the loss, if it is among the extra arguments
-    others: list[Any]
+Leaves = Sequence[Any]
 
 
 def split(
     updates: optax.Updates, extra_args: dict[str, Any]
-) -> tuple[Given, Callable[[Given], tuple[optax.Updates, dict[str, Any]]]]:
-    """Return the leaves that may be non-finite, and a function that puts them back."""
-    value = {name: extra_args[name] for name in extra_args if name == "value"}
-    others = {name: x for name, x in extra_args.items() if name != "value"}
-    flat = [jax.tree.flatten(tree) for tree in (updates, value, others)]
+) -> tuple[
+    Leaves, Callable[[jax.Array, Leaves], Leaves], Callable[[Leaves], tuple[Any, Any]]
+]:
+    """Return the leaves that may be non-finite, and two functions of such leaves.
+
+    The first one sanitizes them unless the step is applied. The second one returns
+    gradients and extra arguments that have them.
+    """
+    leaves, structure = jax.tree.flatten((updates, extra_args))
+    kinds = [_gradient] * len(jax.tree.leaves(updates))
+    for name in sorted(extra_args):
+        kind = _loss if name == "value" else _other
+        kinds += [kind] * len(jax.tree.leaves(extra_args[name]))
     is_open = _is_traced if is_staging() else _is_array
-    chosen = [
-        [test(x) for x in leaves]
-        for test, (leaves, _) in zip((is_inexact, is_open, is_open), flat, strict=True)
-    ]
+    chosen = {
+        i: kind
+        for i, (x, kind) in enumerate(zip(leaves, kinds, strict=True))
+        if is_inexact(x) and (kind is _gradient or is_open(x))
+    }
 
-    def put_back(given: Given) -> tuple[optax.Updates, dict[str, Any]]:
-        trees = []
-        for (leaves, structure), is_new, new in zip(flat, chosen, given, strict=True):
-            rest = iter(new)
-            merged = [
-                next(rest) if is_new_leaf else x
-                for x, is_new_leaf in zip(leaves, is_new, strict=True)
-            ]
-            trees.append(jax.tree.unflatten(structure, merged))
-        grads, value, others = trees
-        return grads, {**value, **others}
+    def sanitize(apply: jax.Array, given: Leaves) -> Leaves:
+        pairs = zip(chosen.values(), given, strict=True)
+        return [sane(apply, x) for sane, x in pairs]
 
-    parts = (
-        list(itertools.compress(leaves, is_new))
-        for (leaves, _), is_new in zip(flat, chosen, strict=True)
-    )
-    return Given(*parts), put_back
+    def put_back(given: Leaves) -> tuple[Any, Any]:
+        new = dict(zip(chosen, given, strict=True))
+        merged = [new.get(i, x) for i, x in enumerate(leaves)]
+        updates, extra_args = jax.tree.unflatten(structure, merged)
+        return updates, extra_args
+
+    return [leaves[i] for i in chosen], sanitize, put_back
 
 
 def _is_traced(x: Any) -> bool:
@@ -63,31 +59,27 @@ def _is_traced(x: Any) -> bool:
 
 def _is_array(x: Any) -> bool:
     is_mutable = isinstance(x, jax.Array) and hasattr(jax.typeof(x), "inner_aval")
-    return isinstance(x, jax.Array) and not is_mutable and is_inexact(x)
+    return isinstance(x, jax.Array) and not is_mutable
 
 
-def sanitized(apply: jax.Array, given: Given, differentiated: bool) -> Given:
-    """Return the inputs unchanged if the step is applied, and finite ones if not.
+def _gradient(apply: jax.Array, x: Any) -> jax.Array:
+    return jnp.where(apply, x, _pattern(x))
 
-    Zeros end a line search at once. If derivatives are taken, other numbers are used,
-    because the derivatives of a norm and of a square root are not finite at 0.
-    """
-    stand_in = _pattern if differentiated else jnp.zeros_like
 
-    def extra(x: Any) -> Any:
-        return jnp.where(apply | jnp.isfinite(x), x, stand_in(x))
+def _loss(apply: jax.Array, x: Any) -> jax.Array:
+    # A loss so large that any other is better, so that a line search ends.
+    return jnp.where(apply, x, jnp.full_like(x, float(jnp.finfo(x.dtype).max) / 4))
 
-    return Given(
-        jax.tree.map(lambda g: jnp.where(apply, g, stand_in(g)), given.grads),
-        jax.tree.map(lambda x: jnp.where(apply, x, _large(x)), given.value),
-        jax.tree.map(extra, given.others),
-    )
+
+def _other(apply: jax.Array, x: Any) -> jax.Array:
+    return jnp.where(apply | jnp.isfinite(x), x, _pattern(x))
 
 
 def _pattern(x: Any) -> jax.Array:
     """Return nonzero numbers whose deviations from their mean are nonzero, too.
 
-    Their squares, and a thousandth of these, are nonzero in float16 as well.
+    The derivatives of a norm and of a square root are not finite at 0. The squares of
+    these numbers, and a thousandth of the squares, are nonzero in float16 as well.
     """
     shape = jnp.shape(x)
     index = sum(
@@ -96,8 +88,3 @@ def _pattern(x: Any) -> jax.Array:
     # 1, 2 and 5 times 1/64. Adding them to zeros makes them sharded as ``x`` is.
     steps = 1 + (index % 3) ** 2
     return jnp.zeros_like(x) + (jnp.asarray(steps) / 64).astype(dtype_of(x))
-
-
-def _large(x: Any) -> jax.Array:
-    """Return a loss so large that any other is better, so that a line search ends."""
-    return jnp.full_like(x, float(jnp.finfo(dtype_of(x)).max) / 4)

@@ -14,12 +14,11 @@ from .._rules.dynamic import DynamicLossScale
 from .._state import LossScaleState, recorded
 from .._tree import select
 from .._validation import AxisName, check, check_bool, check_flag
+from . import inner as wrapped
 from .extra_args import check_inner, with_extra_args
-from .inner import update
 from .masks import masked_update
 from .master_weights import warn_of_float16
 from .outcome import outcome_finite
-from .types import settled_state
 
 
 class WithLossScalingState(NamedTuple):
@@ -163,7 +162,7 @@ def with_loss_scaling(
     inner = with_extra_args(inner)
 
     def init_fn(params: optax.Params) -> WithLossScalingState:
-        inner_state = settled_state(inner, params)
+        inner_state = wrapped.init(inner, params)
         if find_loss_scale_states(inner_state):
             raise ValueError(
                 "`inner` must not scale losses itself, but its state contains a "
@@ -182,59 +181,55 @@ def with_loss_scaling(
         _check_state(state)
         scale_state = own_state(loss_scale, state.scale_state)
 
-        def inner_update(
-            updates: optax.Updates, extra_args: dict[str, Any]
-        ) -> tuple[optax.Updates, optax.OptState]:
-            return update(inner, updates, state.inner_state, params, extra_args)
-
-        def checked_update(
-            updates: optax.Updates, extra_args: dict[str, Any]
-        ) -> tuple[jax.Array | None, optax.Updates, optax.OptState]:
-            new_updates, new_state = inner_update(updates, extra_args)
-            if not check_updates:
-                return None, new_updates, new_state
-            usable = outcome_finite(new_updates, new_state, state.inner_state, params)
-            usable = everywhere(usable, axis_name)
-            _check_agreement(usable, scale_state, axis_name)
-            return usable, new_updates, new_state
-
-        def advance(grads_finite: jax.Array) -> LossScaleState:
+        def next_scale(grads_finite: jax.Array) -> LossScaleState:
             if not loss_scale.uses_max_magnitude:
                 return next_state(loss_scale, scale_state, grads_finite)
             # Nobody needs its derivative, which is NaN in a skipped step.
             magnitude = max_magnitude(jax.lax.stop_gradient(updates), axis_name)
             return next_state(loss_scale, scale_state, grads_finite, magnitude)
 
+        def inner_update(updates: optax.Updates, extra_args: dict[str, Any]) -> Any:
+            new_updates, new_state = wrapped.update(
+                inner, updates, state.inner_state, params, extra_args
+            )
+            usable = jnp.ones((), jnp.bool_)
+            if check_updates:
+                usable = outcome_finite(
+                    new_updates, new_state, state.inner_state, params
+                )
+                usable = everywhere(usable, axis_name)
+                _check_agreement(usable, scale_state, axis_name)
+            return usable, new_updates, new_state
+
         if not loss_scale.skip_nonfinite:
-            new_updates, inner_state = inner_update(updates, extra_args)
-            new_scale_state = advance(jnp.ones((), jnp.bool_))
+            _, new_updates, inner_state = inner_update(updates, extra_args)
+            new_scale_state = next_scale(jnp.ones((), jnp.bool_))
             return new_updates, WithLossScalingState(new_scale_state, inner_state)
 
-        grads_finite = all_finite(updates)
-        flag = extra_args.get("grads_finite")
-        if flag is not None:
+        grads_finite, value_finite = all_finite(updates), jnp.ones((), jnp.bool_)
+        if (flag := extra_args.get("grads_finite")) is not None:
             check_flag("grads_finite", flag)
             grads_finite &= flag
-        apply = grads_finite = everywhere(grads_finite, axis_name)
-        value = extra_args.get("value")
-        if value is not None:
+        grads_finite = everywhere(grads_finite, axis_name)
+        if (value := extra_args.get("value")) is not None:
             check("value", value)
             value_finite = all_finite(value, axis_name)
-            apply = grads_finite & value_finite
+        apply = grads_finite & value_finite
         _check_agreement(apply, scale_state, axis_name)
         applied, new_updates, inner_state = masked_update(
-            checked_update, apply, updates, state.inner_state, extra_args
+            inner_update,
+            check_updates,
+            apply,
+            updates,
+            state.inner_state,
+            extra_args,
         )
-        new_scale_state = advance(grads_finite)
-        if value is not None:
-            # The scale is not the problem if the unscaled loss is not finite.
-            skipped = recorded(scale_state, False)
-            new_scale_state = select(value_finite, new_scale_state, skipped)
-        if check_updates:
-            # Nor if the optimizer turns finite gradients into NaN or inf.
-            skipped = recorded(scale_state, False)
-            innocent = applied | ~grads_finite
-            new_scale_state = select(innocent, new_scale_state, skipped)
+        # No scale cures a loss that is not finite before it is scaled, nor an optimizer
+        # that turns finite gradients into NaN or inf.
+        scale_at_fault = value_finite & (applied | ~grads_finite)
+        new_scale_state = select(
+            scale_at_fault, next_scale(grads_finite), recorded(scale_state, False)
+        )
         return new_updates, WithLossScalingState(new_scale_state, inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from optax_lossscale._transform import staged
+from optax_lossscale._transform import masks
 
 
 def refuse(*args):
@@ -15,7 +15,7 @@ def plain_layout(monkeypatch):
 
     def run(function, *args):
         with monkeypatch.context() as m, pytest.warns(UserWarning, match="slower"):
-            m.setattr(staged, "masked", refuse)
+            m.setattr(masks, "_masked_early", refuse)
             return function(*args)
 
     return run
