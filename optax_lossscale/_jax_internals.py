@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import source_info_util
@@ -14,7 +13,6 @@ from jax.interpreters import ad
 # The names of effect classes, which jax does not export.
 COLLECTIVE = "NamedAxisEffect"
 DEBUGGING = frozenset({"DebugEffect", "OrderedDebugEffect"})
-_TRACE_STATE = "get_opaque_trace_state"  # in jax.core in jax 0.7
 
 
 def without_constants(closed_jaxpr: ClosedJaxpr) -> Jaxpr:
@@ -44,27 +42,6 @@ def bind(eqn: JaxprEqn, args: Iterable[Any]) -> Sequence[Any]:
     return out if eqn.primitive.multiple_results else [out]
 
 
-def bind_while(eqn: JaxprEqn, args: Sequence[Any], proceed: jax.Array) -> Sequence[Any]:
-    """Evaluate a ``while`` loop that runs no iteration unless ``proceed``."""
-    params = eqn.params
-    consts, carry = (
-        args[: params["cond_nconsts"]],
-        args[params["cond_nconsts"] + params["body_nconsts"] :],
-    )
-    condition = jax.extend.core.jaxpr_as_fun(params["cond_jaxpr"])
-    cond_jaxpr = jax.make_jaxpr(
-        lambda proceed, *args: jnp.logical_and(proceed, *condition(*args))
-    )(proceed, *consts, *carry)
-    gated = eqn.replace(
-        params={
-            **params,
-            "cond_jaxpr": cond_jaxpr,
-            "cond_nconsts": params["cond_nconsts"] + 1,
-        }
-    )
-    return bind(gated, [proceed, *args])
-
-
 def is_staging() -> bool:
     """Return whether operations are staged into a program, as under ``jax.jit``.
 
@@ -84,25 +61,6 @@ def is_in_jit() -> bool:
     while trace is not None:
         debug_info = getattr(getattr(trace, "frame", None), "debug_info", None)
         if getattr(debug_info, "traced_for", None) in ("jit", "pmap", "shard_map"):
-            return True
-        trace = getattr(trace, "parent_trace", None)
-    return False
-
-
-def is_differentiated() -> bool:
-    """Return whether the computation is being differentiated.
-
-    It is also True if jax no longer reports this. Under ``jax.jit`` and similar
-    functions, derivatives taken outside them cannot be seen.
-    """
-    module = jax.extend.core if hasattr(jax.extend.core, _TRACE_STATE) else jax.core
-    get_state = getattr(module, _TRACE_STATE, lambda convention: None)
-    reference = getattr(get_state(convention="nnx"), "_trace_ref", None)
-    if reference is None:
-        return True
-    trace = reference()
-    while trace is not None:
-        if type(trace).__name__ in ("JVPTrace", "LinearizeTrace"):
             return True
         trace = getattr(trace, "parent_trace", None)
     return False
