@@ -12,12 +12,9 @@ from ._validation import check_flag, describe
 class LossScaleState(NamedTuple):
     """The loss scale, its counters, and whether the last step was applied.
 
-    A rule computes a new one after each step. `with_loss_scaling` keeps it in the
-    optimizer state, where `get_loss_scale_state` finds it.
-
-    Every field except ``rule_state`` is a strongly typed array of shape ``()``. The
-    names are unique among optax states, so ``optax.tree.get(opt_state, "loss_scale")``
-    works in any chain.
+    Every rule returns one. Every field except ``rule_state`` is a strongly typed array
+    of shape ``()``. The names are unique among optax states, so
+    ``optax.tree.get(opt_state, "loss_scale")`` works in any chain.
 
     Attributes:
         loss_scale: float32, the scale that multiplies the next loss.
@@ -35,13 +32,9 @@ class LossScaleState(NamedTuple):
 
     Examples:
         >>> import optax_lossscale as ls
-        >>> state = ls.DynamicLossScale().init()
-        >>> float(state.loss_scale), int(state.skipped_steps)
-        (32768.0, 0)
-        >>> state.rule_state
-        ()
-        >>> float(ls.HeadroomLossScale().init().rule_state.max_magnitude)
-        0.0
+        >>> state = ls.HeadroomLossScale().init()
+        >>> float(state.loss_scale), int(state.skipped_steps), state.rule_state
+        (32768.0, 0, HeadroomState(max_magnitude=Array(0., dtype=float32)))
     """
 
     loss_scale: jax.Array
@@ -59,9 +52,7 @@ class LossScaleState(NamedTuple):
         hysteresis: jax.typing.ArrayLike = 1,
         rule_state: Any = (),
     ) -> "LossScaleState":
-        """Return the state before the first step.
-
-        Call it in the ``init`` of your own rule.
+        """Return the state before the first step, for the ``init`` of your own rule.
 
         Args:
             loss_scale: the first scale.
@@ -76,17 +67,6 @@ class LossScaleState(NamedTuple):
             >>> import optax_lossscale as ls
             >>> ls.LossScaleState.create(128.0).loss_scale
             Array(128., dtype=float32)
-
-            A rule that remembers more keeps it in ``rule_state``:
-
-            >>> from typing import NamedTuple
-            >>> import jax
-            >>> import jax.numpy as jnp
-            >>> class Longest(NamedTuple):
-            ...     longest_run: jax.Array
-            >>> rule_state = Longest(jnp.int32(0))
-            >>> ls.LossScaleState.create(128.0, rule_state=rule_state).rule_state
-            Longest(longest_run=Array(0, dtype=int32))
         """
         return cls(
             loss_scale=jnp.asarray(loss_scale, jnp.float32),
@@ -99,10 +79,7 @@ class LossScaleState(NamedTuple):
         )
 
     def record(self, grads_finite: jax.typing.ArrayLike) -> "LossScaleState":
-        """Record whether the last step was applied.
-
-        Call it first in the ``update`` of your own rule. All rules share these
-        counters.
+        """Record whether the last step was applied, first in the ``update`` of a rule.
 
         Args:
             grads_finite: one boolean; False if the step is skipped.
@@ -119,8 +96,6 @@ class LossScaleState(NamedTuple):
             >>> state = ls.LossScaleState.create(128.0).record(False).record(False)
             >>> int(state.skipped_steps), int(state.consecutive_skips)
             (2, 2)
-            >>> int(state.record(True).consecutive_skips)
-            0
         """
         check_flag("grads_finite", grads_finite)
         return recorded(self, grads_finite)

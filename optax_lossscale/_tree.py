@@ -13,9 +13,8 @@ from ._validation import check_flag, describe
 def select(pred: jax.typing.ArrayLike, on_true: Any, on_false: Any) -> Any:
     """Select one of two trees of the same structure, as ``jnp.where`` does for arrays.
 
-    Use it for values that the optimizer does not protect in a skipped step: BatchNorm
-    statistics, moving averages, PRNG keys, counters. `keep_if_applied` decides for
-    you, from the optimizer state and the new values, whether to keep the old ones.
+    Use it for values that the optimizer does not protect in a skipped step. With
+    `keep_if_applied` you need no condition of your own.
 
     Args:
         pred: one boolean, such as the result of `all_finite`.

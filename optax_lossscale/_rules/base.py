@@ -40,22 +40,19 @@ def compiled(update: UpdateT) -> UpdateT:
 class LossScale(abc.ABC):
     """Decide how the loss scale starts and how it changes after each step.
 
-    This is the base class of all rules. A rule is configuration and holds no arrays;
-    whatever changes during training is in `LossScaleState`.
+    This is the base class of all rules. A rule is configuration: its numbers are Python
+    numbers, fixed when it is built. Whatever changes during training is in
+    `LossScaleState`.
 
     To write your own rule, derive from this class and make it a frozen dataclass. That
-    gives it a repr, equality, a hash and ``get_config``. A rule must not define
-    ``__call__``, because ``optax.inject_hyperparams`` takes callables for schedules.
-
-    The numbers of a rule are Python numbers, fixed when it is built. To change one
-    during training, continue with another rule: the state carries over.
+    gives it a repr, equality, a hash and ``get_config``. It must not define
+    ``__call__``: ``optax.inject_hyperparams`` takes callables for schedules.
 
     Attributes:
         skip_nonfinite: whether steps with non-finite gradients are skipped. If False,
             gradients are not checked, and ``update`` is always given True.
         uses_max_magnitude: whether ``update`` takes a third argument, the largest
-            absolute value of the gradients, as `max_magnitude` returns it. It is
-            computed only for rules that use it.
+            absolute value of the gradients, as `max_magnitude` returns it.
 
     Examples:
         >>> import dataclasses
@@ -90,23 +87,19 @@ class LossScale(abc.ABC):
         """Return the state after a step.
 
         Args:
-            state: the state whose ``loss_scale`` multiplied this step's loss. A
-                checkpoint or ``optax.tree.set`` may have left numbers of other types
-                in it; the rules of this package convert them.
+            state: the state whose ``loss_scale`` multiplied this step's loss. Numbers
+                of other types, as ``optax.tree.set`` puts them there, are converted.
             grads_finite: one boolean, whether all gradients were finite.
 
         Raises:
             TypeError: if ``state`` is not a `LossScaleState`.
             ValueError: if ``state`` holds several runs outside of ``jax.vmap``, holds
-                no numbers, or belongs to a rule with a different memory; or if
+                no numbers, or has the ``rule_state`` of another rule; or if
                 ``grads_finite`` is not one boolean.
         """
 
     def get_config(self) -> dict[str, Any]:
-        """Return the configuration as a dictionary that JSON can hold.
-
-        Returns:
-            The fields by name, plus the name of the class as ``"class_name"``.
+        """Return the fields by name, and the class as ``"class_name"``, for JSON.
 
         Raises:
             TypeError: if the class is not a dataclass.
@@ -129,9 +122,8 @@ class LossScale(abc.ABC):
         call ``from_config`` on its class.
 
         Args:
-            config: what ``get_config`` returned. ``LossScale.from_config`` reads from
-                ``"class_name"`` which rule to build. Called on one rule, the name may
-                be missing. Missing fields take their defaults.
+            config: what ``get_config`` returned. Missing fields take their defaults.
+                Only ``LossScale.from_config`` needs the ``"class_name"``.
 
         Raises:
             TypeError: if ``config`` is not a mapping.

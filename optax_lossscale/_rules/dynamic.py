@@ -16,9 +16,7 @@ from .growth import GrowingLossScale, counted, moved
 class DynamicLossScale(GrowingLossScale):
     """Raise the scale while gradients stay finite, and lower it when they do not.
 
-    This is the default rule. It finds a scale near the largest one that does not
-    overflow, and adjusts it as the gradients change during training. A step is finite
-    if all of its gradients are finite. After each step the rule does the following::
+    This is the default rule. After each step it does the following::
 
         if grads_finite:
             growth_tracker += 1
@@ -31,38 +29,23 @@ class DynamicLossScale(GrowingLossScale):
             if hysteresis_tracker == 0:
                 loss_scale = max(loss_scale * backoff_factor, min_scale)
 
-    ``hysteresis_refill`` decides when ``hysteresis_tracker`` is reset to
-    ``hysteresis``:
-
-    - ``"finite"``: after any finite step, as in Apex and in DeepSpeed with
-      ``consecutive_hysteresis``.
-    - ``"growth"``: only when the scale grows, as in Megatron-LM and DeepSpeed. Until
-      then, every further non-finite step backs off.
-    - ``"change"``: when the scale grows or backs off, as ``decr_every_n_nan_or_inf``
-      in ``tf.contrib``. Non-finite steps are counted across finite ones.
-
-    A scale restored from a checkpoint may be outside ``min_scale`` and ``max_scale``.
-    It is clipped on the first step that leaves it unchanged. Growth never lowers the
-    scale and backoff never raises it. A NaN scale is replaced by ``init_scale``.
-
     Args:
         init_scale: the first scale, from ``min_scale`` to ``max_scale``. The default is
             the largest power of two that float16 can represent.
-        growth_factor: the factor by which the scale grows, more than 1. To stop the
-            scale from ever growing, set ``max_scale=init_scale``.
-        backoff_factor: the factor by which the scale backs off, between 0 and 1. To
-            stop the scale from ever backing off, set ``min_scale=init_scale``.
+        growth_factor: the factor by which the scale grows, more than 1.
+        backoff_factor: the factor by which the scale backs off, between 0 and 1.
         growth_interval: how many finite steps in a row raise the scale, 1 or more.
-        min_scale: the smallest scale to back off to, from 2**-126. The bounds keep the
-            scale and its reciprocal normal float32 numbers.
-        max_scale: the largest scale to grow to, up to 2**126.
+        min_scale: the smallest scale to back off to, from 2**-126. With
+            ``min_scale=init_scale`` the scale never backs off.
+        max_scale: the largest scale to grow to, up to 2**126. With
+            ``max_scale=init_scale`` the scale never grows.
         hysteresis: how many non-finite steps it takes to back off, 1 or more.
-        hysteresis_refill: what resets the hysteresis counter: ``"finite"``,
-            ``"growth"`` or ``"change"``, as described above.
+        hysteresis_refill: what resets ``hysteresis_tracker`` to ``hysteresis``: any
+            ``"finite"`` step; only a ``"growth"``; or any ``"change"`` of the scale, so
+            that non-finite steps are counted across finite ones.
 
     Raises:
-        ValueError: if an argument is out of range, before or after it is rounded to
-            float32.
+        ValueError: if an argument is out of range or traced.
 
     Examples:
         >>> import optax_lossscale as ls
@@ -78,7 +61,8 @@ class DynamicLossScale(GrowingLossScale):
     References:
         NVIDIA, `Train With Mixed Precision
         <https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/>`_,
-        "Choosing A Scaling Factor"
+        "Choosing A Scaling Factor". ``hysteresis_refill``: ``"finite"`` as in Apex,
+        ``"growth"`` as in Megatron-LM, ``"change"`` as in ``tf.contrib``.
     """
 
     def __post_init__(self) -> None:

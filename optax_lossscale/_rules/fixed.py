@@ -20,14 +20,6 @@ class FixedLossScale(LossScale):
     gradients. ``FixedLossScale(1.0)`` scales nothing and only skips non-finite steps,
     which suits training in bfloat16 and float32.
 
-    A scale restored from a checkpoint is kept. If it is NaN, or its float32 reciprocal
-    is not a normal number, the next step sets it to ``loss_scale``. With
-    ``skip_nonfinite=False`` the restored scale is not checked.
-
-    TensorFlow's ``FixedLossScale`` is this rule with ``skip_nonfinite=False``. In
-    MindSpore's ``FixedLossScaleManager``, ``skip_nonfinite`` is called
-    ``drop_overflow_update``.
-
     Args:
         loss_scale: the scale, from 1 to 2**126. Use a power of two: scaling is then
             exact.
@@ -35,8 +27,7 @@ class FixedLossScale(LossScale):
             nothing is checked or masked.
 
     Raises:
-        ValueError: if an argument is out of range, before or after it is rounded to
-            float32.
+        ValueError: if an argument is out of range or traced.
 
     Examples:
         >>> import optax_lossscale as ls

@@ -31,13 +31,8 @@ class HeadroomState(NamedTuple):
 class HeadroomLossScale(LossScale):
     """Keep the largest gradient a fixed number of octaves below overflow.
 
-    Use it if the scale should follow the gradients without delay. It measures the
-    largest gradient in every step and adjusts the scale right away, up or down.
-    `DynamicLossScale` waits a whole interval before it grows, and learns only from an
-    overflow that it has grown too far.
-
-    After each step it does the following, and clips the scale to ``min_scale`` and
-    ``max_scale``::
+    Use it if the scale should follow the gradients without delay. After each step it
+    does the following, and clips the scale to ``min_scale`` and ``max_scale``::
 
         if grads_finite:
             max_magnitude = max(max_magnitude * 0.5**(1 / half_life), largest gradient)
@@ -48,27 +43,20 @@ class HeadroomLossScale(LossScale):
 
     The scale is ``init_scale`` until the first gradient that is not zero.
 
-    The rule sees only gradients of parameters, so it cannot foresee that another value
-    overflows inside the network. After an overflow it remembers a gradient that is
-    large enough for the lower scale, and forgets it as slowly as any other maximum.
-
     Args:
         init_scale: the first scale, from ``min_scale`` to ``max_scale``.
         headroom: how many octaves (factors of two) to leave free between the largest
-            recent gradient and overflow, from 0 to 126. They are for gradients that
-            grow from one step to the next.
+            recent gradient and overflow, from 0 to 126.
         dtype: the floating-point type in which gradients overflow, or its name.
         half_life: how many steps it takes for a remembered maximum to decay to half
             its value, 1 or more.
         backoff_factor: the factor by which a non-finite step lowers the scale, between
-            0 and 1. A large backoff costs little, because the next gradient shows how
-            far the scale can rise again.
+            0 and 1.
         min_scale: the smallest scale, from 2**-126.
         max_scale: the largest scale, up to 2**126.
 
     Raises:
-        ValueError: if an argument is out of range, before or after it is rounded to
-            float32.
+        ValueError: if an argument is out of range or traced.
 
     Examples:
         >>> import optax_lossscale as ls
@@ -122,12 +110,12 @@ class HeadroomLossScale(LossScale):
             state: the state whose ``loss_scale`` multiplied this step's loss.
             grads_finite: one boolean, whether all gradients were finite.
             max_magnitude: the largest absolute value of the true gradients, as
-                `max_magnitude` returns it; 0 is ignored.
+                `max_magnitude` returns it; 0 and NaN are ignored.
 
         Raises:
-            TypeError: if ``state`` is not a `LossScaleState`.
-            ValueError: as for `LossScale.update`, or if ``max_magnitude`` is not one
-                real number.
+            TypeError: as `LossScale.update`.
+            ValueError: as `LossScale.update`, or if ``max_magnitude`` is not one real
+                number.
         """
         new_state = recorded(state, grads_finite)
         scale = normal_scale(state.loss_scale, self.init_scale)

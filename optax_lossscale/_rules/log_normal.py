@@ -41,10 +41,8 @@ class LogNormalLossScale(LossScale):
     """Choose the scale from statistics of the gradients, for a given overflow rate.
 
     This is the LogMax rule of OpenSeq2Seq. It models the largest gradient of a step as
-    log-normal, and leaves more room below overflow if that gradient varies more. The
-    mean and the standard deviation are moving averages over past steps.
-
-    After each step it does the following, and clips the scale to ``min_scale`` and
+    log-normal, and leaves more room below overflow if that gradient varies more. After
+    each step it does the following, and clips the scale to ``min_scale`` and
     ``max_scale``::
 
         x = log2(largest gradient) if grads_finite else nonfinite_log
@@ -52,13 +50,10 @@ class LogNormalLossScale(LossScale):
         deviation = standard deviation of x with decay beta2  # likewise
         loss_scale = 2**(log_max - mean - overflow_std_dev * deviation)
 
-    A step whose gradients are all zero changes neither the averages nor the scale. In
-    OpenSeq2Seq its logarithm, minus infinity, enters the averages, and the scale is NaN
-    from then on.
+    A step whose gradients are all zero changes neither the averages nor the scale.
 
     Args:
         init_scale: the scale of the first step, from ``min_scale`` to ``max_scale``.
-            Later scales depend only on the gradients.
         log_max: log2 of the magnitude at which gradients overflow, from -126 to 128.
         beta1: the decay of the mean, between 0 and 1.
         beta2: the decay of the standard deviation, between 0 and 1.
@@ -71,8 +66,7 @@ class LogNormalLossScale(LossScale):
         max_scale: the largest scale, up to 2**126.
 
     Raises:
-        ValueError: if an argument is out of range, before or after it is rounded to
-            float32.
+        ValueError: if an argument is out of range or traced.
 
     Examples:
         >>> import optax_lossscale as ls
@@ -130,12 +124,12 @@ class LogNormalLossScale(LossScale):
             state: the state whose ``loss_scale`` multiplied this step's loss.
             grads_finite: one boolean, whether all gradients were finite.
             max_magnitude: the largest absolute value of the true gradients, as
-                `max_magnitude` returns it; 0 is ignored.
+                `max_magnitude` returns it; 0 and NaN are ignored.
 
         Raises:
-            TypeError: if ``state`` is not a `LossScaleState`.
-            ValueError: as for `LossScale.update`, or if ``max_magnitude`` is not one
-                real number.
+            TypeError: as `LossScale.update`.
+            ValueError: as `LossScale.update`, or if ``max_magnitude`` is not one real
+                number.
         """
         new_state = recorded(state, grads_finite)
         fast, slow = self.beta1, self.beta2

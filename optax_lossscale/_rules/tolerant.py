@@ -38,8 +38,7 @@ class TolerantLossScale(LossScale):
     """Back off only if the share of non-finite steps reaches a tolerance.
 
     Use it if single overflows should not lower the scale. The affected steps are
-    skipped all the same. This is the rule of fairseq, and with
-    ``interval_follows_scale`` that of metaseq. After each step it does the following::
+    skipped all the same. After each step it does the following::
 
         steps_since_change += 1
         if grads_finite:
@@ -56,10 +55,6 @@ class TolerantLossScale(LossScale):
                 steps_since_change = overflows_since_backoff = 0
                 growth_interval = max(growth_interval // growth_factor, 1)   # likewise
 
-    A scale restored from a checkpoint may be outside ``min_scale`` and ``max_scale``.
-    It is clipped on the first step that leaves it unchanged. Growth never lowers the
-    scale and backoff never raises it. A NaN scale is replaced by ``init_scale``.
-
     Args:
         init_scale: the first scale, from ``min_scale`` to ``max_scale``.
         growth_factor: the factor by which the scale grows, more than 1. If the interval
@@ -75,27 +70,23 @@ class TolerantLossScale(LossScale):
             then recovers quickly, and a high one seldom grows.
 
     Raises:
-        ValueError: if an argument is out of range, before or after it is rounded to
-            float32.
+        ValueError: if an argument is out of range or traced.
 
     Examples:
         This rule tolerates one non-finite step in four, but not two in five:
 
         >>> import optax_lossscale as ls
         >>> rule = ls.TolerantLossScale(tolerance=0.3)
-        >>> state = rule.init()
+        >>> state, scales = rule.init(), []
         >>> for grads_finite in (True, True, True, False, False):
         ...     state = rule.update(state, grads_finite)
-        ...     print(float(state.loss_scale))
-        32768.0
-        32768.0
-        32768.0
-        32768.0
-        16384.0
+        ...     scales.append(float(state.loss_scale))
+        >>> scales
+        [32768.0, 32768.0, 32768.0, 32768.0, 16384.0]
 
     References:
         Ott et al., `Scaling Neural Machine Translation
-        <https://arxiv.org/abs/1806.00187>`_, 2018, section 3.1 (the tolerance);
+        <https://arxiv.org/abs/1806.00187>`_, 2018, section 3.1 (fairseq);
         `metaseq issue 4 <https://github.com/facebookresearch/metaseq/issues/4>`_
         (the interval)
     """

@@ -20,48 +20,31 @@ class VerbatimLossScale(GrowingLossScale):
     Presets return this rule when `DynamicLossScale` would not reproduce the scales of
     the system that they are named after. For a new run, use `DynamicLossScale`.
 
-    It is `DynamicLossScale` with these additions:
-
-    - ``init_scale`` may be outside the limits. Growth then lowers the scale to
-      ``max_scale``, and backoff *raises* it to ``min_scale``. Other steps leave it
-      unchanged, or with ``clips_every_step`` clip it, as in mpx.
-    - With ``first_growth_late``, the first growth after the start or after a non-finite
-      step comes one step late, as in DeepSpeed since 2025.
-    - ``scale_dtype`` is the type to which the scale is rounded after each change. The
-      scale does not grow beyond the range of this type. In jmp, the scale may have any
-      type.
+    ``init_scale`` may be outside the limits. Growth then lowers the scale to
+    ``max_scale``, and backoff *raises* it to ``min_scale``. The arguments not listed
+    here are those of `DynamicLossScale`.
 
     Args:
-        init_scale: the first scale, from 2**-126 to 2**126.
-        growth_factor: the factor by which the scale grows, more than 1.
-        backoff_factor: the factor by which the scale backs off, between 0 and 1.
-        growth_interval: how many finite steps in a row raise the scale, 1 or more.
-        min_scale: the scale at which backoff stops, from 2**-126.
-        max_scale: the scale at which growth stops, up to 2**126.
-        hysteresis: how many non-finite steps it takes to back off, 1 or more.
-        hysteresis_refill: what resets the hysteresis counter, as in
-            `DynamicLossScale`.
-        first_growth_late: whether the first growth takes one more finite step.
-        clips_every_step: whether to clip the scale to the limits in every step.
-        scale_dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``. The state holds the
-            scale in float32 in any case.
+        first_growth_late: whether the first growth after the start or after a
+            non-finite step takes one more finite step, as in DeepSpeed since 2025.
+        clips_every_step: whether to clip the scale to the limits in every step, as in
+            mpx.
+        scale_dtype: the type to which the scale is rounded after each change, as in
+            jmp: ``"float32"``, ``"bfloat16"`` or ``"float16"``. The scale does not grow
+            beyond its range. The state holds the scale in float32 in any case.
 
     Raises:
-        ValueError: if an argument is out of range, before or after it is rounded to
-            float32.
+        ValueError: if an argument is out of range or traced.
 
     Examples:
         >>> from optax_lossscale import presets
         >>> rule = presets.VerbatimLossScale(growth_interval=2, first_growth_late=True)
-        >>> state = rule.init()
+        >>> state, scales = rule.init(), []
         >>> for _ in range(5):
         ...     state = rule.update(state, True)
-        ...     print(float(state.loss_scale))
-        32768.0
-        32768.0
-        65536.0
-        65536.0
-        131072.0
+        ...     scales.append(float(state.loss_scale))
+        >>> scales
+        [32768.0, 32768.0, 65536.0, 65536.0, 131072.0]
     """
 
     min_scale: float = SMALLEST_SCALE

@@ -46,27 +46,15 @@ def with_master_weights(
 ) -> optax.GradientTransformationExtraArgs:
     """Keep float32 copies of float16 parameters, and optimize the copies.
 
-    In float16, an update smaller than a 4,000th of a weight is lost. Use this if your
-    parameters are float16. Parameters that are kept in float32 and cast inside the loss
-    do not need it.
+    Use it if your parameters are float16. In float16, an update smaller than a 4,000th
+    of a weight is lost. Put it directly inside `with_loss_scaling`, around everything
+    else.
 
     ``inner`` optimizes the master weights: copies, in ``dtype``, of all parameters that
-    are narrower. It gets their gradients in ``dtype``, too. The updates then set the
-    parameters to the rounded master weights: ``optax.apply_updates(params, updates)``
-    equals ``master_weights`` cast to the types of the parameters. Training is the same,
-    bit for bit, as with float32 parameters that the loss casts once each, before use.
-
-    Two cases are not exact. If a float16 parameter above 1 falls to less than an
-    8,192nd of itself in one step, or a bfloat16 parameter to less than a 65,536th, it
-    is off by up to 2**-24 of its old value until the next step. No float32 update can
-    do better. And if a master weight exceeds 65504, its float16 parameter becomes inf,
-    and then stays inf or becomes NaN. ``with_loss_scaling(..., check_updates=True)``
-    skips that step.
-
-    Put it directly inside `with_loss_scaling`, around everything else. A later
-    transformation in a chain changes the parameters but not their master weights. If
-    you change parameters yourself, change the master weights, too, or call ``init``
-    again. Otherwise the next update sets the parameters back to the master weights.
+    are narrower. The updates then set the parameters to the rounded master weights:
+    ``optax.apply_updates(params, updates)`` equals ``master_weights`` cast to the types
+    of the parameters. Training is the same, bit for bit, as with float32 parameters
+    that the loss casts once each, before use.
 
     Args:
         inner: the optimizer, any Optax transformation.
@@ -76,9 +64,7 @@ def with_master_weights(
 
     Returns:
         The transformation. Its ``update`` needs ``params``. Updates of parameters with
-        master weights are in ``dtype``. ``optax.apply_updates`` adds them and casts
-        back; ``equinox.apply_updates`` does not cast. JAX adds nothing wider to
-        float8, so updates of float8 parameters are float8, as close as its sums allow.
+        master weights are in ``dtype``, or in float8 for float8 parameters.
 
     Raises:
         TypeError: if ``inner`` is not an Optax transformation.
@@ -96,13 +82,8 @@ def with_master_weights(
         >>> for _ in range(10):
         ...     updates, opt_state = tx.update(jnp.ones(2), opt_state, params)
         ...     params = optax.apply_updates(params, updates)
-        >>> print(params)
-        [0.999 0.999]
-
-        Without master weights, the update is lost:
-
-        >>> print(jnp.ones(2, jnp.float16) - 1e-4)
-        [1. 1.]
+        >>> print(params, jnp.ones(2, jnp.float16) - 1e-4)
+        [0.999 0.999] [1. 1.]
 
     References:
         Micikevicius et al., `Mixed Precision Training

@@ -59,25 +59,12 @@ def with_loss_scaling(
     bit for bit. After every step the rule decides the next scale.
 
     Pass true gradients to ``update``, as `value_and_grad` and `unscale_grads` return
-    them. ``update`` does not divide them by the scale.
+    them. Put it outermost: around clipping, weight decay, schedules,
+    ``optax.MultiSteps``, ``optax.masked`` and ``optax.partition``, not inside them.
 
-    Put it outermost: around clipping, weight decay, schedules, ``optax.MultiSteps``,
-    ``optax.masked`` and ``optax.partition``, not inside them. If ``optax.clip`` comes
-    first, it turns inf into an ordinary number, as ``optax.zero_nans`` does for NaN,
-    and the step is applied. Gradients that an outer mask leaves out are not checked.
-
-    No NaN or inf in the gradients reaches the parameters or the state of ``inner``.
-    If ``inner`` itself turns finite gradients into NaN or inf, the step is applied,
-    unless ``check_updates`` is True.
-
-    True gradients are float32 even if parameters are narrower, so ``init`` creates the
-    state of ``inner`` as for float32 parameters. The moments of float16 parameters take
-    as much memory as those of float32 parameters. Types that you choose, such as
-    ``mu_dtype`` of ``optax.adam``, are kept. If your gradients are as narrow as the
-    parameters, so are the updates, and moments may be, too. To allow that, use the
-    state of ``inner``: ``tx.init(params)._replace(inner_state=inner.init(params))``.
-
-    float16 parameters lose small updates. To keep them, use `with_master_weights`.
+    ``init`` makes the state of ``inner`` as Optax does, but for float16 and float8
+    parameters as for float32 ones. float16 parameters lose small updates; to keep them,
+    use `with_master_weights`.
 
     Args:
         inner: the optimizer, any Optax transformation.
@@ -86,40 +73,35 @@ def with_loss_scaling(
             axis, or a tuple of names, along which gradients differ. A step is applied
             only if gradients are finite everywhere. Not needed under ``jit`` alone.
         check_updates: whether to check the results of ``inner`` as well. A step is then
-            skipped if it would put a new NaN or inf into the updates, the state or, if
-            ``update`` receives ``params``, the parameters that ``optax.apply_updates``
-            returns. The scale and its growth and backoff counters do not change,
+            skipped if it would put a new NaN or inf into the updates, the state or the
+            parameters. The scale and its counters of growth and backoff do not change,
             because no scale prevents this. It costs another pass over gradients, state
             and parameters.
 
     Returns:
         The transformation. Its ``update`` passes on the extra arguments that ``inner``
-        takes. In a skipped step, ``value`` and non-finite arguments may be replaced by
-        other numbers. Two optional arguments also decide whether the step is applied,
-        unless the rule never skips:
+        takes. Two of them also decide whether the step is applied, unless the rule
+        never skips:
 
         - ``grads_finite``: one boolean, combined with the check of the gradients. False
-          skips the step, and the rule treats it as an overflow. Give several optimizers
-          the same flag, and they skip together. ``inner`` receives it only if its
-          ``update`` has a parameter of this name.
-        - ``value``: the unscaled loss. If it is not finite, the scale is not the
-          problem: the step is skipped, and the scale and its growth and backoff
-          counters do not change.
+          skips the step, and the rule treats it as an overflow.
+        - ``value``: the unscaled loss. If it is not finite, the step is skipped, and
+          the scale and its counters of growth and backoff do not change.
 
     Raises:
         TypeError: if ``inner`` is not an Optax transformation or ``loss_scale`` is not
             a rule; from ``update``, if ``state`` is not a `WithLossScalingState`.
         ValueError: if ``check_updates`` is not a bool, or is True and the rule never
             skips; from ``init``, if ``inner`` scales losses itself; from ``update``, if
-            ``inner`` changes the structure, shapes or kinds of numbers of its state
-            (integers to floats, say), gradients or parameters do not match the state,
-            ``value`` or ``grads_finite`` is not one number or flag, ``axis_name`` is
-            not bound, or devices of a ``shard_map`` would decide differently.
+            ``inner`` changes the structure, shapes or kinds of numbers of its state,
+            gradients or parameters do not match the state, ``value`` or
+            ``grads_finite`` is not one number or flag, ``axis_name`` is not bound, or
+            devices of a ``shard_map`` would decide differently.
 
     Warns:
         UserWarning: from ``init``, if parameters are float16 and ``inner`` keeps no
-            master weights; from ``update``, if ``init`` did not create the state and
-            float32 results are rounded to its half precision.
+            master weights; from ``update``, if the types of the state round the new
+            one.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -132,20 +114,6 @@ def with_loss_scaling(
         >>> updates, opt_state = tx.update(bad_grads, opt_state, params)
         >>> print(updates, ls.get_loss_scale(opt_state))
         [-0. -0.] 16384.0
-
-        A non-finite loss skips the step and leaves the scale alone:
-
-        >>> updates, opt_state = tx.update(bad_grads, opt_state, params, value=jnp.inf)
-        >>> print(updates, ls.get_loss_scale(opt_state))
-        [-0. -0.] 16384.0
-
-        With ``check_updates``, so does a second moment that overflows:
-
-        >>> tx = ls.with_loss_scaling(optax.adam(1e-3), check_updates=True)
-        >>> large = jnp.array([1e30, 1.0])
-        >>> updates, opt_state = tx.update(large, tx.init(params), params)
-        >>> print(updates, ls.get_loss_scale(opt_state), ls.was_applied(opt_state))
-        [-0. -0.] 32768.0 False
 
     References:
         Micikevicius et al., `Mixed Precision Training
