@@ -55,12 +55,12 @@ def test_every_leaf_is_a_strongly_typed_scalar(rule, jit, x64):
             state = (jax.jit(update) if jit else update)(state, grads_finite)
 
 
-def test_a_state_without_a_memory_has_an_empty_one_that_adds_no_leaf():
+def test_a_rule_state_is_empty_by_default_and_adds_no_leaf():
     state = ls.DynamicLossScale().init()
     assert state.rule_state == () and len(jax.tree.leaves(state)) == len(TYPES)
     assert ls.LossScaleState(*state[:6]) == state
-    memory = (jnp.zeros(()),)
-    assert ls.LossScaleState.create(8.0, rule_state=memory).rule_state is memory
+    own = (jnp.zeros(()),)
+    assert ls.LossScaleState.create(8.0, rule_state=own).rule_state is own
 
 
 def test_leaves_share_no_buffer_so_the_state_can_be_donated():

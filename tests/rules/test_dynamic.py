@@ -1,20 +1,16 @@
 """DynamicLossScale against an oracle in plain Python."""
 
 import dataclasses
-import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import run_rule
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import optax_lossscale as ls
-from optax_lossscale._rules import growth
-
-SMALLEST, LARGEST = 2.0**-126, 2.0**126
+from optax_lossscale import _precision
 
 
 @dataclasses.dataclass
@@ -78,6 +74,7 @@ flags = st.lists(st.booleans(), min_size=1, max_size=24)
 
 
 @given(st.one_of(rules(), rules(powers_of_two=True)), flags)
+@settings(max_examples=30)  # each rule is a program of its own
 def test_the_rule_equals_the_oracle_on_any_run(rule, run):
     states = run_rule(rule, run)
     oracle = Oracle(rule, np.float32(rule.init_scale), 0, rule.hysteresis)
@@ -89,56 +86,19 @@ def test_the_rule_equals_the_oracle_on_any_run(rule, run):
     assert states.skipped_steps[-1] == run.count(False)
 
 
-counters = st.integers(np.iinfo(np.int32).min, np.iinfo(np.int32).max)
-
-
-@given(
-    rules(powers_of_two=True),
-    st.floats(width=32, allow_nan=True, allow_infinity=True, allow_subnormal=True),
-    counters,
-    counters,
-    st.booleans(),
-)
-def test_any_loaded_state_gives_a_normal_scale(
-    rule, loaded, growth, hysteresis, grads_finite
-):
-    state = rule.init()._replace(
-        loss_scale=jnp.float32(loaded),
-        growth_tracker=jnp.int32(growth),
-        hysteresis_tracker=jnp.int32(hysteresis),
-    )
-    new_state = run_rule(rule, [grads_finite], state=state)
-    scale = float(new_state.loss_scale[0])
-    assert SMALLEST <= scale <= LARGEST
-    if SMALLEST <= loaded <= LARGEST:
-        # A tracker below zero counts as zero.
-        grew = grads_finite and max(growth, 0) + 1 >= rule.growth_interval
-        used_up = hysteresis <= 1 or rule.hysteresis == 1
-        if grew:
-            assert scale >= loaded
-        elif not grads_finite and used_up:
-            assert scale <= loaded
-        else:
-            assert rule.min_scale <= scale <= rule.max_scale
-    assert 0 <= new_state.growth_tracker[0] < rule.growth_interval
-    assert 0 <= new_state.hysteresis_tracker[0] <= rule.hysteresis
-
-
-def test_a_scale_from_other_limits_comes_into_range_with_the_next_finite_step():
-    rule = ls.DynamicLossScale(min_scale=2.0, max_scale=2.0**16)
-    for loaded, expected in ((2.0**20, 2.0**16), (0.5, 2.0)):
-        state = rule.init()._replace(loss_scale=jnp.float32(loaded))
-        assert float(rule.update(state, True).loss_scale) == expected
-
-
-def test_out_of_range_a_growth_never_lowers_and_a_backoff_never_raises():
-    rule = ls.DynamicLossScale(min_scale=2.0, max_scale=2.0**16, growth_interval=1)
-    for loaded, grads_finite, expected in (
-        (2.0**20, True, 2.0**20),
-        (2.0**20, False, 2.0**16),
-        (0.5, False, 0.5),
-        (0.5, True, 2.0),
+def test_outside_the_limits_a_growth_never_lowers_and_a_backoff_never_raises():
+    for interval, loaded, grads_finite, expected in (
+        (1, 2.0**20, True, 2.0**20),
+        (1, 2.0**20, False, 2.0**16),
+        (1, 0.5, False, 0.5),
+        (1, 0.5, True, 2.0),
+        # A step that leaves it unchanged clips it.
+        (9, 2.0**20, True, 2.0**16),
+        (9, 0.5, True, 2.0),
     ):
+        rule = ls.DynamicLossScale(
+            min_scale=2.0, max_scale=2.0**16, growth_interval=interval
+        )
         state = rule.init()._replace(loss_scale=jnp.float32(loaded))
         assert float(rule.update(state, grads_finite).loss_scale) == expected
 
@@ -200,89 +160,9 @@ def test_limits_hold_and_backing_off_below_one_needs_asking():
     assert scales(top, "11") == [2.0**24, 2.0**24]
 
 
-BAD_SCALE = [0, -1.0, math.nan, math.inf, True, "8", None, 1e-39, 2.0**127]
-
-
-BAD_COUNT = [0, -1, 1.5, math.nan, math.inf, True, "8", None, 2**31]
-
-
-BAD = [
-    *(("init_scale", x) for x in BAD_SCALE),
-    *(("min_scale", x) for x in BAD_SCALE),
-    *(("max_scale", x) for x in BAD_SCALE),
-    *(("growth_factor", x) for x in [*BAD_SCALE[:7], 1, 1.0, 0.5]),
-    *(("backoff_factor", x) for x in [*BAD_SCALE[:7], 1, 1.0, 2.0]),
-    *(("growth_interval", x) for x in BAD_COUNT),
-    *(("hysteresis", x) for x in BAD_COUNT),
-    *(("hysteresis_refill", x) for x in ["always", None, 1, True]),
-]
-
-
-@pytest.mark.parametrize(("name", "value"), BAD)
-def test_a_bad_argument_is_refused_with_its_name_its_value_and_a_way_out(name, value):
-    with pytest.raises(ValueError) as error:
-        ls.DynamicLossScale(**{name: value})
-    message = str(error.value)
-    assert message.startswith(f"`{name}` must be ")
-    assert f"got {value!r}. It " in message
-
-
-@pytest.mark.parametrize(
-    ("arguments", "names"),
-    [
-        ({"min_scale": 2.0**16}, ("min_scale", "init_scale")),
-        ({"init_scale": 2.0**25}, ("init_scale", "max_scale")),
-        ({"max_scale": 2.0**10}, ("init_scale", "max_scale")),
-    ],
-)
-def test_limits_out_of_order_are_refused(arguments, names):
-    lower, upper = names
-    with pytest.raises(ValueError, match=f"`{lower}` must not exceed `{upper}`") as e:
-        ls.DynamicLossScale(**arguments)
-    assert f"Lower `{lower}` or raise `{upper}`." in str(e.value)
-
-
-def test_arguments_are_keywords_only_so_that_none_is_mistaken():
-    with pytest.raises(TypeError):
-        ls.DynamicLossScale(2.0**15)
-
-
-def test_numbers_become_pythons_own():
-    rule = ls.DynamicLossScale(
-        init_scale=np.float32(8), growth_interval=1e3, hysteresis=jnp.int32(2)
-    )
-    assert (type(rule.init_scale), type(rule.growth_interval)) == (float, int)
-    assert (rule.growth_interval, rule.hysteresis) == (1000, 2)
-
-
-@pytest.mark.parametrize("refill", ["finite", "growth", "change"])
-def test_a_traced_configuration_acts_as_the_same_one_in_python(refill):
-    """As ``optax.inject_hyperparams`` has it, with every number a float32 array."""
-    names = [f.name for f in dataclasses.fields(ls.DynamicLossScale)]
-    rule = ls.DynamicLossScale(
-        growth_interval=2, hysteresis=2, hysteresis_refill=refill
-    )
-    numbers = {n: getattr(rule, n) for n in names if n != "hysteresis_refill"}
-
-    @jax.jit
-    def traced_run(numbers, run):
-        rule = ls.DynamicLossScale(**numbers, hysteresis_refill=refill)
-        return jax.lax.scan(
-            lambda s, x: (rule.update(s, x), s.loss_scale), rule.init(), run
-        )
-
-    run = jnp.array([c == "1" for c in "1101001110"])
-    final, seen = traced_run(jax.tree.map(jnp.float32, numbers), run)
-    state = rule.init()
-    for flag, scale in zip(run, seen, strict=True):
-        assert float(state.loss_scale) == float(scale)
-        state = rule.update(state, flag)
-    assert jax.tree.map(float, final) == jax.tree.map(float, state)
-
-
 def test_powers_of_two_are_exact():
     exponents = np.arange(-126, 127)
-    powers = growth.power_of_two(jnp.asarray(exponents, jnp.float32))
+    powers = _precision.power_of_two(jnp.asarray(exponents, jnp.float32))
     np.testing.assert_array_equal(powers, 2.0**exponents)
-    powers = growth.exact_power(jnp.asarray(exponents))
+    powers = _precision.exact_power(jnp.asarray(exponents))
     np.testing.assert_array_equal(powers, 2.0**exponents)

@@ -1,39 +1,14 @@
 """HeadroomLossScale: the headroom is kept, at once, and no more than that."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import run_rule
-from hypothesis import given
-from hypothesis import strategies as st
 
 import optax_lossscale as ls
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
-
-
-@given(
-    st.integers(-140, 100),
-    st.floats(0.5, 1, exclude_max=True, width=32),
-    st.integers(0, 6),
-    st.sampled_from(["float16", "float8_e5m2", "bfloat16", "float32"]),
-)
-def test_the_headroom_is_kept_and_no_more(exponent, mantissa, headroom, dtype):
-    rule = ls.HeadroomLossScale(
-        headroom=headroom, dtype=dtype, min_scale=SMALLEST, max_scale=LARGEST
-    )
-    magnitude = float(np.float32(math.ldexp(mantissa, exponent)))
-    scale = float(run_rule(rule, [True], [magnitude]).loss_scale[0])
-    assert math.frexp(scale)[0] == 0.5
-    top = float(jnp.finfo(dtype).max) / 2.0**headroom
-    if magnitude < SMALLEST:
-        assert scale == rule.init_scale or scale == LARGEST
-    else:
-        assert scale * magnitude <= top or scale == SMALLEST
-        assert 2 * scale * magnitude > top or scale == LARGEST
 
 
 DTYPES = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
@@ -58,26 +33,13 @@ def test_the_bound_holds_to_the_last_bit_and_no_scale_is_given_away(dtype):
     limits = {"dtype": dtype, "min_scale": SMALLEST, "max_scale": LARGEST}
     tops = [float(jnp.finfo(dtype).max) / 2.0**x for x in headrooms]
     magnitudes = [around(top) for top in tops]
-
-    def scale(headroom, magnitude):
+    for headroom, top, m in zip(headrooms, tops, magnitudes, strict=True):
         rule = ls.HeadroomLossScale(headroom=headroom, **limits)
-        return rule.update(rule.init(), True, magnitude).loss_scale
-
-    @jax.jit
-    def both(traced):
-        pairs = [(x, jnp.asarray(m)) for x, m in zip(traced, magnitudes, strict=True)]
-        return [jax.vmap(scale, (None, 0))(*pair) for pair in pairs], [
-            jax.vmap(lambda m, x=x: scale(x, m))(m)
-            for x, (_, m) in zip(headrooms, pairs, strict=True)
-        ]
-
-    for scales, slack in zip(both(headrooms), (2.0**-20, 0.0), strict=True):
-        for x, top, m, s in zip(headrooms, tops, magnitudes, scales, strict=True):
-            # Exact: a power of two times a float32. A traced fraction is rounded.
-            m, s = np.float64(m), np.float64(s)
-            least = top if float(x).is_integer() else top * (1 - slack)
-            assert np.all((s * m <= top) | (s == SMALLEST)), x
-            assert np.all((2 * s * m > least) | (s == LARGEST)), x
+        state = jax.vmap(lambda m, r=rule: r.update(r.init(), True, m))(m)
+        # Exact: a power of two times a float32.
+        m, scale = np.float64(m), np.float64(state.loss_scale)
+        assert np.all((scale * m <= top) | (scale == SMALLEST)), headroom
+        assert np.all((2 * scale * m > top) | (scale == LARGEST)), headroom
 
 
 def test_the_headroom_rule_follows_at_once_and_forgets_slowly():
@@ -106,14 +68,12 @@ def test_without_headroom_the_largest_gradient_does_not_overflow(dtype):
     assert jnp.all(jnp.isfinite((scales * magnitudes).astype(dtype)))
 
 
-@given(
-    st.integers(-20, 60),
-    st.floats(0, 6, width=32),
-    st.sampled_from([0.5, 0.25, 0.125]),
-    st.sampled_from(["float16", "bfloat16", "float8_e4m3fn"]),
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    ("headroom", "factor"), [(0.0, 0.5), (2.7, 0.25), (6.0, 0.125)]
 )
 def test_an_overflow_lowers_the_headroom_scale_by_its_factor_and_no_more(
-    exponent, headroom, factor, dtype
+    headroom, factor, dtype
 ):
     rule = ls.HeadroomLossScale(
         headroom=headroom,
@@ -122,11 +82,12 @@ def test_an_overflow_lowers_the_headroom_scale_by_its_factor_and_no_more(
         min_scale=2.0**-30,
         max_scale=2.0**70,
     )
-    state = rule.init()._replace(loss_scale=jnp.float32(2.0**exponent))
-    states = run_rule(rule, [False, True], [np.inf, 2.0**-126], state=state)
-    assert states.loss_scale[0] == factor * 2.0**exponent
-    if exponent >= 6:  # below, what would overflow bfloat16 is no float32
-        assert states.loss_scale[1] == states.loss_scale[0]
+    # Below 2**6, what would overflow bfloat16 is no float32.
+    start = jnp.asarray(2.0 ** np.arange(6, 60), jnp.float32)
+    state = jax.vmap(lambda s: rule.init()._replace(loss_scale=s))(start)
+    for flag, magnitude in ((False, jnp.inf), (True, 2.0**-126)):
+        state = jax.vmap(lambda s, x=(flag, magnitude): rule.update(s, *x))(state)
+        np.testing.assert_array_equal(state.loss_scale, factor * start)
 
 
 def test_an_overflow_never_raises_a_scale_from_below_the_limits():

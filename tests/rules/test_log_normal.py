@@ -2,10 +2,9 @@
 
 import math
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import run_rule
 
 import optax_lossscale as ls
 from optax_lossscale import presets
@@ -31,11 +30,7 @@ def test_the_log_normal_rule_equals_its_oracle(overflow):
     magnitudes = np.exp2(rng.normal(-5, 2, 120)).astype(np.float32)
     finite = np.arange(120) != overflow
     rule = presets.openseq2seq_logmax(scale_min=0.0, scale_max=math.inf)
-    _, scales = jax.lax.scan(
-        lambda s, x: (new := rule.update(s, *x), new.loss_scale),
-        rule.init(),
-        (jnp.asarray(finite), jnp.asarray(magnitudes)),
-    )
+    scales = run_rule(rule, finite, magnitudes).loss_scale
     expected = np.clip(list(log_max(magnitudes, finite, 2.0**16)), SMALLEST, LARGEST)
     # The variance is a difference in float32.
     np.testing.assert_allclose(scales[10:], expected[10:], rtol=1e-2)
@@ -67,10 +62,9 @@ def test_all_zero_gradients_leave_the_log_normal_rule_alone():
 
 def test_one_overflow_does_not_paralyze_the_log_normal_rule():
     """OpenSeq2Seq counts it as 2**65536 and stays at its floor."""
-    after = {}
-    for rule in (ls.LogNormalLossScale(), presets.openseq2seq_logmax()):
-        state = rule.init()
-        for step in range(400):
-            state = rule.update(state, step != 100, 2.0**-10)
-        after[rule.power_of_two] = float(state.loss_scale)
+    flags, magnitudes = np.arange(400) != 100, [2.0**-10] * 400
+    after = {
+        rule.power_of_two: run_rule(rule, flags, magnitudes).loss_scale[-1]
+        for rule in (ls.LogNormalLossScale(), presets.openseq2seq_logmax())
+    }
     assert after[False] == 1.0 and 2.0**21 <= after[True] <= 2.0**23
