@@ -14,7 +14,7 @@ from .master_weights import has_master_weights
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
 
 
-def init(
+def init_inner(
     inner: optax.GradientTransformationExtraArgs, params: optax.Params
 ) -> optax.OptState:
     """Return the first state as Optax makes it, but for float16 as for float32.
@@ -31,7 +31,7 @@ def init(
     return jax.tree.map(_strong, state)
 
 
-def update(
+def update_inner(
     inner: optax.GradientTransformationExtraArgs,
     updates: optax.Updates,
     inner_state: optax.OptState,

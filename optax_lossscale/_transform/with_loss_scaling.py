@@ -14,8 +14,8 @@ from .._rules.dynamic import DynamicLossScale
 from .._state import LossScaleState, recorded
 from .._tree import select
 from .._validation import AxisName, check, check_bool, check_flag
-from . import inner as wrapped
 from .extra_args import check_inner, with_extra_args
+from .inner import init_inner, update_inner
 from .masks import masked_update
 from .master_weights import warn_of_float16
 from .outcome import outcome_finite
@@ -130,7 +130,7 @@ def with_loss_scaling(
     inner = with_extra_args(inner)
 
     def init_fn(params: optax.Params) -> WithLossScalingState:
-        inner_state = wrapped.init(inner, params)
+        inner_state = init_inner(inner, params)
         if find_loss_scale_states(inner_state):
             raise ValueError(
                 "`inner` must not scale losses itself, but its state contains a "
@@ -157,7 +157,7 @@ def with_loss_scaling(
             return next_state(loss_scale, scale_state, grads_finite, magnitude)
 
         def inner_update(updates: optax.Updates, extra_args: dict[str, Any]) -> Any:
-            new_updates, new_state = wrapped.update(
+            new_updates, new_state = update_inner(
                 inner, updates, state.inner_state, params, extra_args
             )
             usable = jnp.ones((), jnp.bool_)
