@@ -3,7 +3,7 @@
 A preset takes the arguments of the system that it is named after, with the same
 defaults, and returns a rule that changes the scale in the same way. The tests replay
 trajectories recorded from the systems themselves. If a system has a defect that breaks
-training, the preset does not reproduce it: `departures` lists every difference.
+training, the preset does not reproduce it: the book has a table of all `departures`.
 
 - A step is finite if all of its gradients are finite.
 - A smallest scale below 2**-126 means 2**-126, and a largest above 2**126 means 2**126.

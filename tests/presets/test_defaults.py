@@ -30,7 +30,7 @@ DEFAULTS = {
     presets.torch_grad_scaler: (2.0**16, 2, 1 / 2, 2000, SMALLEST, LARGEST, 1),
 }
 REQUIRED = {
-    presets.jmp_dynamic: (8.0,),
+    presets.jmp_dynamic: (jnp.int32(8),),
     presets.mpx_dynamic: (8.0,),
     presets.tf_contrib_exponential_update: (8.0, 100),
 }
@@ -74,7 +74,7 @@ def test_a_scale_that_stays_is_a_fixed_rule(rule, scale, skips):
     [
         (presets.tf_dynamic_loss_scale(1.0), presets.tf_dynamic_loss_scale(0.5)),
         (presets.mpx_dynamic(65504.0), presets.mpx_dynamic(65536.0)),
-        (presets.jmp_dynamic(8.0), presets.jmp_dynamic(jnp.float16(8))),
+        (presets.apex_amp(max_loss_scale=2e99), presets.jmp_dynamic(jnp.float16(8))),
         (presets.deepspeed(first_growth_late=False), presets.deepspeed()),
         (presets.apex_amp(init_scale=2.0**30), presets.deepspeed_fp16()),
     ],
