@@ -329,6 +329,27 @@ _ARGUMENTS: dict[str, Callable[[str, Any], Any]] = {
         advice="It is the unscaled loss. Pass its mean, or call this inside `jax.vmap` "
         "for an ensemble.",
     ),
+    # Arguments of presets. A limit may be beyond ours, and is moved to it.
+    "floor": _number(
+        lambda x: 0 <= x <= LARGEST_SCALE,
+        "a number from 0 to 2**126",
+        "It is the smallest loss scale; 1 is usual.",
+    ),
+    "ceiling": _number(
+        lambda x: x >= SMALLEST_SCALE,
+        "a number from 2**-126",
+        "It is the largest loss scale; 2.0**24 is usual.",
+    ),
+    "initial_scale_power": _number(
+        lambda x: -126 <= x <= 126,
+        "a number from -126 to 126",
+        "It is log2 of the first scale; 16 is usual.",
+    ),
+    "log_max_of_float16": _number(
+        lambda x: -126 <= x <= 16,
+        "a number from -126 to 16",
+        "It is the log2 that a non-finite step is meant to count as; 16 is usual.",
+    ),
     "max_consecutive_skips": _count("It is how many steps in a row may be skipped."),
     "max_retries": _count("It is how many times a step may be retried.", least=0),
 }

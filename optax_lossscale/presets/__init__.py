@@ -3,8 +3,13 @@
 A preset takes the arguments of the system that it is named after, with the same
 defaults, and returns a rule that changes the scale in the same way. The tests replay
 trajectories recorded from the systems themselves. If a system has a defect that breaks
-training, the preset does not reproduce it: "Departures" lists every difference. A step
-is finite if all of its gradients are finite.
+training, the preset does not reproduce it: the book has a table of all `departures`.
+
+- A step is finite if all of its gradients are finite.
+- A smallest scale below 2**-126 means 2**-126, and a largest above 2**126 means 2**126.
+- The rule is a `DynamicLossScale` if that changes the scale in the same way. Otherwise
+  it is a `VerbatimLossScale`, for example if the first scale is below the smallest one.
+- An argument that is out of range raises ValueError.
 
 ``from_..._state_dict`` and ``to_..._state_dict`` convert saved states, so that a run
 can continue in the other system.
@@ -20,7 +25,7 @@ from .._public import set_home as _set_home
 from .._rules.verbatim import VerbatimLossScale
 from ._apex import apex_amp
 from ._deepspeed import deepspeed, deepspeed_fp16
-from ._fairseq import fairseq
+from ._fairseq import fairseq, metaseq
 from ._flax import flax_dynamic_scale, from_flax_state_dict, to_flax_state_dict
 from ._jmp import from_jmp_state_dict, jmp_dynamic, jmp_static, to_jmp_state_dict
 from ._keras import (
@@ -30,7 +35,6 @@ from ._keras import (
     to_keras_state_dict,
 )
 from ._megatron import from_megatron_state_dict, megatron, to_megatron_state_dict
-from ._metaseq import metaseq
 from ._mindspore import mindspore_dynamic, mindspore_fixed
 from ._mpx import mpx_dynamic
 from ._openseq2seq import openseq2seq_backoff, openseq2seq_logmax

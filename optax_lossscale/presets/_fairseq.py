@@ -1,4 +1,4 @@
-"""fairseq: ``DynamicLossScaler``."""
+"""fairseq and its descendant metaseq: ``DynamicLossScaler``."""
 
 import math
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 from .._precision import LARGEST_SCALE
 from .._rules.dynamic import DynamicLossScale
 from .._rules.tolerant import TolerantLossScale
-from .._validation import check, check_normal_scale, check_order
-from ._build import floor
+from .._validation import check_count, check_order
+from ._build import translated
 
 
 def fairseq(
@@ -20,14 +20,9 @@ def fairseq(
 ) -> DynamicLossScale | TolerantLossScale:
     """Return the rule of fairseq's ``DynamicLossScaler``.
 
-    The scale is multiplied by ``scale_factor`` after every ``scale_window`` finite
-    steps since the last overflow. A non-finite step divides it by ``scale_factor``,
-    down to ``threshold``, if the share of non-finite steps since the scale last changed
-    has reached ``tolerance``.
-
-    Departures: when the scale would reach ``min_loss_scale``, fairseq keeps it and
-    raises FloatingPointError. Here the scale is kept and nothing is raised; use
-    `check_loss_scale`. The maximum is 2**126; fairseq has none.
+    The scale grows after ``scale_window`` finite steps since the last overflow. A
+    non-finite step lowers it, if the share of non-finite steps since the scale last
+    changed has reached ``tolerance``.
 
     Args:
         init_scale: the first scale, above ``min_loss_scale``.
@@ -38,68 +33,75 @@ def fairseq(
         min_loss_scale: the scale stays above this number.
 
     Returns:
-        A `DynamicLossScale`, or a `TolerantLossScale` if ``tolerance`` is not 0.
-
-    Raises:
-        ValueError: if an argument is out of range.
+        A `DynamicLossScale`, or with a tolerance a `TolerantLossScale`. See
+        `departures`.
 
     Examples:
         >>> from optax_lossscale import presets
-        >>> presets.fairseq().min_scale > 1e-4
-        True
         >>> presets.fairseq(tolerance=0.05).tolerance
         0.05
-
-    References:
-        `fairseq/optim/dynamic_loss_scaler.py
-        <https://github.com/facebookresearch/fairseq/blob/main/fairseq/optim/dynamic_loss_scaler.py>`_
     """
-    arguments = fairseq_arguments(
-        init_scale, scale_factor, scale_window, threshold, min_loss_scale, strict=True
-    )
-    if tolerance == 0 and not isinstance(tolerance, bool):
-        return DynamicLossScale(**arguments)
-    return TolerantLossScale(**arguments, tolerance=tolerance)
+    ours = _translated(**locals(), undoes_minimum=True)
+    if ours["tolerance"] > 0:
+        return TolerantLossScale(**ours)
+    del ours["tolerance"]
+    return DynamicLossScale(**ours)
 
 
-def fairseq_arguments(
-    init_scale: float,
-    scale_factor: float,
-    scale_window: int,
-    threshold: float | None,
-    min_loss_scale: float,
-    strict: bool,
-) -> dict[str, Any]:
-    """Translate the arguments that fairseq and metaseq share.
+def metaseq(
+    init_scale: float = 4.0,
+    scale_factor: float = 2.0,
+    scale_window: int = 256,
+    tolerance: float = 0.0,
+    threshold: float | None = None,
+    min_loss_scale: float = 2.0**-5,
+) -> TolerantLossScale:
+    """Return the rule of metaseq's ``DynamicLossScaler``.
 
-    A backoff to below ``min_loss_scale``, or with ``strict`` to it, is undone. So the
-    minimum is the smallest scale that can be reached from the first one.
+    It is the rule of `fairseq`, except that the window is multiplied and divided along
+    with the scale, and that the scale may reach ``min_loss_scale``.
+
+    Args:
+        init_scale: the first scale, ``min_loss_scale`` or more.
+        scale_factor: the factor of the scale and the window, a whole number above 1.
+        scale_window: finite steps in a row before the scale first grows.
+        tolerance: the share of non-finite steps to tolerate, from 0 to 1.
+        threshold: the smallest scale, or None.
+        min_loss_scale: the scale does not fall below this number.
+
+    Returns:
+        A `TolerantLossScale`. See `departures`.
+
+    Examples:
+        >>> from optax_lossscale import presets
+        >>> presets.metaseq().interval_follows_scale
+        True
     """
-    scale_factor = check("growth_factor", scale_factor, "scale_factor")
-    init_scale = check("init_scale", init_scale)
-    lowest = floor(min_loss_scale, "min_loss_scale")
-    strict = strict and lowest == min_loss_scale
+    ours = _translated(**locals(), undoes_minimum=False)
+    advice = "It multiplies the scale and a number of steps; 2 is usual."
+    check_count("scale_factor", scale_factor, advice, least=2)
+    return TolerantLossScale(**ours, interval_follows_scale=True)
 
-    def undone(scale: float) -> bool:
-        return scale < lowest or (strict and scale == lowest)
+
+def _translated(threshold: Any, undoes_minimum: bool, **theirs: Any) -> dict[str, Any]:
+    """Translate what both have in common, with the smallest scale that is reached.
+
+    A backoff to below ``min_loss_scale``, or with ``undoes_minimum`` to it, is undone.
+    """
+    ours = translated(**theirs)
+    init_scale, factor = ours["init_scale"], ours["growth_factor"]
+    lowest = ours["min_scale"]
+    undoes_minimum &= lowest == theirs["min_loss_scale"]  # else it is below 2**-126
+
+    def stays(scale: float) -> bool:
+        return scale > lowest or (scale == lowest and not undoes_minimum)
 
     # As many backoffs as fit; rounding may leave this one off.
-    backoffs = math.log(init_scale / lowest) // math.log(scale_factor)
-    min_scale = init_scale / scale_factor ** max(backoffs, 0)
-    if undone(min_scale) and min_scale < init_scale:
-        min_scale *= scale_factor
-    if not undone(min_scale / scale_factor):
-        min_scale /= scale_factor
-    min_scale = min(min_scale, init_scale)
-    if threshold is not None and not undone(floor(threshold, "threshold")):
-        advice = "It is the smallest loss scale; None leaves only `min_loss_scale`."
-        min_scale = check_normal_scale("threshold", threshold, advice)
-        check_order(threshold=min_scale, init_scale=init_scale)
-    return {
-        "init_scale": init_scale,
-        "growth_factor": scale_factor,
-        "backoff_factor": 1 / scale_factor,
-        "growth_interval": check("growth_interval", scale_window, "scale_window"),
-        "min_scale": min_scale,
-        "max_scale": LARGEST_SCALE,
-    }
+    backoffs = math.floor(math.log(init_scale / lowest, factor))
+    near = [init_scale / factor**n for n in range(backoffs - 1, backoffs + 2)]
+    ours["min_scale"] = min([init_scale, *filter(stays, near)])
+    limits = {} if threshold is None else translated(threshold=threshold)
+    if limits and stays(limits["min_scale"]):
+        check_order(threshold=limits["min_scale"], init_scale=init_scale)
+        ours |= limits
+    return {**ours, "max_scale": LARGEST_SCALE}

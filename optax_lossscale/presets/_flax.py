@@ -3,20 +3,17 @@
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 from .._precision import SMALLEST_SCALE
 from .._rules.base import LossScale
 from .._state import LossScaleState
-from .._validation import check, check_count
-from ._build import Growing, floor, growing
-from ._saved import (
-    check_follows,
-    check_keys,
-    numbers,
-    read_count,
-    read_scale,
-    restored,
+from .._validation import check
+from ._build import Growing, growing
+from ._saved import Form, arrays, restored
+
+_FORM = Form(
+    system="Flax",
+    source="`flax.serialization.to_state_dict(scale)`",
+    fields={"fin_steps": "growth_tracker", "scale": "loss_scale"},
 )
 
 
@@ -29,52 +26,30 @@ def flax_dynamic_scale(
 ) -> Growing:
     """Return the rule of ``flax.training.dynamic_scale.DynamicScale``.
 
-    The scale is multiplied by ``growth_factor`` after every ``growth_interval + 1``
-    finite steps in a row, and by ``backoff_factor``, down to ``minimum_scale``, after
-    every non-finite step. Flax documents ``growth_interval`` steps but takes one more,
-    so the ``growth_interval`` of the returned rule is larger by 1.
-
-    Departures: the maximum is 2**126; in Flax it is the largest float32, which is not a
-    power of two. ``minimum_scale=None`` means 2**-126; in Flax the scale falls to 0 and
-    turns every gradient into NaN.
+    Flax grows the scale one step later than it documents, so the ``growth_interval`` of
+    the rule is larger by 1.
 
     Args:
-        growth_factor: the factor by which the scale grows, more than 1.
+        growth_factor: the factor by which the scale grows, above 1.
         backoff_factor: the factor by which the scale backs off, between 0 and 1.
         growth_interval: finite steps in a row before the one that grows the scale.
-        scale: the first scale, from 2**-126 to 2**126. If it is below
-            ``minimum_scale``, it stays until an overflow raises it, as in Flax.
-        minimum_scale: the smallest scale, 0 or more, or None; values below 2**-126 mean
-            2**-126.
+        scale: the first scale, from 2**-126 to 2**126.
+        minimum_scale: the smallest scale, 0 or more, or None.
 
     Returns:
-        A `DynamicLossScale`, or a `VerbatimLossScale` if ``scale`` is below
-        ``minimum_scale``.
-
-    Raises:
-        ValueError: if an argument is out of range.
+        A `DynamicLossScale` or `VerbatimLossScale`. See `departures`.
 
     Examples:
         >>> from optax_lossscale import presets
         >>> presets.flax_dynamic_scale().growth_interval
         2001
-
-    References:
-        `flax/training/dynamic_scale.py
-        <https://github.com/google/flax/blob/main/flax/training/dynamic_scale.py>`_
     """
-    interval = check_count(
-        "growth_interval",
-        growth_interval,
-        "It is how many finite steps in a row precede the one that grows the scale.",
-    )
-    least = SMALLEST_SCALE if minimum_scale is None else minimum_scale
     return growing(
-        init_scale=check("init_scale", scale, "scale"),
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
-        growth_interval=interval + 1,
-        min_scale=floor(least, "minimum_scale"),
+        growth_interval=check("growth_interval", growth_interval) + 1,
+        scale=scale,
+        minimum_scale=0.0 if minimum_scale is None else minimum_scale,
     )
 
 
@@ -84,17 +59,15 @@ def from_flax_state_dict(
     """Return the state and the rule that continue a saved Flax ``DynamicScale``.
 
     Args:
-        state_dict: what ``flax.serialization.to_state_dict`` returned for the
-            ``flax.training.dynamic_scale.DynamicScale``: ``scale`` and ``fin_steps``.
-        arguments: the arguments of `flax_dynamic_scale`, which Flax does not save.
+        state_dict: what ``flax.serialization.to_state_dict`` returned for it.
+        arguments: those of `flax_dynamic_scale`, which Flax does not save.
 
     Returns:
         The state, and the rule of `flax_dynamic_scale`.
 
     Raises:
         TypeError: if ``state_dict`` is not a dictionary, or an argument is unknown.
-        ValueError: if ``state_dict`` has other keys, or a value is not a number or out
-            of range.
+        ValueError: if the keys are others, or a value is out of range.
 
     Examples:
         >>> from optax_lossscale import presets
@@ -102,40 +75,27 @@ def from_flax_state_dict(
         >>> state, rule = presets.from_flax_state_dict(state_dict, growth_interval=100)
         >>> presets.to_flax_state_dict(state, rule) == state_dict
         True
-
-    References:
-        `flax/training/dynamic_scale.py
-        <https://github.com/google/flax/blob/main/flax/training/dynamic_scale.py>`_
     """
-    check_keys(
-        state_dict,
-        ("fin_steps", "scale"),
-        "`flax.serialization.to_state_dict(scale)`",
-    )
+    fields, _ = _FORM.read(state_dict)
     rule = flax_dynamic_scale(**arguments)
-    scale = read_scale(state_dict, "scale")
-    fin_steps = read_count(state_dict, "fin_steps")
-    return restored(rule, loss_scale=scale, growth_tracker=fin_steps), rule
+    return restored(rule, fields), rule
 
 
 def to_flax_state_dict(state: Any, rule: LossScale) -> dict[str, Any]:
-    """Return a state dict to restore into a Flax ``DynamicScale``.
+    """Return a state dict for ``flax.serialization.from_state_dict``.
 
-    Pass it to ``flax.serialization.from_state_dict``. Give the ``DynamicScale`` a
-    ``growth_interval`` that is smaller by 1 than that of the rule, because Flax grows
-    one step late. Flax has no maximum and does not count skipped steps, so the rule's
-    maximum and these counts are lost.
+    Give the ``DynamicScale`` a ``growth_interval`` that is smaller by 1 than that of
+    the rule. Flax saves neither a maximum nor the counts of skipped steps.
 
     Args:
-        state: an optimizer state, or whatever `get_loss_scale_state` takes.
+        state: whatever `get_loss_scale_state` takes.
         rule: the rule that produced ``state``.
 
     Returns:
-        The keys of `from_flax_state_dict`, with arrays of shape ``()``.
+        What `from_flax_state_dict` takes, as arrays of shape ``()``.
 
     Raises:
-        ValueError: if Flax cannot follow the rule, or ``state`` has no loss scale or
-            more than one.
+        ValueError: as `get_loss_scale_state`, or if Flax cannot follow the rule.
 
     Examples:
         >>> from optax_lossscale import presets
@@ -143,9 +103,4 @@ def to_flax_state_dict(state: Any, rule: LossScale) -> dict[str, Any]:
         >>> float(presets.to_flax_state_dict(rule.init(), rule)["scale"])
         65536.0
     """
-    scale, growth_tracker, _ = numbers(state)
-    check_follows(rule, "Flax", hysteresis=1, scale_dtype="float32")
-    return {
-        "fin_steps": np.asarray(growth_tracker, np.int32),
-        "scale": np.asarray(scale, np.float32),
-    }
+    return arrays(_FORM.write(state, rule, hysteresis=1))

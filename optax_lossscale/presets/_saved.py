@@ -1,9 +1,9 @@
-"""Code that the conversions of saved states share."""
+"""What the conversions of saved states share."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,37 +14,74 @@ from .._state import LossScaleState
 from .._validation import check_count, check_normal_scale, describe
 from ._build import Growing
 
-
-def check_keys(saved: Any, keys: Sequence[str], source: str) -> None:
-    """Check that a saved state has exactly the keys of its system."""
-    if not isinstance(saved, Mapping):
-        raise TypeError(
-            f"`state_dict` must be a dictionary, got {describe(saved)}. Pass {source}."
-        )
-    if set(saved) != set(keys):
-        raise ValueError(
-            f"`state_dict` must have the keys {sorted(keys)}, got "
-            f"{sorted(map(str, saved))}. Pass {source}."
-        )
+_FRESH = "The run cannot go on. Start from a fresh state: `rule.init()`."
 
 
-def read_scale(saved: Mapping[str, Any], key: str) -> float:
-    """Return a saved scale, or raise if no run could recover from it."""
-    return check_normal_scale(
-        f"state_dict[{key!r}]",
-        read_number(saved, key),
-        "Gradients do not survive division by a scale outside this range. Start from a "
-        "fresh state: `rule.init()`.",
-    )
+class Form(NamedTuple):
+    """What a system saves: behind each key, a field of the state or of the rule."""
+
+    system: str
+    source: str
+    fields: Mapping[str, str]
+
+    def read(self, saved: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the saved fields of the state, and the saved arguments."""
+        if not isinstance(saved, Mapping):
+            raise TypeError(
+                f"`state_dict` must be a dictionary, got {describe(saved)}. "
+                f"Pass {self.source}."
+            )
+        if set(saved) != set(self.fields):
+            raise ValueError(
+                f"`state_dict` must have the keys {sorted(self.fields)}, got "
+                f"{sorted(map(str, saved))}. Pass {self.source}."
+            )
+        state, arguments = {}, {}
+        for key, field in self.fields.items():
+            name, number = f"state_dict[{key!r}]", _number(saved, key)
+            if field not in LossScaleState._fields:
+                arguments[key] = number
+            elif field == "loss_scale":
+                state[field] = check_normal_scale(name, number, _FRESH)
+            else:
+                least = int(np.iinfo(np.int32).min)
+                state[field] = check_count(name, number, "It counts steps.", least)
+        return state, arguments
+
+    def write(self, state: Any, rule: LossScale, **required: Any) -> dict[str, Any]:
+        """Return what to save, as Python numbers, if the system can follow the rule."""
+        scale_state = get_loss_scale_state(state)
+        follow = f"for {self.system} to follow it, got {rule!r}. "
+        follow += f"Start {self.system} anew at the scale `get_loss_scale(state)`."
+        if not isinstance(rule, Growing):
+            raise ValueError(f"`rule` must be a DynamicLossScale {follow}")
+        quirks = {"first_growth_late": False, "clips_every_step": False}
+        for name, value in {**quirks, "scale_dtype": "float32", **required}.items():
+            if getattr(rule, name, value) != value:
+                raise ValueError(f"`rule` must have {name}={value!r} {follow}")
+        return {
+            key: np.asarray(getattr(scale_state, field)).item()
+            if field in scale_state._fields
+            else getattr(rule, field)
+            for key, field in self.fields.items()
+        }
 
 
-def read_count(saved: Mapping[str, Any], key: str) -> int:
-    name, number = f"state_dict[{key!r}]", read_number(saved, key)
-    least = int(np.iinfo(np.int32).min)
-    return check_count(name, number, "It counts steps.", least)
+def restored(rule: LossScale, fields: Mapping[str, Any]) -> LossScaleState:
+    """Return a rule's first state with the saved fields put in."""
+    saved = {name: jnp.asarray(x) for name, x in arrays(fields).items()}
+    return rule.init()._replace(**saved)
 
 
-def read_number(saved: Mapping[str, Any], key: str) -> Any:
+def arrays(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return saved numbers as arrays of shape (), float32 or int32."""
+    return {
+        key: np.asarray(x, np.float32 if isinstance(x, float) else np.int32)
+        for key, x in numbers.items()
+    }
+
+
+def _number(saved: Mapping[str, Any], key: str) -> Any:
     """Return a saved number as a Python number, without checking its value."""
     value = saved[key]
     # One element, of any shape and library.
@@ -56,40 +93,3 @@ def read_number(saved: Mapping[str, Any], key: str) -> Any:
             "Pass it as it was saved: a number, or an array of one element."
         )
     return value
-
-
-def restored(rule: LossScale, **fields: float) -> LossScaleState:
-    """Return a rule's first state with the saved values put in."""
-    state = rule.init()
-    arrays = {
-        name: jnp.asarray(value, getattr(state, name).dtype)
-        for name, value in fields.items()
-    }
-    return state._replace(**arrays)
-
-
-def check_follows(rule: LossScale, system: str, **fields: Any) -> Growing:
-    """Check that another system can continue with a rule."""
-    if not isinstance(rule, Growing):
-        raise ValueError(
-            f"`rule` must be a DynamicLossScale for {system} to follow it, got "
-            f"{rule!r}. Start {system} anew at the scale `get_loss_scale(state)`."
-        )
-    quirks = {"first_growth_late": False, "clips_every_step": False, **fields}
-    for name, value in quirks.items():
-        if getattr(rule, name, value) != value:
-            raise ValueError(
-                f"`rule` must have {name}={value!r} for {system} to follow it, got "
-                f"{rule!r}. Start {system} anew at the scale `get_loss_scale(state)`."
-            )
-    return rule
-
-
-def numbers(state: Any) -> tuple[float, int, int]:
-    """Return the scale, the growth tracker and the hysteresis tracker."""
-    scale_state = get_loss_scale_state(state)
-    return (
-        float(scale_state.loss_scale),
-        int(scale_state.growth_tracker),
-        int(scale_state.hysteresis_tracker),
-    )

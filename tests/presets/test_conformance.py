@@ -30,135 +30,69 @@ TRAININGS = load("torch_end_to_end")["cases"]
 
 def torch_kernel(current_scale, **arguments):
     return ls.DynamicLossScale(
-        init_scale=current_scale, min_scale=SMALLEST, max_scale=LARGEST, **arguments
+        current_scale, min_scale=SMALLEST, max_scale=LARGEST, **arguments
     )
 
 
-def jmp(case):
-    arguments = dict(case["native_arguments"])
-    if arguments["min_loss_scale"] == "default (1)":
-        del arguments["min_loss_scale"]
-    if case.get("mode") == "jit_with_min":
-        # jmp forgets its floor under jit; recorded is what took effect.
-        arguments["min_loss_scale"] = case["hyperparameters"]["min_scale"]
-    dtype = jnp.dtype(case["arithmetic"])
-    arguments["loss_scale"] = jnp.asarray(arguments["loss_scale"], dtype)
-    return presets.jmp_dynamic(**arguments)
+def keras(initial_scale, dynamic_growth_steps, **others):
+    return presets.keras_loss_scale(initial_scale, dynamic_growth_steps)
 
 
-def keras(case):
-    names = ("initial_scale", "dynamic_growth_steps")
-    return presets.keras_loss_scale(*(case["native_arguments"][n] for n in names))
-
-
-def deepspeed(case):
-    late = case["family"].startswith("late_first")
-    return presets.deepspeed(**case["native_arguments"], first_growth_late=late)
-
-
-def apex_fp16_utils(init_scale, scale_factor, scale_window):
-    # The rule of MindSpore's manager, under other names.
-    return presets.mindspore_dynamic(init_scale, scale_factor, scale_window)
-
-
-def with_arguments(preset, **renamed):
-    """A function of a case: the preset with its native arguments."""
-
-    def build(case):
-        arguments = case["native_arguments"].items()
-        return preset(**{renamed.get(name, name): x for name, x in arguments})
-
-    return build
+def mindspore(scale_factor, scale_window, **first):
+    [init_loss_scale] = first.values()  # each of these systems has its own name for it
+    return presets.mindspore_dynamic(init_loss_scale, scale_factor, scale_window)
 
 
 PRESETS = {
-    "apex.amp.scaler.LossScaler": with_arguments(presets.apex_amp),
-    "apex.fp16_utils.loss_scaler.DynamicLossScaler": with_arguments(apex_fp16_utils),
-    "amp_C.update_scale_hysteresis (Apex kernel)": with_arguments(torch_kernel),
-    "deepspeed.DynamicLossScaler": deepspeed,
-    "jmp.DynamicLossScale": jmp,
-    "mpx.DynamicLossScaling": with_arguments(presets.mpx_dynamic),
-    "flax.training.dynamic_scale.DynamicScale": with_arguments(
-        presets.flax_dynamic_scale
-    ),
+    "apex.amp.scaler.LossScaler": presets.apex_amp,
+    "apex.fp16_utils.loss_scaler.DynamicLossScaler": mindspore,
+    "amp_C.update_scale_hysteresis (Apex kernel)": torch_kernel,
+    "deepspeed.DynamicLossScaler": presets.deepspeed,
+    "jmp.DynamicLossScale": presets.jmp_dynamic,
+    "mpx.DynamicLossScaling": presets.mpx_dynamic,
+    "flax.training.dynamic_scale.DynamicScale": presets.flax_dynamic_scale,
     "keras.optimizers.LossScaleOptimizer": keras,
-    "megatron.core.optimizer.grad_scaler.DynamicGradScaler": with_arguments(
-        presets.megatron
-    ),
-    "mindspore.amp.DynamicLossScaleManager": with_arguments(presets.mindspore_dynamic),
-    "mindspore.nn.DynamicLossScaleUpdateCell": with_arguments(
-        presets.mindspore_dynamic, loss_scale_value="init_loss_scale"
-    ),
-    "mindspore.amp.DynamicLossScaler": with_arguments(
-        presets.mindspore_dynamic, scale_value="init_loss_scale"
-    ),
-    "tf.contrib.mixed_precision.ExponentialUpdateLossScaleManager": with_arguments(
+    "megatron.core.optimizer.grad_scaler.DynamicGradScaler": presets.megatron,
+    "mindspore.amp.DynamicLossScaleManager": mindspore,
+    "mindspore.nn.DynamicLossScaleUpdateCell": mindspore,
+    "mindspore.amp.DynamicLossScaler": mindspore,
+    "tf.contrib.mixed_precision.ExponentialUpdateLossScaleManager": (
         presets.tf_contrib_exponential_update
     ),
-    "open_seq2seq.BackoffScaler": with_arguments(presets.openseq2seq_backoff),
-    "tf.compat.v1.mixed_precision.DynamicLossScale": with_arguments(
-        presets.tf_dynamic_loss_scale
-    ),
-    "tf_keras.mixed_precision.LossScaleOptimizer": with_arguments(
-        presets.tf_keras_loss_scale
-    ),
-    "torch.amp.GradScaler": with_arguments(presets.torch_grad_scaler),
+    "open_seq2seq.BackoffScaler": presets.openseq2seq_backoff,
+    "tf.compat.v1.mixed_precision.DynamicLossScale": presets.tf_dynamic_loss_scale,
+    "tf_keras.mixed_precision.LossScaleOptimizer": presets.tf_keras_loss_scale,
+    "torch.amp.GradScaler": presets.torch_grad_scaler,
 }
 
 
-# Where recorded scales leave the range in which a scale and its reciprocal are normal
-# float32 numbers. At 0 (it has no floor) the peer divides 0 by 0, and every gradient is
-# NaN; above 2**126 (it has no ceiling, or the largest float32) the reciprocal is
-# subnormal, which XLA flushes to zero, and gradients with it; at infinity (it stores a
-# growth that is not finite) every later step overflows. Our rules stop at 2**-126 and
-# 2**126.
-UNSOUND = {
-    "amp_C.update_scale_hysteresis (Apex kernel)": {"0", "above"},
-    "apex.fp16_utils.loss_scaler.DynamicLossScaler": {"above"},
-    "deepspeed.DynamicLossScaler": {"above", "inf"},
-    "flax.training.dynamic_scale.DynamicScale": {"0", "above"},
-    "keras.optimizers.LossScaleOptimizer": {"inf"},
-    "megatron.core.optimizer.grad_scaler.DynamicGradScaler": {"inf"},
-    "mindspore.amp.DynamicLossScaleManager": {"above", "inf"},
-    "mindspore.amp.DynamicLossScaler": {"above"},
-    "mindspore.nn.DynamicLossScaleUpdateCell": {"inf"},
-    "tf.compat.v1.mixed_precision.DynamicLossScale": {"above"},
-    "tf.contrib.mixed_precision.ExponentialUpdateLossScaleManager": {"above"},
-    "tf_keras.mixed_precision.LossScaleOptimizer": {"above"},
-    "torch.amp.GradScaler": {"above"},
-}
+def rule_of(case):
+    system, arguments = case["system"], dict(case["native_arguments"])
+    if system.startswith("deepspeed"):
+        arguments["first_growth_late"] = case["family"].startswith("late_first")
+    if system.startswith("jmp"):
+        dtype = jnp.dtype(case["arithmetic"])
+        arguments["loss_scale"] = jnp.asarray(arguments["loss_scale"], dtype)
+        # jmp forgets its floor under jit; recorded is what took effect.
+        arguments["min_loss_scale"] = case["hyperparameters"]["min_scale"]
+    return PRESETS[system](**arguments)
 
 
 def sound_steps(case):
-    """How many steps pass before the peer leaves the range in which it is sound."""
+    """How many steps pass before the peer leaves the range in which it is sound.
+
+    At 0 it divides 0 by 0; above 2**126 the reciprocal is flushed to zero; at infinity
+    every later step overflows. Our rules stop at 2**-126 and 2**126.
+    """
     scale = np.array(case["scale"], np.float64)
     sound = (scale >= SMALLEST) & (scale <= LARGEST)
     return len(scale) if sound.all() else int(np.argmin(sound))
 
 
-def assert_scales(actual, expected, hyperparameters):
-    numbers = [x for x in hyperparameters.values() if isinstance(x, float)]
-    exact = all(math.frexp(x)[0] == 0.5 for x in numbers)
-    if exact:
-        np.testing.assert_array_equal(actual, expected)
-    else:
-        np.testing.assert_allclose(actual, expected, rtol=1e-5)
-
-
-def test_all_that_was_recorded_has_a_preset():
+def test_all_that_was_recorded_is_compared_up_to_where_a_few_peers_become_unsound():
     assert len(TRACES) == 422
     assert {case["system"] for case in TRACES} == PRESETS.keys()
-
-
-def test_where_the_peers_are_unsound_is_as_said():
-    found = {}
-    for case in TRACES:
-        scale = np.array(case["scale"], np.float64)
-        if sound_steps(case) < len(scale):
-            ends = {0.0: "0", np.inf: "inf"}
-            end = scale.min() if scale.min() < SMALLEST else scale.max()
-            found.setdefault(case["system"], set()).add(ends.get(end, "above"))
-    assert found == UNSOUND
+    assert sum(sound_steps(case) < len(case["scale"]) for case in TRACES) == 41
 
 
 @pytest.mark.parametrize("case", TRACES, ids=lambda case: case["id"])
@@ -166,17 +100,19 @@ def test_the_scale_takes_the_recorded_course(case):
     if case["scale_before_first_step"] > LARGEST:
         # Python floats; in float32, where gradients are divided, such a scale is inf.
         with pytest.raises(ValueError, match="` must be a number from 2"):
-            PRESETS[case["system"]](case)
+            rule_of(case)
         return
-    rule = PRESETS[case["system"]](case)
+    rule = rule_of(case)
     flags = np.array([flag == "1" for flag in case["finite"]])
     first = np.float32(case["scale_before_first_step"])
     assert float(rule.init().loss_scale) == first
     states = run_rule(rule, flags)
 
     steps = sound_steps(case)
-    assert_scales(
-        states.loss_scale[:steps], case["scale"][:steps], case["hyperparameters"]
+    numbers = [x for x in case["hyperparameters"].values() if isinstance(x, float)]
+    exact = all(math.frexp(x)[0] == 0.5 for x in numbers)
+    np.testing.assert_allclose(
+        states.loss_scale[:steps], case["scale"][:steps], rtol=0 if exact else 1e-5
     )
     if "growth_count" in case:
         count = np.array(case["growth_count"][:steps])
@@ -194,17 +130,14 @@ def test_the_scale_takes_the_recorded_course(case):
         np.testing.assert_array_equal(states.grads_finite[:steps], applied[:steps])
 
 
-OPTIMIZERS = {
-    "SGD": lambda lr, momentum: optax.sgd(lr, momentum=momentum),
-    "Adam": lambda lr: optax.adam(lr),
-}
+OPTIMIZERS = {"SGD": optax.sgd, "Adam": optax.adam}
 
 
 @pytest.mark.parametrize("case", TRAININGS, ids=lambda case: case["id"])
 def test_a_training_takes_the_course_of_torch(case):
     """Fed with torch's scaled gradients, optimizer and scale do what torch's did."""
     steps = case["steps"]
-    inner = OPTIMIZERS[case["optimizer"]](**case["optimizer_arguments"])
+    inner = OPTIMIZERS[case["optimizer"]](*case["optimizer_arguments"].values())
     if case["clip_global_norm"] is not None:
         inner = optax.chain(optax.clip_by_global_norm(case["clip_global_norm"]), inner)
     rule = presets.torch_grad_scaler(**case["scaler_arguments"])
@@ -217,13 +150,11 @@ def test_a_training_takes_the_course_of_torch(case):
         scale_used = ls.get_loss_scale(opt_state)
         updates, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
-        state = opt_state.scale_state
-        return (params, opt_state), (params, grads, scale_used, state)
+        return (params, opt_state), (params, scale_used, opt_state.scale_state)
 
     scaled_grads = jnp.array(np.array(steps["scaled_grads"], np.float32))
-    (_, opt_state), (params, grads, scale_used, states) = jax.lax.scan(
-        step, (params, tx.init(params)), scaled_grads
-    )
+    carry = (params, tx.init(params))
+    _, (params, scale_used, states) = jax.lax.scan(step, carry, scaled_grads)
 
     assert "0" in steps["applied"], "meta-test: some steps are skipped"
     np.testing.assert_array_equal(scale_used, steps["scale_used"])
@@ -231,11 +162,6 @@ def test_a_training_takes_the_course_of_torch(case):
     np.testing.assert_array_equal(states.growth_tracker, steps["growth_count_after"])
     applied = [flag == "1" for flag in steps["applied"]]
     np.testing.assert_array_equal(states.grads_finite, applied)
-    unscaled = np.array(steps["unscaled_grads"], np.float32)
-    np.testing.assert_allclose(grads, unscaled, rtol=1e-6)
     # optax corrects Adam's bias in float32, torch in float64.
     tolerance = {"rtol": 1e-5} if case["optimizer"] == "SGD" else {"atol": 2e-5}
     np.testing.assert_allclose(params, steps["params"], **tolerance)
-    if case["optimizer"] == "Adam":
-        count = optax.tree.get(opt_state, "count")
-        assert int(count) == steps["optimizer_step_count"][-1] == sum(applied)

@@ -1,4 +1,4 @@
-"""fairseq's and metaseq's floors, where their loops end."""
+"""fairseq's and metaseq's smallest scales, where their loops end."""
 
 import math
 
@@ -8,32 +8,34 @@ from hypothesis import strategies as st
 
 from optax_lossscale import presets
 
-SMALLEST, LARGEST = 2.0**-126, 2.0**126
+SMALLEST = 2.0**-126
 
 
-@pytest.mark.parametrize("tolerance", [0.0, 1e-6])
-def test_fairseqs_floor_is_the_last_scale_above_its_minimum(tolerance):
+@pytest.mark.parametrize(
+    ("arguments", "floor"),
+    [
+        ({"min_loss_scale": 1e-4}, 2.0**-13),
+        ({"min_loss_scale": 2.0**-5}, 2.0**-4),
+        ({"min_loss_scale": 0}, SMALLEST),
+        ({"threshold": 3.0}, 3.0),
+        ({"threshold": 2.0**-20}, 2.0**-13),
+        ({"init_scale": 4.0, "min_loss_scale": 5.0}, 4.0),
+    ],
+)
+def test_fairseqs_floor_is_the_last_scale_above_its_minimum(arguments, floor):
     """Where fairseq raises FloatingPointError and restores the scale it had."""
-    for minimum, floor in ((1e-4, 2.0**-13), (2.0**-5, 2.0**-4)):
-        rule = presets.fairseq(min_loss_scale=minimum, tolerance=tolerance)
-        assert rule.min_scale == floor
-    assert presets.fairseq(min_loss_scale=0, tolerance=tolerance).min_scale == SMALLEST
-    assert presets.metaseq(min_loss_scale=2.0**-5).min_scale == 2.0**-5
-    assert presets.metaseq(min_loss_scale=5.0, init_scale=4.0).min_scale == 4.0
-    assert presets.fairseq(threshold=3.0, tolerance=tolerance).min_scale == 3.0
-    with pytest.raises(ValueError, match="^`threshold` must be a number from 2"):
-        presets.fairseq(threshold=0, min_loss_scale=0, tolerance=tolerance)
-    # A floor that rounding would put above the first scale.
-    rule = presets.fairseq(497087.52444335265, 1.5, min_loss_scale=331391.6829622351)
-    assert rule.min_scale <= rule.init_scale
+    for tolerance in (0.0, 1e-6):
+        rule = presets.fairseq(**arguments, tolerance=tolerance)
+        assert (rule.min_scale, getattr(rule, "tolerance", 0)) == (floor, tolerance)
 
 
-@given(st.floats(1.01, 16), st.floats(1e-20, 1e4), st.booleans())
-def test_fairseqs_floor_is_where_its_loop_ends(factor, minimum, strict):
-    make = presets.fairseq if strict else presets.metaseq
-    factor = factor if strict else float(math.ceil(factor))
-    rule = make(2.0**15, scale_factor=factor, min_loss_scale=minimum)
+@given(st.floats(1.01, 16), st.floats(1e-20, 1e6), st.booleans())
+def test_the_floor_is_where_the_loop_ends(factor, minimum, fairseq):
+    preset = presets.fairseq if fairseq else presets.metaseq
+    factor = factor if fairseq else float(math.ceil(factor))
+    rule = preset(2.0**15, scale_factor=factor, min_loss_scale=minimum)
     scale = 2.0**15
-    while scale / factor > minimum or (not strict and scale / factor == minimum):
+    while scale / factor > minimum or (not fairseq and scale / factor == minimum):
         scale /= factor
     assert rule.min_scale == pytest.approx(scale, rel=1e-9)
+    assert rule.min_scale <= rule.init_scale
