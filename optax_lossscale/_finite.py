@@ -61,11 +61,9 @@ def everywhere(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
 
 
 def across(
-    reduce: Callable[[jax.Array, AxisName], jax.Array],
-    x: jax.Array,
-    axis_name: AxisName | None,
-) -> jax.Array:
-    """Reduce a value over the devices along the mapped axes."""
+    reduce: Callable[[Any, AxisName], Any], x: Any, axis_name: AxisName | None
+) -> Any:
+    """Reduce a tree of arrays over the devices along the mapped axes."""
     if axis_name is None:
         return x
     check_axis_name(axis_name)
