@@ -13,7 +13,7 @@ from .._precision import Limits
 from .._tree import dtype_of, is_inexact, wide_dtype
 
 # What an element can be, from zero upwards.
-KINDS = ("nan", "inf", "zero", "underflow", "subnormal", "normal", "overflow")
+_KINDS = ("nan", "inf", "zero", "underflow", "subnormal", "normal", "overflow")
 
 _INF = int(np.float32(np.inf).view(np.int32))
 
@@ -69,7 +69,7 @@ def _measure_leaf(x: Any, scale: jax.Array, limits: Limits) -> dict[str, jax.Arr
     counts = [b - a for a, b in itertools.pairwise([0, *included, size])]
     sums = (jnp.sum(count.astype(jnp.float32)) for count in counts)
     return {
-        **dict(zip(KINDS, sums, strict=True)),
+        **dict(zip(_KINDS, sums, strict=True)),
         "size": jnp.asarray(x.size, jnp.float32),
         "max_abs": jnp.minimum(jnp.max(largest), _INF - 1).view(jnp.float32),
     }
