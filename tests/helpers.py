@@ -35,9 +35,9 @@ WARNINGS_ARE_ERRORS = [f"-W{rule}" for rule in ("error", *CACHE_WARNINGS)]
 
 
 def worker_environment(**variables: str) -> dict[str, str]:
-    """The environment of a program in `integration` that imports from this folder."""
-    path = {"PYTHONPATH": str(ROOT / "tests"), "JAX_PLATFORMS": "cpu"}
-    return {**os.environ, **path, **variables}
+    """The environment of a program that imports from this folder and the package."""
+    path = os.pathsep.join([str(ROOT / "tests"), str(Path(ls.__file__).parents[1])])
+    return {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **variables}
 
 
 def code_blocks(text: str, language: str) -> list[str]:

@@ -48,15 +48,10 @@ class GradientReport(NamedTuple):
     @property
     def totals(self) -> "GradientReport":
         """The report of all leaves together: summed counts, the largest ``max_abs``."""
-        return _totals(self)
-
-
-@jax.jit
-def _totals(report: GradientReport) -> GradientReport:
-    leaves = map(jax.tree.leaves, report)
-    columns = GradientReport(*(jnp.asarray(x, jnp.float32) for x in leaves))
-    sums = GradientReport(*(jnp.sum(x, axis=0) for x in columns))
-    return sums._replace(max_abs=jnp.max(columns.max_abs, axis=0, initial=0))
+        leaves = map(jax.tree.leaves, self)
+        columns = GradientReport(*(jnp.asarray(x, jnp.float32) for x in leaves))
+        sums = GradientReport(*(jnp.sum(x, axis=0) for x in columns))
+        return sums._replace(max_abs=jnp.max(columns.max_abs, axis=0, initial=0))
 
 
 def exact_totals(report: GradientReport) -> GradientReport:
