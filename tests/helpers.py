@@ -35,8 +35,9 @@ WARNINGS_ARE_ERRORS = [f"-W{rule}" for rule in ("error", *CACHE_WARNINGS)]
 
 
 def worker_environment(**variables: str) -> dict[str, str]:
-    """The environment of a program that imports from this folder and the package."""
-    path = os.pathsep.join([str(ROOT / "tests"), str(Path(ls.__file__).parents[1])])
+    """The environment of a program that imports from the package and the tests."""
+    folders = (ROOT, ROOT / "tests", ROOT / "tests" / "integration")
+    path = os.pathsep.join(map(str, folders))
     return {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **variables}
 
 

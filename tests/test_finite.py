@@ -40,7 +40,8 @@ def test_one_bad_element_is_found_among_extreme_finite_ones(dtype):
         good = np.resize(np.array(extremes, jnp.dtype(dtype)), (3, 17))
         assert check({"a": good, "b": [good]}) and ls.all_finite(good)
         # float8_e4m3fn has no infinity: it holds a NaN instead
-        bad = [*BAD, *(complex(0, x) for x in BAD)] if "complex" in dtype else BAD
+        both = [complex(x, y) for x, y in itertools.product((0, *BAD), BAD)]
+        bad = [*BAD, *both] if "complex" in dtype else BAD
         for place, element in itertools.product(((0, 0), (1, 8), (2, 16)), bad):
             x = good.copy()
             x[place] = element
