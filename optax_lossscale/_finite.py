@@ -15,26 +15,15 @@ from ._validation import AxisName, check_axis_name
 def all_finite(tree: Any, axis_name: AxisName | None = None) -> jax.Array:
     """Return whether all floating-point elements of a tree are finite.
 
-    Use it to check values other than gradients, such as a batch or BatchNorm
-    statistics, or if you call the ``update`` of a rule yourself. `with_loss_scaling`
-    checks the gradients itself.
-
-    Both parts of a complex element must be finite. Integers, booleans, PRNG keys and
-    ``float0`` are always finite, and so is a tree without leaves. float8_e4m3fn and
-    float4 have no infinity, so an overflow that saturates there cannot be detected.
-
-    Flags such as ``--xla_cpu_enable_fast_math`` let the compiler assume that there are
-    no NaNs. If they are in ``XLA_FLAGS``, `all_finite` detects them and compares bits
-    instead. Do not pass such flags to a single program with the ``compiler_options`` of
-    ``jax.jit``: they cannot be detected there, and they hide NaNs.
+    Use it for other values than gradients, which `with_loss_scaling` checks itself, or
+    if you call the ``update`` of a rule yourself.
 
     Args:
-        tree: any pytree of arrays.
-        axis_name: the mapped axis, or a tuple of them, along which the results of all
-            devices (``shard_map``, ``pmap``) or members (``vmap``) are combined.
+        tree: any pytree. Leaves that cannot hold a NaN, such as integers, are finite.
+        axis_name: the mapped axis, or a tuple of them, along which flags are combined.
 
     Returns:
-        A boolean array of shape ``()``. With ``axis_name``, it is the same everywhere.
+        A boolean array of shape ``()``.
 
     Raises:
         ValueError: if ``axis_name`` is not bound here.
@@ -46,11 +35,7 @@ def all_finite(tree: Any, axis_name: AxisName | None = None) -> jax.Array:
         Array(False, dtype=bool)
     """
     leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x)]
-    if leaves:
-        finite = _all_finite(leaves, by_sums=_sums_show_nan())
-    else:
-        finite = jnp.ones((), jnp.bool_)
-    return everywhere(finite, axis_name)
+    return everywhere(_all_finite(leaves, by_sums=_sums_show_nan()), axis_name)
 
 
 def everywhere(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
@@ -61,11 +46,9 @@ def everywhere(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
 
 
 def across(
-    reduce: Callable[[jax.Array, AxisName], jax.Array],
-    x: jax.Array,
-    axis_name: AxisName | None,
-) -> jax.Array:
-    """Reduce a value over the devices along the mapped axes."""
+    reduce: Callable[[Any, AxisName], Any], x: Any, axis_name: AxisName | None
+) -> Any:
+    """Reduce a tree of arrays over the devices along the mapped axes."""
     if axis_name is None:
         return x
     check_axis_name(axis_name)
@@ -79,10 +62,12 @@ def _all_finite(leaves: list[jax.Array], by_sums: bool) -> jax.Array:
 
 def none_is_true(flags: list[jax.Array]) -> jax.Array:
     """Return whether all elements of some boolean arrays are False."""
-    return _are_zero([_any(x) for x in flags]) if flags else jnp.ones((), jnp.bool_)
+    return _are_zero([_any(x) for x in flags])
 
 
 def _are_zero(scores: list[jax.Array]) -> jax.Array:
+    if not scores:
+        return jnp.ones((), jnp.bool_)
     stacked = jnp.stack(scores)
     # XLA fuses cheap operations into each consumer, so the mask of every leaf would
     # combine the flags of all leaves again. It does not do so with a dot.
@@ -108,10 +93,7 @@ def _nonfinite_score(x: jax.Array, by_sums: bool) -> jax.Array:
 
 
 def is_nonfinite(x: jax.Array) -> jax.Array:
-    """Return which elements are NaN or infinite, by their bits.
-
-    The compiler cannot remove this, even if it may assume that there are no NaNs.
-    """
+    """Return which elements are NaN or infinite, under any flag of the compiler."""
     if jnp.finfo(x.dtype).bits < 16:
         x = x.astype(jnp.float32)  # small types encode NaN and infinity in many ways
     integer = np.dtype(f"int{jnp.finfo(x.dtype).bits}")
@@ -121,11 +103,8 @@ def is_nonfinite(x: jax.Array) -> jax.Array:
 
 @functools.cache
 def _sums_show_nan() -> bool:
-    """Return whether XLA computes x - x as IEEE 754 defines it.
-
-    With ``--xla_cpu_enable_fast_math`` in ``XLA_FLAGS`` it assumes that x - x is 0. The
-    flags hold for the whole process, so one small program is enough to find out.
-    """
+    """Return whether XLA computes x - x as IEEE 754 defines it, and not as 0."""
+    # ``--xla_cpu_enable_fast_math`` in ``XLA_FLAGS`` holds for the whole process.
     with (
         jax.ensure_compile_time_eval(),
         jax.disable_jit(False),
@@ -139,23 +118,18 @@ def _sums_show_nan() -> bool:
 def max_magnitude(tree: Any, axis_name: AxisName | None = None) -> jax.Array:
     """Return the largest absolute value of the floating-point elements of a tree.
 
-    Use it to pass ``max_magnitude`` to the ``update`` of a rule that takes it, such as
-    `HeadroomLossScale`. `with_loss_scaling` does so itself.
-
-    The result does not tell you about NaNs, which XLA on CPU drops from a maximum.
-    Check `all_finite` as well.
+    Use it if you call the ``update`` of a rule such as `HeadroomLossScale` yourself.
+    Check `all_finite` too: XLA on CPU drops NaNs from a maximum.
 
     Args:
-        tree: any pytree of arrays. Leaves that `all_finite` ignores are ignored.
-        axis_name: the mapped axis, or a tuple of them, along which the maximum over all
-            devices (``shard_map``, ``pmap``) or members (``vmap``) is taken.
+        tree: any pytree. Leaves that `all_finite` ignores are ignored.
+        axis_name: as for `all_finite`.
 
     Returns:
-        A float32 array of shape ``()``. It is 0 for a tree without elements. A finite
-        value beyond the largest float32 is returned as the largest float32.
+        A float32 array of shape ``()``: 0 without elements, finite if all elements are.
 
     Raises:
-        ValueError: if ``axis_name`` is not bound here.
+        ValueError: as `all_finite`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -164,21 +138,15 @@ def max_magnitude(tree: Any, axis_name: AxisName | None = None) -> jax.Array:
         Array(3., dtype=float32)
     """
     leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x)]
-    magnitudes = [_max_magnitude(x) for x in leaves]
-    largest = jnp.max(jnp.stack(magnitudes)) if leaves else jnp.zeros((), jnp.float32)
-    return across(jax.lax.pmax, largest, axis_name)
+    magnitudes = [_max_magnitude(x) for x in leaves] or [jnp.zeros((), jnp.float32)]
+    return across(jax.lax.pmax, jnp.max(jnp.stack(magnitudes)), axis_name)
 
 
 def _max_magnitude(x: Any) -> jax.Array:
     x = jnp.asarray(x, wide_dtype(dtype_of(x)))
     magnitude = jnp.abs(x)
-    if jnp.iscomplexobj(x):
-        # Both parts may be finite and the absolute value above the largest float.
-        largest = jnp.finfo(magnitude.dtype).max
-        finite = jnp.isfinite(x)
-        magnitude = jnp.where(finite, jnp.minimum(magnitude, largest), magnitude)
-    magnitude = jnp.max(magnitude, initial=0)
-    float32_max = jnp.asarray(jnp.finfo(jnp.float32).max, magnitude.dtype)
-    clipped = jnp.minimum(magnitude, float32_max)
-    magnitude = jnp.where(jnp.isfinite(magnitude), clipped, magnitude)
-    return magnitude.astype(jnp.float32)
+    if x.dtype != jnp.float32:
+        # Finite, also if the absolute value of a complex number is not.
+        clipped = jnp.minimum(magnitude, float(jnp.finfo(jnp.float32).max))
+        magnitude = jnp.where(jnp.isfinite(x), clipped, magnitude)
+    return jnp.max(magnitude, initial=0).astype(jnp.float32)

@@ -15,17 +15,11 @@ LARGEST_SCALE = 2.0**126
 
 
 class Limits(NamedTuple):
-    """The limits for rounding a magnitude to a type, to nearest with ties to even.
+    """The limits for rounding a magnitude to a type, to nearest with ties to even."""
 
-    Attributes:
-        zero: the largest magnitude that rounds to zero.
-        normal: the smallest magnitude that rounds to a normal number.
-        overflow: the smallest float64 that overflows the type.
-    """
-
-    zero: float
-    normal: float
-    overflow: float
+    zero: float  # the largest magnitude that rounds to zero
+    normal: float  # the smallest magnitude that rounds to a normal number
+    overflow: float  # the smallest float64 that overflows
 
 
 @functools.cache
@@ -54,10 +48,8 @@ def limits_of(name: str) -> Limits:
 
 
 def exact_power(exponent: jax.Array) -> jax.Array:
-    """Return 2**exponent for a whole exponent; the result must be a normal number.
-
-    ``jnp.exp2`` and ``jnp.ldexp`` compute powers, which some devices round poorly.
-    """
+    """Return 2**exponent for a whole exponent; the result must be a normal number."""
+    # ``jnp.exp2`` and ``jnp.ldexp`` compute powers, which some devices round poorly.
     return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 

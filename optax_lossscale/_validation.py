@@ -351,5 +351,7 @@ _ARGUMENTS: dict[str, Callable[[str, Any], Any]] = {
         "It is the log2 that a non-finite step is meant to count as; 16 is usual.",
     ),
     "max_consecutive_skips": _count("It is how many steps in a row may be skipped."),
+    "every": _count("It is the number of skipped steps between two reports."),
+    "limit": _count("It is the largest number of arrays to show."),
     "max_retries": _count("It is how many times a step may be retried.", least=0),
 }

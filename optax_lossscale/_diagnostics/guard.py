@@ -1,33 +1,21 @@
 """Guards that detect, on the host or in a compiled loop, that training has stopped."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .._find import get_loss_scale_state
-from .._jax_internals import is_staging
-from .._state import LossScaleState
-from .._validation import (
-    AxisName,
-    check,
-    check_axis_name,
-    check_concrete,
-    check_count,
-    describe,
-)
-from .report import GradientReport, check_gradients, gradient_report
-from .stopped import is_due, stop_message
+from .._validation import AxisName, check, check_axis_name, check_concrete, describe
+from .gradient_report import GradientReport, check_gradients, gradient_report
+from .stop_message import stop_message
 from .table import check_report
 
 
 class LossScaleError(RuntimeError):
-    """Raised if too many steps in a row were skipped, so training has stopped.
-
-    `check_loss_scale` and `watch_loss_scale` raise it. The message lists possible
-    causes and what to do about each.
+    """Raised if training has stopped. The message lists causes, and ways out.
 
     Examples:
         >>> import optax_lossscale as ls
@@ -42,57 +30,38 @@ def check_loss_scale(
     max_consecutive_skips: int = 100,
     report: GradientReport | None = None,
 ) -> None:
-    """Raise an error if too many steps in a row have been skipped.
+    """Raise an error if too many steps in a row were skipped.
 
-    If every step is skipped, training has stopped, but the loop runs on. Call this from
-    the host now and then, for example where you log. It waits for the device.
-
-    It cannot be called in a compiled function. If you compile a loop of many steps, use
-    `watch_loss_scale`.
+    If every step is skipped, training has stopped, but the loop runs on. Call this
+    where you log. It waits for the device. In a compiled loop, use `watch_loss_scale`.
 
     Args:
-        state: an optimizer state, or whatever `get_loss_scale_state` takes.
-        max_consecutive_skips: how many steps in a row may be skipped, 1 or more. A
-            scale of 2**15 that is halved in each skipped step reaches 1 after 15.
+        state: an optimizer state, not traced, as for `get_loss_scale_state`.
+        max_consecutive_skips: how many steps in a row may be skipped, 1 or more.
         report: the `gradient_report` of the last gradients, to show in the error.
-
-    Returns:
-        Nothing.
 
     Raises:
         LossScaleError: if more steps in a row were skipped.
-        ValueError: if ``state`` has no loss scale or more than one, or is traced; if
-            ``max_consecutive_skips`` is not a whole number from 1; or if ``report`` is
-            not a `GradientReport`.
+        ValueError: as `get_loss_scale_state`, or if an argument is not as described.
 
     Examples:
         >>> import optax_lossscale as ls
         >>> rule = ls.DynamicLossScale(init_scale=4.0)
-        >>> state = rule.init()
-        >>> for _ in range(3):
-        ...     state = rule.update(state, False)
-        >>> ls.check_loss_scale(state)
-        >>> ls.check_loss_scale(state, max_consecutive_skips=2)
+        >>> state = rule.update(rule.update(rule.init(), False), False)
+        >>> ls.check_loss_scale(state, max_consecutive_skips=1)
         Traceback (most recent call last):
         ...
-        optax_lossscale.LossScaleError: The last 3 steps were all skipped, ...
-
-    References:
-        MindSpore's ``DynamicLossScaleManager`` raises an error after more than 1,000
-        overflows in a row, and DeepSpeed at the first overflow at its minimum scale.
+        optax_lossscale.LossScaleError: The last 2 steps were all skipped, ...
     """
-    limit = check("max_consecutive_skips", max_consecutive_skips)
-    scale_state = get_loss_scale_state(state)
     check_concrete(
         "state",
-        scale_state,
+        get_loss_scale_state(state),
         "Call `check_loss_scale` outside the compiled function, or "
         "`watch_loss_scale` inside.",
     )
     if report is not None:
         check_report(report)
-    if np.any(is_due(jax.device_get(scale_state.consecutive_skips), limit)):
-        raise LossScaleError(stop_message(scale_state, limit, report))
+    _guard(state, max_consecutive_skips, report=report)
 
 
 def watch_loss_scale(
@@ -104,90 +73,42 @@ def watch_loss_scale(
     on_error: Callable[[LossScaleError], None] | None = None,
     axis_name: AxisName | None = None,
 ) -> None:
-    """Raise an error from a compiled loop if too many steps in a row are skipped.
+    """Raise an error from a compiled loop if too many steps in a row were skipped.
 
-    Use it if many steps run in one ``jax.lax.scan``, where `check_loss_scale` cannot be
-    called. The device decides whether too many steps were skipped. Only then does it
-    call the host, with ``jax.debug.callback``, and it does not wait for the host.
-
-    Without ``on_error``, the error ends the compiled program. XLA does not pass
-    exceptions on, so you get a ``jax.errors.JaxRuntimeError`` that contains the text of
-    the `LossScaleError`, from the call or when you wait for the results. JAX logs the
-    error too. The results are lost, and so are donated arguments. To raise the
-    `LossScaleError` itself, store it in ``on_error`` and raise it on the host, as in
-    the first example.
-
-    On a GPU, the decision may be copied to the host in every step, as for any
-    ``jax.lax.cond``. If that is too slow, nest two scans and call this in the outer
-    one.
-
-    Under ``jax.vmap`` both branches run, so the host is called in every step. For an
-    ensemble, call this outside ``jax.vmap``, with the state of all members and without
-    ``grads``.
-
-    Outside compiled functions it waits for the device and decides on the host, as
-    `check_loss_scale` does.
+    Use it where many steps run in one ``jax.lax.scan``. The device decides, and calls
+    the host only if training has stopped. Without ``on_error``, the program then ends
+    with a ``jax.errors.JaxRuntimeError`` that quotes the `LossScaleError`, and its
+    results are lost. Outside compiled functions it does what `check_loss_scale` does.
 
     Args:
-        state: the optimizer state after the update, or whatever
-            `get_loss_scale_state` takes.
+        state: the optimizer state after the update, as for `get_loss_scale_state`.
         max_consecutive_skips: how many steps in a row may be skipped, 1 or more.
-        every: the number of skipped steps between two reports. The host is called at
-            the first skipped step beyond the limit, and again after each ``every``
-            further ones. If you do not call this in every step, use 1.
+        every: the number of skipped steps between two reports, 1 or more.
         grads: the gradients of this step, to show their `gradient_report` in the error.
-            The report is compiled with the loop, but computed only for an error.
-        on_error: called on the host with the `LossScaleError` instead of raising it,
-            for example to log it, to save a checkpoint or to set a flag.
-        axis_name: inside ``shard_map``, ``pmap`` or ``vmap``, the name of the mapped
-            axis, or a tuple of names, along which the state is the same everywhere.
-            Only the first device along them calls the host, with its own ``grads``.
-            Without it, every device does.
-
-    Returns:
-        Nothing.
+            The report is computed only for an error.
+        on_error: called on the host with the `LossScaleError` instead of raising it.
+        axis_name: the mapped axis, or a tuple of them, along which the state is the
+            same everywhere. Only the first device along it calls the host.
 
     Raises:
         LossScaleError: outside compiled functions, if more steps were skipped.
-        ValueError: if ``state`` has no loss scale or more than one; if
-            ``max_consecutive_skips`` or ``every`` is not a whole number from 1; if
-            ``grads`` is not a tree of gradients; if ``on_error`` is not callable; or if
-            ``axis_name`` is not bound here.
+        ValueError: as `check_loss_scale`.
 
     Examples:
         >>> import jax
         >>> import optax_lossscale as ls
         >>> rule, errors = ls.DynamicLossScale(), []
-        >>> def train(state, flags, on_error):
-        ...     def step(state, flag):
-        ...         state = rule.update(state, flag)
-        ...         ls.watch_loss_scale(
-        ...             state, max_consecutive_skips=2, on_error=on_error
-        ...         )
-        ...         return state, None
-        ...     return jax.lax.scan(step, state, flags)[0]
-        >>> train = jax.jit(train, static_argnames="on_error")
-        >>> flags = jax.numpy.array([False, False, False, True])
-        >>> state = train(rule.init(), flags, on_error=errors.append)
+        >>> def step(state, flag):
+        ...     state = rule.update(state, flag)
+        ...     ls.watch_loss_scale(state, on_error=errors.append)
+        ...     return state, None
+        >>> flags = jax.numpy.zeros(101, bool)
+        >>> state, _ = jax.lax.scan(step, rule.init(), flags)
         >>> jax.effects_barrier()
-        >>> if errors:
-        ...     raise errors[0]
-        Traceback (most recent call last):
-        ...
-        optax_lossscale.LossScaleError: The last 3 steps were all skipped, ...
-
-        Without ``on_error``, JAX raises its own error:
-
-        >>> try:
-        ...     state = jax.block_until_ready(train(rule.init(), flags, on_error=None))
-        ... except jax.errors.JaxRuntimeError as error:
-        ...     print("LossScaleError: The last 3 steps were all" in str(error))
-        True
+        >>> print(errors[0])
+        The last 101 steps were all skipped, more than `max_consecutive_skips`=100, ...
     """
-    limit = check("max_consecutive_skips", max_consecutive_skips)
-    every = check_count(
-        "every", every, "It is the number of skipped steps between two reports."
-    )
+    every = check("every", every)
     if on_error is not None and not callable(on_error):
         raise ValueError(
             "`on_error` must be a function of one LossScaleError, got "
@@ -197,44 +118,50 @@ def watch_loss_scale(
         check_gradients("grads", grads)
     if axis_name is not None:
         check_axis_name(axis_name)
-    scale_state, grads = jax.tree.map(
-        _without_derivative, (get_loss_scale_state(state), grads)
-    )
+    _guard(state, max_consecutive_skips, every, grads, None, on_error, axis_name)
 
-    def tell_host(
-        due: Any, scale_state: LossScaleState, report: GradientReport | None
-    ) -> None:
-        # Under ``jax.vmap`` this is called for every member.
-        if not due:
-            return
-        error = LossScaleError(stop_message(scale_state, limit, report))
-        if on_error is None:
-            raise error
-        on_error(error)
 
-    def report() -> GradientReport | None:
+def _guard(
+    state: Any,
+    max_consecutive_skips: int,
+    every: int = 1,
+    grads: Any = None,
+    report: GradientReport | None = None,
+    on_error: Callable[[LossScaleError], None] | None = None,
+    axis_name: AxisName | None = None,
+) -> None:
+    """Tell the host that training has stopped, and show the report or its gradients."""
+    limit = check("max_consecutive_skips", max_consecutive_skips)
+    state, grads = jax.lax.stop_gradient((get_loss_scale_state(state), grads))
+
+    def shown() -> GradientReport | None:
         if grads is None:
-            return None
-        return gradient_report(grads, loss_scale=scale_state.loss_scale)
+            return report
+        return gradient_report(grads, loss_scale=state.loss_scale)
 
-    skips = scale_state.consecutive_skips
-    if not _is_traced((scale_state, grads)) and not is_staging():
-        if np.any(is_due(jax.device_get(skips), limit, every)):
-            tell_host(True, scale_state, report())
+    def tell_host(due: Any, state: Any, report: GradientReport | None) -> None:
+        if due:  # it may be another member under ``jax.vmap``
+            error = LossScaleError(stop_message(state, limit, report))
+            if on_error is None:
+                raise error
+            on_error(error)
+
+    due = _is_due(state.consecutive_skips, limit, every)
+    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((due, grads))):
+        if jax.device_get(due):
+            tell_host(True, state, shown())
         return
-    due = jnp.any(is_due(skips, limit, every))
     if axis_name is not None:
         due &= jax.lax.axis_index(axis_name) == 0
     jax.lax.cond(
         due,
-        lambda: jax.debug.callback(tell_host, due, scale_state, report()),
+        lambda: jax.debug.callback(tell_host, due, state, shown()),
         lambda: None,
     )
 
 
-def _without_derivative(x: Any) -> Any:
-    return jax.lax.stop_gradient(x) if isinstance(x, jax.core.Tracer) else x
-
-
-def _is_traced(tree: Any) -> bool:
-    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+@functools.partial(jax.jit, static_argnames=("limit", "every"))
+def _is_due(consecutive_skips: jax.Array, limit: int, every: int) -> jax.Array:
+    """Return whether to report: at the first skip beyond the limit, then every few."""
+    beyond = consecutive_skips - limit
+    return jnp.any((beyond > 0) & ((beyond - 1) % every == 0))

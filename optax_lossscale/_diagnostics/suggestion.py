@@ -8,23 +8,20 @@ import jax.numpy as jnp
 
 from .._rules.headroom import HeadroomLossScale
 from .._validation import check, check_limits, check_order
-from .counting import as_float32, measure
-from .report import check_gradients, measurable
+from .counting import measure
+from .gradient_report import check_gradients
 
 
 class SuggestedLossScale(NamedTuple):
     """The result of `suggest_loss_scale`, as arrays of shape ``()``.
 
     Attributes:
-        loss_scale: float32, a power of two from ``min_scale`` to ``max_scale``, if
-            there is one.
+        loss_scale: float32, a power of two.
         rescued: float32, the share of the finite nonzero elements that underflow
             without a scale, but not with this one.
-        lost: float32, the share of the finite nonzero elements that underflow even
-            with this scale.
-        informative: bool, whether any element is finite and not zero. If False,
-            ``loss_scale`` is the rules' default, 2**15, or the nearest number within
-            the bounds, and both shares are 0.
+        lost: float32, the share that underflows even with this scale.
+        informative: bool, whether any element is finite and not zero. If not,
+            ``loss_scale`` is 2**15, or the nearest number within the bounds.
 
     Examples:
         >>> import optax_lossscale as ls
@@ -48,25 +45,16 @@ def suggest_loss_scale(
 ) -> SuggestedLossScale:
     """Suggest the power of two that brings the largest gradient safely below overflow.
 
-    Use it to choose the scale of `FixedLossScale`, or the first scale of another rule.
-    With the default bounds, every rule accepts the suggested scale. It is the scale
-    that `HeadroomLossScale` would choose after seeing only these gradients.
-
-    Pass the gradients of a few typical batches from early and late in training, as a
-    list of trees. Compute them in float32, or at a scale that loses little: an element
-    that is already zero tells nothing. Gradients inside the network may be larger than
-    those of the parameters, and the headroom leaves room for them.
-
-    It can be jitted, and returns arrays on the device without waiting for it.
+    Use it for the scale of `FixedLossScale`, or the first scale of another rule. It can
+    be jitted, and does not wait for the device.
 
     Args:
-        grads: true (unscaled) gradients, any pytree of arrays, as for
-            `gradient_report`. Non-finite elements are ignored.
+        grads: true (unscaled) gradients, as for `gradient_report`, of a few typical
+            batches from early and late in training, as a list of trees.
         dtype: the floating-point type in which gradients are computed, or its name.
         headroom: how many octaves (factors of two) to leave free between the largest
             gradient and the type's maximum, from 0 to 126.
-        min_scale: the smallest scale to suggest, from 2**-126, even if it leaves less
-            headroom. `FixedLossScale` accepts no scale below 1.
+        min_scale: the smallest scale to suggest, from 2**-126.
         max_scale: the largest scale to suggest, up to 2**126. If there is no power of
             two between the bounds, one of the bounds is suggested.
 
@@ -74,23 +62,12 @@ def suggest_loss_scale(
         A `SuggestedLossScale`. If its ``informative`` is False, pass other gradients.
 
     Raises:
-        ValueError: if ``grads`` is a single number, holds something other than arrays,
-            or holds no floating-point array; if ``dtype`` is not a floating-point type;
-            if ``headroom`` or a bound is out of range; if ``min_scale`` exceeds
-            ``max_scale``; or if a bound is traced.
+        ValueError: as `gradient_report`, or if a number is out of range or traced.
 
     Examples:
         >>> import jax.numpy as jnp
         >>> import optax_lossscale as ls
-        >>> early = {"w": jnp.array([1e-9, 2e-5, 2e-2])}
-        >>> suggested = ls.suggest_loss_scale(early)
-        >>> print(f"{suggested.loss_scale:.0f}, rescues {suggested.rescued:.0%}")
-        262144, rescues 33%
-        >>> rule = ls.DynamicLossScale(init_scale=suggested.loss_scale)
-
-        Pass several batches as a list:
-
-        >>> late = {"w": jnp.array([0.0, 2e-6, 2e-3])}
+        >>> early, late = jnp.array([0.0, 2e-5, 2e-2]), jnp.array([1e-9, 2e-6, 2e-3])
         >>> suggested = ls.suggest_loss_scale([early, late])
         >>> print(f"{suggested.loss_scale:.0f}, rescues {suggested.rescued:.0%}")
         262144, rescues 20%
@@ -98,13 +75,11 @@ def suggest_loss_scale(
     References:
         NVIDIA, `Train With Mixed Precision
         <https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/>`_,
-        "Choosing A Scaling Factor": the scale times the largest gradient should stay
-        below 65,504
+        "Choosing A Scaling Factor"
     """
     least, largest = _powers_of_two(min_scale, max_scale)
-    usual = HeadroomLossScale.init_scale
     rule = HeadroomLossScale(
-        init_scale=min(max(usual, least), largest),
+        init_scale=min(max(HeadroomLossScale.init_scale, least), largest),
         headroom=headroom,
         dtype=dtype,
         min_scale=least,
@@ -112,13 +87,16 @@ def suggest_loss_scale(
     )
     limits = check_limits(dtype)
     check_gradients("grads", grads)
-    leaves = measurable(jax.tree.leaves(grads)) or [None]
-    before, max_abs = measure(leaves, jnp.ones((), jnp.float32), limits)
-    informative, magnitude = _evidence(before, max_abs)
+    elements, lost_before, magnitude = _summed(measure(grads, 1.0, limits))
+    informative = elements > 0
+    # The rule ignores a magnitude of 0, and keeps its first scale.
+    magnitude = jnp.where(informative, magnitude, 0)
     loss_scale = rule.update(rule.init(), True, magnitude).loss_scale
-    after, _ = measure(leaves, loss_scale, limits)
-    rescued, lost = _shares(before, after)
-    return SuggestedLossScale(loss_scale, rescued, lost, informative)
+    _, lost, _ = _summed(measure(grads, loss_scale, limits))
+    elements = jnp.maximum(elements, 1)
+    # A scale below 1 loses more than no scale, and rescues nothing.
+    rescued = jnp.maximum(lost_before - lost, 0) / elements
+    return SuggestedLossScale(loss_scale, rescued, lost / elements, informative)
 
 
 def _powers_of_two(min_scale: float, max_scale: float) -> tuple[float, float]:
@@ -127,35 +105,15 @@ def _powers_of_two(min_scale: float, max_scale: float) -> tuple[float, float]:
     max_scale = check("max_scale", max_scale)
     check_order(min_scale=min_scale, max_scale=max_scale)
     # frexp returns a mantissa from 0.5 to 1.
-    mantissa, exponent = math.frexp(min_scale)
-    least = 2.0 ** (exponent - (mantissa == 0.5))
+    least = 2.0 ** (1 - math.frexp(1 / min_scale)[1])
     largest = 2.0 ** (math.frexp(max_scale)[1] - 1)
     return (least, largest) if least <= largest else (min_scale, max_scale)
 
 
 @jax.jit
-def _evidence(counts: jax.Array, max_abs: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return whether any element is finite and nonzero, and the largest magnitude."""
-    elements, _ = _elements_and_underflow(counts)
-    informative = as_float32(elements) > 0
-    return informative, jnp.where(informative, jnp.max(max_abs), 0)
-
-
-@jax.jit
-def _shares(before: jax.Array, after: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the rescued and the lost share, from counts without and with the scale.
-
-    A scale below 1 loses more than no scale, and rescues nothing.
-    """
-    elements, lost_before = _elements_and_underflow(before)
-    _, lost = _elements_and_underflow(after)
-    number = jnp.maximum(as_float32(elements), 1)
-    rescued = jnp.maximum(as_float32(lost_before - lost), 0)
-    return rescued / number, as_float32(lost) / number
-
-
-def _elements_and_underflow(counts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return how many elements are finite and nonzero, and how many underflow."""
-    sums = jnp.sum(counts, axis=-1, dtype=jnp.int32)
-    nan, inf, zero, underflow, _, _, size = jnp.moveaxis(sums, 1, 0)
-    return size - nan - inf - zero, underflow
+def _summed(measured: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return how many finite nonzero elements, and underflows, and the maximum."""
+    sums = {name: jnp.sum(counts) for name, counts in measured.items()}
+    underflow = sums["underflow"]
+    elements = underflow + sums["subnormal"] + sums["normal"] + sums["overflow"]
+    return elements, underflow, jnp.max(measured["max_abs"])

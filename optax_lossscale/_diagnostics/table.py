@@ -1,108 +1,70 @@
 """Format a report on gradients as a table."""
 
-from typing import NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from .._validation import check_concrete, check_count, describe
-from .report import GradientReport, exact_totals
+from .._validation import check, check_concrete, describe
+from .gradient_report import GradientReport, exact_totals
 
-_HEADINGS = {
-    "nan": "NaN",
-    "inf": "inf",
-    "zero": "zero",
-    "underflow": "underflow",
-    "subnormal": "subnormal",
-    "overflow": "overflow",
-}
+_COUNTS = ("nan", "inf", "zero", "underflow", "subnormal", "overflow")
+
+# The path of an array, and its numbers by the fields of the report.
+_Row = dict[str, Any]
 
 
 class Table(str):
     """Text whose ``repr`` is the text, because notebooks show the repr of a result."""
 
-    __slots__ = ()
-
     def __repr__(self) -> str:
         return str(self)
-
-
-class _Row(NamedTuple):
-    """The counts of one array as Python numbers, which do not overflow."""
-
-    path: str
-    counts: dict[str, int]
-    max_abs: float
-    size: int
-
-    def badness(self) -> tuple[float, ...]:
-        size = max(self.size, 1)
-        order = ("overflow", "underflow", "subnormal", "zero")
-        nonfinite = self.counts["nan"] + self.counts["inf"]
-        shares = (self.counts[name] / size for name in order)
-        return (nonfinite / size, *shares, self.max_abs)
-
-    def cells(self) -> list[str]:
-        counts = [_cell(number, self.size) for number in self.counts.values()]
-        return [self.path, f"{self.size:,}", *counts, f"{self.max_abs:.3g}"]
 
 
 def format_report(report: GradientReport, limit: int = 20) -> str:
     """Format a report as a table with one row per array, the worst array first.
 
     Arrays are sorted by their share of NaN and inf, then of overflow, underflow,
-    subnormal numbers and zeros. Each count is followed by its share of the array's
-    elements; ``-`` means none.
-
-    It copies the report to the host, so it waits for the device.
+    subnormal numbers and zeros. Each count is followed by its share of the elements;
+    ``-`` means none. It waits for the device.
 
     Args:
         report: what `gradient_report` returned.
         limit: the largest number of arrays to show, 1 or more.
 
     Returns:
-        A string of several lines. An interactive session shows it as a table, without
-        ``print``. Paths are written as by ``jax.tree_util.keystr``.
+        A string of several lines, which an interactive session shows without ``print``.
 
     Raises:
-        ValueError: if ``report`` is not a `GradientReport`, is traced, or has more than
-            one number in a leaf; or if ``limit`` is not a whole number from 1.
+        ValueError: if ``report`` is not a `GradientReport`, is traced, or is that of an
+            ensemble; or if ``limit`` is not a whole number from 1.
 
     Examples:
         >>> import jax.numpy as jnp
         >>> import optax_lossscale as ls
-        >>> grads = {"b": jnp.array([1e-9, 1.0]), "w": jnp.array([2.0, jnp.inf])}
-        >>> print(ls.format_report(ls.gradient_report(grads)))
-        2 arrays, 1 with NaN or inf, 1 with underflow
-               size  NaN    inf  zero  underflow  subnormal  overflow  max |g|
-        ['w']     2    -  1 50%     -          -          -         -        2
-        ['b']     2    -      -     -      1 50%          -         -        1
-        all       4    -  1 25%     -      1 25%          -         -        2
+        >>> print(ls.format_report(ls.gradient_report([jnp.array([2.0, jnp.inf])])))
+        1 array, 1 with NaN or inf
+             size  NaN    inf  zero  underflow  subnormal  overflow  max |g|
+        [0]     2    -  1 50%     -          -          -         -        2
+        all     2    -  1 50%     -          -          -         -        2
     """
-    limit = check_count("limit", limit, "It is the largest number of arrays to show.")
+    limit = check("limit", limit)
     check_report(report)
-    report = jax.device_get(report)
-    rows = sorted(_rows(report), key=_Row.badness, reverse=True)
+    rows = sorted(_rows(jax.device_get(report)), key=_badness, reverse=True)
     if not rows:
         return Table("The tree of gradients holds no arrays.")
-    totals = exact_totals(report)
-    counts = {name: getattr(totals, name) for name in _HEADINGS}
-    total = _Row("all", counts, totals.max_abs, totals.size)
+    total = {"path": "all", **exact_totals(report)._asdict()}
     table = [
-        ["", "size", *_HEADINGS.values(), "max |g|"],
-        *(row.cells() for row in [*rows[:limit], total]),
+        ["", "size", "NaN", *_COUNTS[1:], "max |g|"],
+        *map(_cells, [*rows[:limit], total]),
     ]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
-        "  ".join(
-            [cells[0].ljust(widths[0])]
-            + [c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True)]
-        )
-        for cells in table
+        "  ".join([path.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
+        for path, *cells in table
     ]
     if len(rows) > limit:
-        hidden = len(rows) - limit
-        lines.insert(-1, f"... and {hidden} more, none of them worse")
+        lines.insert(-1, f"... and {len(rows) - limit} more, none of them worse")
     return Table("\n".join([_summary(rows), *lines]))
 
 
@@ -126,46 +88,39 @@ def check_report(report: GradientReport) -> None:
 
 
 def _rows(report: GradientReport) -> list[_Row]:
-    columns = {name: jax.tree.leaves(getattr(report, name)) for name in report._fields}
-    paths = [
-        jax.tree_util.keystr(path) or "(root)"
-        for path, _ in jax.tree_util.tree_leaves_with_path(report.size)
-    ]
-    return [
-        _Row(
-            path,
-            {name: int(columns[name][i]) for name in _HEADINGS},
-            float(columns["max_abs"][i]),
-            int(columns["size"][i]),
-        )
-        for i, path in enumerate(paths)
-    ]
+    pairs = jax.tree_util.tree_leaves_with_path(report.size)
+    paths = [jax.tree_util.keystr(path) or "(root)" for path, _ in pairs]
+    columns = [paths, *(map(float, jax.tree.leaves(field)) for field in report)]
+    names = ("path", *report._fields)
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-def _cell(number: int, size: int) -> str:
-    if number == 0:
+def _badness(row: _Row) -> tuple[float, ...]:
+    order = ("overflow", "underflow", "subnormal", "zero")
+    counts = (row["nan"] + row["inf"], *(row[name] for name in order))
+    return (*(count / max(row["size"], 1) for count in counts), row["max_abs"])
+
+
+def _cells(row: _Row) -> list[str]:
+    counts = [_count_and_share(row[name], row["size"]) for name in _COUNTS]
+    return [row["path"], f"{row['size']:,.0f}", *counts, f"{row['max_abs']:.3g}"]
+
+
+def _count_and_share(count: float, size: float) -> str:
+    if count == 0:
         return "-"
-    share = number / size
-    percent = (
-        "<1%" if share < 0.005 else ">99%" if 0.995 <= share < 1 else f"{share:.0%}"
-    )
-    return f"{number:,} {percent}"
+    share = f"{count / size:.0%}"
+    # A few do not look like none, nor nearly all like all.
+    share = {"0%": "<1%", "100%": ">99%"}.get(share, share) if count < size else share
+    return f"{count:,.0f} {share}"
 
 
 def _summary(rows: list[_Row]) -> str:
-    kinds = {
-        "NaN or inf": ("nan", "inf"),
-        "overflow": ("overflow",),
-        "underflow": ("underflow",),
+    arrays = {
+        "NaN or inf": sum(row["nan"] + row["inf"] > 0 for row in rows),
+        "overflow": sum(row["overflow"] > 0 for row in rows),
+        "underflow": sum(row["underflow"] > 0 for row in rows),
     }
-    having = {
-        kind: sum(any(row.counts[name] for name in names) for row in rows)
-        for kind, names in kinds.items()
-    }
-    found = [f"{number} with {kind}" for kind, number in having.items() if number]
-    return ", ".join(
-        [
-            f"{len(rows):,} array{'s' if len(rows) > 1 else ''}",
-            *(found or ["none with NaN, inf, overflow or underflow"]),
-        ]
-    )
+    found = [f"{number} with {kind}" for kind, number in arrays.items() if number]
+    found = found or ["none with NaN, inf, overflow or underflow"]
+    return ", ".join([f"{len(rows):,} array{'s' if len(rows) > 1 else ''}", *found])

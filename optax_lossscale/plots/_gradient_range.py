@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from .._diagnostics.report import (
+from .._diagnostics.gradient_report import (
     GradientReport,
     check_gradients,
     exact_totals,

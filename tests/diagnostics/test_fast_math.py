@@ -1,20 +1,19 @@
-"""Under XLA's fast math, which takes no number for NaN or infinite."""
+"""Report and suggestion under XLA's fast math, and under strict promotion."""
 
 import ast
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ROOT, enable_x64, worker_environment
+from helpers import WARNINGS_ARE_ERRORS, enable_x64, worker_environment
 from report_oracle import host
 
 import optax_lossscale as ls
 
+# With these flags, XLA takes no number for NaN or infinite.
 FLAGS = ["--xla_cpu_enable_fast_math=true"] + [
     f"--xla_cpu_fast_math_honor_{name}=false" for name in ("nans", "infs", "functions")
 ]
@@ -23,13 +22,9 @@ DTYPES = ["float32", "float16", "float8_e5m2", "complex64", "float64"]
 
 def results():
     """Reports and a suggestion, as tuples."""
-    ordinary = [1.0, 0.0, -3.0, 2.0**-14, 2.0**14, 2.0**-16]
-    elements = [*ordinary, np.nan, np.inf, -np.inf]
+    elements = [1.0, 0.0, -3.0, 2.0**-14, 2.0**14, 2.0**-16, np.nan, np.inf, -np.inf]
     with enable_x64(True):
-        grads = [
-            np.resize(np.array(elements), 64 + i).astype(jnp.dtype(dtype))
-            for i, dtype in enumerate(DTYPES)
-        ]
+        grads = [np.resize(elements, 64).astype(jnp.dtype(x)) for x in DTYPES]
         grads[3].imag[::7] = np.nan
         grads[3][1] = complex(3e38, 3e38)
 
@@ -45,15 +40,17 @@ def results():
 
 
 @pytest.mark.slow
+def test_strict_promotion_changes_no_count():
+    with jax.numpy_dtype_promotion("strict"):
+        strict = results()
+    assert strict == results()
+
+
+@pytest.mark.slow
 def test_fast_math_changes_no_count():
-    path = os.pathsep.join([str(ROOT / "tests"), str(Path(ls.__file__).parents[1])])
-    output = subprocess.run(
-        [sys.executable, __file__],
-        env=worker_environment(XLA_FLAGS=" ".join(FLAGS), PYTHONPATH=path),
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
+    environment = worker_environment(XLA_FLAGS=" ".join(FLAGS))
+    command = [sys.executable, *WARNINGS_ARE_ERRORS, __file__]
+    output = subprocess.check_output(command, env=environment, text=True)
     expected = results()
     assert ast.literal_eval(output) == expected
     nan, inf, zero, underflow, _, overflow, *_ = expected[2]

@@ -1,12 +1,10 @@
-"""Decide when training has stopped, and what to tell the user."""
-
-from typing import Any
+"""Say that training has stopped, and what to do."""
 
 import jax
 import numpy as np
 
 from .._state import LossScaleState
-from .report import GradientReport
+from .gradient_report import GradientReport, exact_totals
 from .table import format_report
 
 _BAD_LOSS = """If it is NaN or inf, the scale is not the problem. Check the data and \
@@ -32,41 +30,26 @@ The scale has not fallen in these steps, so it is not the problem. Check the los
 - If it is finite, {_BAD_UPDATES}"""
 
 
-def is_due(consecutive_skips: Any, limit: int, every: int = 1) -> Any:
-    """Return whether to report: at the first skip beyond the limit, then every few."""
-    beyond = consecutive_skips - limit
-    return (beyond > 0) & ((beyond - 1) % every == 0)
-
-
 def stop_message(
     scale_state: LossScaleState, limit: int, report: GradientReport | None
 ) -> str:
     """Return how many steps were skipped, the possible causes, and what to do."""
-    numbers = jax.device_get(
-        (
-            scale_state.consecutive_skips,
-            scale_state.skipped_steps,
-            scale_state.loss_scale,
-            scale_state.growth_tracker,
-        )
-    )
+    state = jax.device_get(scale_state._replace(rule_state=()))
     # In an ensemble, the member that has skipped the most steps in a row.
-    worst = np.unravel_index(np.argmax(numbers[0]), np.shape(numbers[0]))
-    skips, skipped, scale, tracker = (np.asarray(x)[worst] for x in numbers)
+    skips = np.asarray(state.consecutive_skips)
+    worst = np.unravel_index(np.argmax(skips), skips.shape)
+    state = jax.tree.map(lambda x: np.asarray(x)[worst], state)
     # Every rule resets its count of finite steps when gradients overflow.
-    scale_stood_still = tracker > 0 or (report is not None and _is_finite(report))
-    advice = _ADVICE_WITHOUT_OVERFLOW if scale_stood_still else _ADVICE
-    member = f" of member {', '.join(map(str, worst))}" if worst else ""
-    text = (
-        f"The last {skips} steps{member} were all skipped, more than "
-        f"`max_consecutive_skips`={limit}, and {skipped} in total. The loss scale is "
-        f"{scale:g}.{advice}"
-    )
+    overflowed = state.growth_tracker <= 0
+    table = ""
     if report is not None:
-        text += f"\nThe last gradients:\n{format_report(report, limit=5)}"
-    return text
-
-
-def _is_finite(report: GradientReport) -> bool:
-    totals = jax.device_get(report.totals)
-    return int(totals.nan) + int(totals.inf) == 0
+        totals = exact_totals(report)
+        overflowed &= totals.nan + totals.inf > 0
+        table = f"\nThe last gradients:\n{format_report(report, limit=5)}"
+    member = f" of member {', '.join(map(str, worst))}" if worst else ""
+    return (
+        f"The last {state.consecutive_skips} steps{member} were all skipped, more than "
+        f"`max_consecutive_skips`={limit}, and {state.skipped_steps} in total. The "
+        f"loss scale is {state.loss_scale:g}."
+        f"{_ADVICE if overflowed else _ADVICE_WITHOUT_OVERFLOW}{table}"
+    )

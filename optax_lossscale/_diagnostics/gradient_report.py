@@ -1,0 +1,139 @@
+"""Report, per leaf, what a narrow type would lose of the gradients."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._finite import across
+from .._tree import dtype_of, is_inexact
+from .._validation import AxisName, check_limits, check_scale, describe
+from .counting import measure
+
+
+class GradientReport(NamedTuple):
+    """The result of `gradient_report`: one number per leaf of the gradients.
+
+    Each field is a tree with the structure of the gradients and float32 leaves of shape
+    ``()``. Counts are exact up to 2**24, and within a relative error of 1e-6 beyond.
+
+    Attributes:
+        nan: elements that are NaN.
+        inf: infinite elements.
+        zero: zeros.
+        underflow: nonzero elements that round to zero in ``dtype`` after scaling.
+        subnormal: elements that become subnormal there, and so lose digits.
+        overflow: finite elements that become infinite or NaN there.
+        max_abs: the largest finite absolute value before scaling; 0 if there is none.
+        size: all elements; 0 for leaves that are not floating-point.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import optax_lossscale as ls
+        >>> report = ls.gradient_report({"w": jnp.array([1.0, jnp.nan])})
+        >>> int(report.nan["w"]), int(report.totals.nan)
+        (1, 1)
+    """
+
+    nan: Any
+    inf: Any
+    zero: Any
+    underflow: Any
+    subnormal: Any
+    overflow: Any
+    max_abs: Any
+    size: Any
+
+    @property
+    def totals(self) -> "GradientReport":
+        """The report of all leaves together: summed counts, the largest ``max_abs``."""
+        leaves = map(jax.tree.leaves, self)
+        columns = GradientReport(*(jnp.asarray(x, jnp.float32) for x in leaves))
+        sums = GradientReport(*(jnp.sum(x, axis=0) for x in columns))
+        return sums._replace(max_abs=jnp.max(columns.max_abs, axis=0, initial=0))
+
+
+def exact_totals(report: GradientReport) -> GradientReport:
+    """Return the totals as Python numbers, whose sums are exact."""
+    columns = GradientReport(*map(jax.tree.leaves, jax.device_get(report)))
+    sums = GradientReport(*(sum(map(int, x)) for x in columns))
+    return sums._replace(max_abs=max(map(float, columns.max_abs), default=0.0))
+
+
+def gradient_report(
+    grads: Any,
+    *,
+    loss_scale: jax.typing.ArrayLike = 1.0,
+    dtype: Any = jnp.float16,
+    axis_name: AxisName | None = None,
+) -> GradientReport:
+    """Count, per leaf, the elements that underflow, become subnormal or overflow.
+
+    The counts show which parameter overflowed, and what float16 loses. `format_report`
+    prints them as a table. It can be jitted, and does not wait for the device.
+
+    Args:
+        grads: true (unscaled) gradients, any pytree of arrays. Compute them in float32,
+            or at a high scale: elements that are already zero count as zero.
+        loss_scale: what multiplies the gradients, a number or an array of shape ``()``.
+        dtype: the floating-point type to which the products are rounded, or its name.
+        axis_name: the mapped axis, or a tuple of them, along which the counts of all
+            devices (``shard_map``, ``pmap``) or members (``vmap``) are summed.
+
+    Returns:
+        A `GradientReport`. It has no leaves if ``grads`` has none.
+
+    Raises:
+        ValueError: if ``grads`` is one number, or holds something other than arrays or
+            no floating-point array, or if another argument is not as described.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import optax_lossscale as ls
+        >>> report = ls.gradient_report({"w": jnp.array([1e-9, 1e-6, 1.0])})
+        >>> int(report.underflow["w"]), int(report.subnormal["w"])
+        (1, 1)
+
+    References:
+        Micikevicius et al., `Mixed Precision Training
+        <https://arxiv.org/abs/1710.03740>`_, 2017, section 3.2 (what float16 loses)
+    """
+    limits = check_limits(dtype)
+    check_scale("loss_scale", loss_scale)
+    check_gradients("grads", grads)
+    leaves, structure = jax.tree.flatten(grads)
+    if not leaves:
+        return GradientReport(*[grads] * len(GradientReport._fields))
+    measured = measure(grads, loss_scale, limits)
+    max_abs = across(jax.lax.pmax, measured.pop("max_abs"), axis_name)
+    columns = across(jax.lax.psum, measured, axis_name) | {"max_abs": max_abs}
+    fields = [columns[name] for name in GradientReport._fields]
+    return GradientReport(*(jax.tree.unflatten(structure, list(x)) for x in fields))
+
+
+def check_gradients(name: str, tree: Any) -> None:
+    """Raise if this cannot be a tree of gradients, without reading its elements."""
+    arrays = jax.Array | np.ndarray | np.generic | int | float | complex
+    if isinstance(tree, arrays) and jnp.ndim(tree) == 0:
+        raise ValueError(
+            f"`{name}` must be a tree of gradients, got one number: {describe(tree)}. "
+            "Is it the loss? If it is the gradient of one parameter, put it into a "
+            "container: {'x': gradient}."
+        )
+    pairs = [
+        (jax.tree_util.keystr(path) or "its root", leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+    for path, leaf in pairs:
+        if not isinstance(leaf, arrays):
+            raise ValueError(
+                f"`{name}` must hold only arrays, got {describe(leaf)} at {path}. "
+                "Leave out what is not differentiated, or replace it with None."
+            )
+    if pairs and not any(is_inexact(leaf) for _, leaf in pairs):
+        path, leaf = pairs[0]
+        raise ValueError(
+            f"`{name}` must hold floating-point gradients, got none: {dtype_of(leaf)} "
+            f"at {path}. Did you pass the inputs of the loss, or its labels?"
+        )

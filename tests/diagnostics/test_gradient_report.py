@@ -1,0 +1,222 @@
+"""gradient_report, and what it and suggest_loss_scale refuse."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from devices import vary
+from helpers import enable_x64
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from report_oracle import host, oracle
+
+import optax_lossscale as ls
+
+LARGEST = np.finfo(np.float32).max
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+def counts(report, leaf=0):
+    return {name: float(field[leaf]) for name, field in report._asdict().items()}
+
+
+@pytest.mark.parametrize("wide", [np.float32, np.float64])
+@pytest.mark.parametrize(
+    "dtype", ["float16", "bfloat16", "float8_e5m2", "float8_e4m3fn", "float32"]
+)
+def test_elements_at_the_limits_are_counted_as_rounding_has_it(dtype, wide):
+    info = jnp.finfo(dtype)
+    least, tiny, largest = map(float, (info.smallest_subnormal, info.tiny, info.max))
+    # The ties to zero, to the least normal number and to what lies beyond the largest.
+    tie = largest + 2.0 ** (math.frexp(largest)[1] - 2 - info.nmant)
+    limits = np.array([least / 2, least, tiny - least / 2, tiny, largest, tie])
+    # XLA on CPU takes smaller ones for zero.
+    limits = np.float32(limits[(limits > 2.0**-126) & (limits < LARGEST)])
+    around = [np.nextafter(limits, np.float32(0)), np.nextafter(limits, LARGEST)]
+    for x in np.concatenate([limits, *around, np.float32([0, np.nan, np.inf])]):
+        with enable_x64(wide is np.float64):
+            report = ls.gradient_report([np.array([x, -x], wide)], dtype=dtype)
+        assert counts(report) == oracle([x, -x], 1.0, dtype), x
+
+
+@given(
+    exponents=st.lists(st.floats(-60, 40, width=32), min_size=1, max_size=20),
+    scale=st.integers(-20, 30).map(lambda e: 2.0**e),
+    dtype=st.sampled_from(["float16", "float8_e5m2", "float8_e4m3fn"]),
+)
+def test_elements_anywhere_are_counted_as_rounding_has_it(exponents, scale, dtype):
+    x = np.exp2(np.array(exponents, np.float32)) * np.resize([1, -1], len(exponents))
+    x = np.resize(np.append(x, [0, np.nan, np.inf]), 23).astype(np.float32)
+    report = ls.gradient_report([x], loss_scale=scale, dtype=dtype)
+    assert counts(report) == oracle(x, scale, dtype)
+
+
+COMPLEX = [3 + 4j, 1e-9 + 1e-9j, complex(3e38, -3e38), 7e4j, 0j]
+COMPLEX += [complex(np.inf, 0), complex(1, -np.inf), complex(np.inf, np.nan), np.nan]
+COMPLEX_KINDS = "underflow overflow overflow zero inf inf nan nan"
+# The leaves, the kinds of their elements but for normal ones, and their max_abs.
+LEAVES = {
+    "w": (np.float32([[1e-9, 1.0], [np.nan, -np.inf]]), "underflow nan inf", 1),
+    "half": (np.float16([3e-8, 2.0]), "subnormal", 2),
+    "scalar": (np.float32(-3e5), "overflow", 3e5),
+    "number": (0.5, "", 0.5),
+    "float64": (np.array([1e-300, 1, 1e300]), "underflow overflow", LARGEST),
+    "complex64": (np.array(COMPLEX, np.complex64), COMPLEX_KINDS, LARGEST),
+    "complex128": (np.array(COMPLEX), COMPLEX_KINDS, LARGEST),
+    "empty": (np.zeros((0, 3)), "", 0),
+}
+UNCOUNTED = {"count": np.arange(3), "key": jax.random.key(0), "none": None}
+UNCOUNTED["float0"] = np.zeros(2, jax.dtypes.float0)
+
+
+def test_each_leaf_has_its_counts_compiled_or_not():
+    grads = UNCOUNTED | {name: leaf for name, (leaf, _, _) in LEAVES.items()}
+    with enable_x64(True):
+        report = ls.gradient_report(grads)
+        compiled = jax.jit(lambda g, s: ls.gradient_report(g, loss_scale=s))(grads, 1.0)
+        totals = host(report.totals)
+    assert host(compiled) == host(report)
+    leaves = jax.tree.leaves((report, compiled))
+    types = {(x.shape, x.dtype.name, x.weak_type) for x in leaves}
+    assert types == {((), "float32", False)}
+    expected = {name: dict.fromkeys(ls.GradientReport._fields, 0) for name in grads}
+    for name, (leaf, kinds, max_abs) in LEAVES.items():
+        expected[name] |= {"size": np.size(leaf), "max_abs": np.float32(max_abs)}
+        expected[name] |= {kind: kinds.split().count(kind) for kind in kinds.split()}
+    for field, values in host(report)._asdict().items():
+        assert values.pop("none") is None
+        assert values == {name: expected[name][field] for name in values}, field
+        combine = max if field == "max_abs" else sum
+        assert getattr(totals, field) == combine(values.values()), field
+
+
+@pytest.mark.parametrize("empty", [{}, None, (), {"a": None}])
+def test_an_empty_tree_has_an_empty_report(empty):
+    report = ls.gradient_report(empty)
+    assert jax.tree.leaves(report) == [] and report.nan == empty
+    assert set(host(report.totals)) == {0}
+
+
+HUGE = [(2**31 + 8,), (2**17, 5, 2**14), (2**16 + 1, 2**17 + 3)]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(3, 2**22 + 1), (2**16 + 1, 2**15 + 3), *(slow(shape) for shape in HUGE)],
+)
+def test_counts_are_exact_to_2_to_the_24_and_within_1e_6_beyond(shape):
+    @jax.jit  # which never writes the array out
+    def report(x, y):
+        index = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
+        return ls.gradient_report([jnp.where(index % 7 == 0, x, y)])
+
+    found = counts(report(np.nan, 1e-9))
+    *rows, length = shape
+    nan, size = math.prod(rows) * -(-length // 7), math.prod(shape)
+    for name, number in {"nan": nan, "underflow": size - nan, "size": size}.items():
+        assert found[name] == pytest.approx(number, rel=1e-6 * (number > 2**24)), name
+
+
+def test_sums_over_members_and_leaves_are_within_1e_6():
+    @jax.jit
+    @functools.partial(jax.vmap, axis_name="m")
+    def nans(x):
+        return ls.gradient_report([jnp.full(2**15 - 1, x)], axis_name="m").nan[0]
+
+    expected = (2**11 + 1) * (2**15 - 1)
+    assert nans(jnp.full(2**11 + 1, np.nan)) == pytest.approx(expected, rel=1e-6)
+    numbers = [40_000_019.0, *[7.0] * 300]
+    totals = ls.GradientReport(*[numbers] * 8).totals
+    assert float(totals.size) == pytest.approx(sum(numbers), rel=1e-6)
+
+
+def test_an_ensemble_has_a_report_for_each_member():
+    members = jnp.array([[1.0, 2.0, 3.0], [jnp.nan, 0.0, 5.0]])
+    report = jax.vmap(lambda g: ls.gradient_report([g, g[:1]]))(members)
+    assert report.nan[0].tolist() == [0, 1]
+    assert report.totals.max_abs.tolist() == [3.0, 5.0]
+    assert report.totals.nan.tolist() == [0, 2]
+
+
+GLOBAL = np.ones((16, 8), np.float32)
+GLOBAL[3, 3], GLOBAL[11], GLOBAL[15, 7] = np.nan, 1e-9, 9.0
+
+
+@pytest.mark.parametrize(
+    ("axis_type", "spec"), [("Auto", P("a")), ("Explicit", P("a", "b"))]
+)
+def test_a_report_on_sharded_arrays_is_the_same(axis_type, spec):
+    types = (getattr(jax.sharding.AxisType, axis_type),) * 2
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=types)
+    sharded = jax.device_put([GLOBAL], NamedSharding(mesh, spec))
+    for function in (ls.gradient_report, ls.suggest_loss_scale):
+        assert host(function(sharded)) == host(function([GLOBAL]))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_under_shard_map_counts_are_added_up_along_the_axis_named(check_vma):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def report(x, bias):
+        # The bias has a gradient on every device.
+        grads = {"w": x, "b": vary(bias, "x")}
+        alone = ls.gradient_report(grads).nan["w"][None]
+        return ls.gradient_report(grads, axis_name="x"), alone
+
+    specs = {"in_specs": (P("x"), P()), "out_specs": (P(), P("x"))}
+    per_device = jax.shard_map(report, mesh=mesh, check_vma=check_vma, **specs)
+    summed, alone = jax.jit(per_device)(GLOBAL, jnp.ones(3))
+    expected = ls.gradient_report({"w": GLOBAL, "b": jnp.ones(8 * 3)})
+    assert host(summed) == host(expected)
+    assert alone.tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
+
+
+def test_nothing_waits_for_the_device():
+    with jax.transfer_guard_device_to_host("disallow"):
+        grads = {"w": jnp.ones(3)}
+        ls.gradient_report(grads, loss_scale=jnp.float32(8.0)).totals  # noqa: B018
+        ls.suggest_loss_scale(grads)
+
+
+NO_GRADIENTS = [
+    (1.5, "`grads` must be a tree of gradients, got one number: 1.5. Is it the"),
+    (jnp.float32(2), r"got one number: an array of dtype float32 and shape \(\). Is "),
+    (True, "`grads` must be a tree of gradients, got one number: True. Is it"),
+    ({"a": jnp.arange(3)}, r"hold floating-point gradients, got none: int32 at \['a'"),
+    (np.arange(3), "must hold floating-point gradients, got none: int64 at its ro"),
+    ({"a": [1.0, "b"]}, r"must hold only arrays, got 'b' at \['a'\]\[1\]. Leave"),
+    ([jax.ShapeDtypeStruct((2,), float)], "must hold only arrays, got a jax.ShapeD"),
+]
+NO_TYPES = [int, "int8", "float17", None, 3, jnp.complex64]
+BLIND_TYPES = ["float4_e2m1fn", "float8_e8m0fnu"]
+REFUSED = [
+    *(("grads", grads, message) for grads, message in NO_GRADIENTS),
+    *(("dtype", x, "`dtype` must be a floating-point type") for x in NO_TYPES),
+    *(("dtype", x, "`dtype` must have a zero, and an inf") for x in BLIND_TYPES),
+]
+
+
+@pytest.mark.parametrize("function", [ls.gradient_report, ls.suggest_loss_scale])
+@pytest.mark.parametrize(("name", "value", "message"), REFUSED)
+def test_what_cannot_be_measured_is_refused(function, name, value, message):
+    with pytest.raises(ValueError, match=message):
+        function(**{"grads": [jnp.ones(2)], name: value})
+
+
+NO_SCALES = [0, -1.0, math.nan, math.inf, True, "1", None, np.ones(2), np.array(True)]
+
+
+@pytest.mark.parametrize("scale", NO_SCALES)
+def test_a_scale_that_is_none_is_refused(scale):
+    with pytest.raises(ValueError, match="`loss_scale` must be one number above 0"):
+        ls.gradient_report([jnp.ones(2)], loss_scale=scale)
+
+
+def test_an_axis_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="`axis_name` must name an axis"):
+        ls.gradient_report([jnp.ones(2)], axis_name="data")
