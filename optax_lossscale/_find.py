@@ -11,9 +11,7 @@ from ._jax_internals import is_in_jit
 from ._state import LossScaleState, canonical, check_state
 
 _AROUND = "Put `with_loss_scaling` around it."
-_UNCHECKED = (
-    f"It hides gradients from the check, so a NaN in them is applied. {_AROUND}"
-)
+_UNCHECKED = f"It hides gradients from the check: a NaN in them is applied. {_AROUND}"
 _MOVES = f"It changes the weights, or its own state, in a skipped step. {_AROUND}"
 _HIDING: dict[type, tuple[str, str]] = {
     optax.ApplyIfFiniteState: (
@@ -37,32 +35,23 @@ _HIDING: dict[type, tuple[str, str]] = {
 
 
 def get_loss_scale_state(state: Any) -> LossScaleState:
-    """Return the `LossScaleState` of an optimizer state.
-
-    Use it to log the counters, for example how many steps were skipped. It finds the
-    state at any depth, for example in the state of ``optax.chain``.
+    """Return the `LossScaleState` of an optimizer state, for example to log counters.
 
     Args:
-        state: an optimizer state of any structure that contains one `LossScaleState`,
-            or that state itself. It may be anything that holds an optimizer state, such
-            as a Flax ``TrainState`` or ``nnx.Optimizer``.
+        state: an optimizer state that contains one `LossScaleState` at any depth, that
+            state itself, or a Flax ``TrainState`` or ``nnx.Optimizer``.
 
     Returns:
-        The `LossScaleState`: the scale, its counters, and whether the last step was
-        applied. All of them are arrays on the device.
+        The `LossScaleState`, with arrays on the device.
 
     Raises:
         ValueError: if ``state`` has no loss scale or more than one.
 
     Examples:
-        >>> import jax.numpy as jnp
-        >>> import optax
         >>> import optax_lossscale as ls
-        >>> scaled = ls.with_loss_scaling(optax.adam(1e-3))
-        >>> tx = optax.chain(optax.clip_by_global_norm(1.0), scaled)
-        >>> opt_state = tx.init({"w": jnp.zeros(3)})
-        >>> bool(ls.get_loss_scale_state(opt_state).grads_finite)
-        True
+        >>> state = {"step": 0, "opt_state": ls.DynamicLossScale().init()}
+        >>> int(ls.get_loss_scale_state(state).skipped_steps)
+        0
     """
     found = find_loss_scale_states(state)
     if not found:
@@ -76,43 +65,34 @@ def get_loss_scale_state(state: Any) -> LossScaleState:
             f"{list(found)}. A loss is multiplied by one scale. Pass the part of the "
             "state that belongs to this loss, or wrap the whole optimizer once."
         )
-    (scale_state,) = found.values()
-    return canonical(_unwrapped(scale_state))
+    return canonical(_unwrapped(*found.values()))
 
 
 def get_loss_scale(state: Any) -> jax.Array:
     """Return the loss scale of an optimizer state, for example to log it.
 
     Args:
-        state: an optimizer state, or whatever `get_loss_scale_state` takes.
+        state: the state, as for `get_loss_scale_state`.
 
     Returns:
         The scale that multiplies the next loss, a float32 array of shape ``()``.
 
     Raises:
-        ValueError: if ``state`` has no loss scale or more than one.
+        ValueError: as `get_loss_scale_state`.
 
     Examples:
-        >>> import jax.numpy as jnp
-        >>> import optax
         >>> import optax_lossscale as ls
-        >>> tx = ls.with_loss_scaling(optax.adam(1e-3))
-        >>> ls.get_loss_scale(tx.init(jnp.zeros(3)))
+        >>> ls.get_loss_scale(ls.DynamicLossScale().init())
         Array(32768., dtype=float32)
     """
     return get_loss_scale_state(state).loss_scale
 
 
 def get_effective_state(state: Any) -> LossScaleState:
-    """Return the loss-scale state, or raise if a wrapper hides overflows from its rule.
-
-    Functions that multiply or divide by the scale call this. Reading the scale is
-    harmless, so `get_loss_scale_state` does not check for wrappers.
-    """
-    wrappers = tuple(_HIDING)
-    for node in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, wrappers)):
-        if isinstance(node, wrappers) and _hides(node, state):
-            name, reason = next(v for k, v in _HIDING.items() if isinstance(node, k))
+    """Return the state of the scale, or raise if a wrapper hides overflows from it."""
+    for wrapper in _nodes(state, tuple(_HIDING)).values():
+        if _hides(wrapper, state):
+            name, reason = _HIDING[type(wrapper)]
             raise ValueError(
                 "`state` must have its LossScaleState outside other wrappers, got one "
                 f"inside `{name}`. {reason}"
@@ -120,83 +100,70 @@ def get_effective_state(state: Any) -> LossScaleState:
     return check_state(get_loss_scale_state(state))
 
 
-def _hides(node: Any, state: Any) -> bool:
-    """Return whether a wrapper hides gradients or overflows from the rule."""
-    if not find_loss_scale_states(node):
+def scale_state_in_use(state: Any) -> LossScaleState:
+    """Return the effective state, and warn if it is a constant of the program."""
+    scale_state = get_effective_state(state)
+    concrete = not any(isinstance(x, jax.core.Tracer) for x in scale_state[:6])
+    if concrete and is_in_jit() and jax.device_get(scale_state.hysteresis_tracker) >= 0:
+        warnings.warn(
+            f"The loss scale, {jax.device_get(scale_state.loss_scale):g}, is a "
+            "constant of the function being compiled, because `state` is not one of "
+            "its arguments. Once this scale overflows, every step is skipped. Call "
+            "`value_and_grad(loss_fn, opt_state)` inside the compiled function, with "
+            "the `opt_state` that is passed to it. If the scale should never change, "
+            "use `FixedLossScale`.",
+            stacklevel=3,  # the line that calls the caller
+        )
+    return scale_state
+
+
+def _hides(wrapper: Any, state: Any) -> bool:
+    if not find_loss_scale_states(wrapper):
         return False
-    if isinstance(node, optax.PartitionState):
-        groups = node.inner_states.values()
-        others = [x for x in groups if not find_loss_scale_states(x)]
-        return not all(map(_is_frozen, others))
-    if isinstance(node, optax.MaskedState):
+    if isinstance(wrapper, optax.PartitionState):
+        groups = wrapper.inner_states.values()
+        return not all(_is_set_to_zero(x) or find_loss_scale_states(x) for x in groups)
+    if isinstance(wrapper, optax.MaskedState):
         # NaN gradients that are left out do no harm if the parameters are frozen.
-        left_out = _nodes(node.inner_state, optax.MaskedNode)
-        frozen = any(map(_is_frozen, _nodes(state, optax.MaskedState)))
+        left_out = _nodes(wrapper.inner_state, optax.MaskedNode)
+        frozen = any(map(_is_set_to_zero, _nodes(state, optax.MaskedState).values()))
         return bool(left_out) and not frozen
     return True
 
 
-def _nodes(tree: Any, kind: type) -> list[Any]:
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
-    return [x for x in leaves if isinstance(x, kind)]
+def _nodes(tree: Any, kind: type | tuple[type, ...]) -> dict[str, Any]:
+    """Return the outermost nodes of a kind in a tree, keyed by their paths."""
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kind))
+    return {jax.tree_util.keystr(path): x for path, x in leaves if isinstance(x, kind)}
 
 
-def _is_frozen(state: Any) -> bool:
-    """Return whether this is the state of a masked ``optax.set_to_zero``."""
-    return isinstance(state, optax.MaskedState) and isinstance(
-        state.inner_state, optax.EmptyState
-    )
-
-
-def warn_if_constant(state: LossScaleState) -> None:
-    """Warn if a scale that its rule changes is a constant of the program."""
-    concrete = not any(isinstance(x, jax.core.Tracer) for x in state[:6])
-    if concrete and is_in_jit() and jax.device_get(state.hysteresis_tracker) >= 0:
-        warnings.warn(
-            f"The loss scale, {jax.device_get(state.loss_scale):g}, is a constant of "
-            "the function being compiled, because `state` is not one of its arguments. "
-            "The function keeps this scale when the rule changes it. Once this scale "
-            "overflows, every step is skipped. Call `value_and_grad(loss_fn, "
-            "opt_state)` inside the compiled function, with the `opt_state` that is "
-            "passed to it. If the scale should never change, use `FixedLossScale`.",
-            stacklevel=3,
-        )
+def _is_set_to_zero(state: Any) -> bool:
+    is_masked = isinstance(state, optax.MaskedState)
+    return is_masked and isinstance(state.inner_state, optax.EmptyState)
 
 
 def find_loss_scale_states(tree: Any) -> dict[str, LossScaleState]:
-    """Return every loss-scale state in a tree, keyed by its path as a string."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_scale_state)
-    return {
-        jax.tree_util.keystr(path): node
-        for path, node in leaves
-        if _is_scale_state(node)
-    }
+    return _nodes(tree, LossScaleState)
 
 
 def replace_loss_scale_state(state: Any, new: LossScaleState) -> Any:
-    """Replace the loss-scale state of a tree."""
-
-    def replaced(node: Any) -> Any:
-        if not _is_scale_state(node):
-            return node
+    def leaf(x: Any) -> Any:
+        if not isinstance(x, LossScaleState):
+            return x
         # Flax NNX wraps each array in a variable, so keep the structure.
-        return jax.tree.unflatten(jax.tree.structure(node), jax.tree.leaves(new))
+        return jax.tree.unflatten(jax.tree.structure(x), jax.tree.leaves(new))
 
-    return jax.tree.map(replaced, state, is_leaf=_is_scale_state)
-
-
-def _is_scale_state(node: Any) -> bool:
-    return isinstance(node, LossScaleState)
+    return jax.tree.map(leaf, state, is_leaf=lambda x: isinstance(x, LossScaleState))
 
 
-def _unwrapped(node: Any) -> Any:
+def _unwrapped(state: Any) -> Any:
     """Take the arrays of a state out of the variables that Flax NNX wraps them in."""
-    if isinstance(node, tuple):
-        fields = [_unwrapped(field) for field in node]
-        changed = any(new is not old for new, old in zip(fields, node, strict=True))
-        return type(node)(*fields) if changed else node
-    leaves = jax.tree.leaves(node)
-    return leaves[0] if len(leaves) == 1 else node
+
+    def array(x: Any) -> Any:
+        leaves = jax.tree.leaves(x)
+        return leaves[0] if len(leaves) == 1 else x
+
+    return jax.tree.map(array, state, is_leaf=lambda x: not isinstance(x, tuple))
 
 
 def _advice(state: Any) -> str:

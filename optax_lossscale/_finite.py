@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._jax_internals import varying_axes
 from ._tree import dtype_of, is_inexact, wide_dtype
 from ._validation import AxisName, check_axis_name
 
@@ -43,6 +44,26 @@ def everywhere(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
     if axis_name is None:
         return flag
     return across(jax.lax.pmin, flag.astype(jnp.int32), axis_name) == 1
+
+
+def check_agreement(
+    decision: jax.Array, scale: jax.Array, axis_name: AxisName | None
+) -> None:
+    """Raise if devices of a ``shard_map`` that share a scale could decide differently.
+
+    With its ``check_vma=False`` jax does not know.
+    """
+    axes = varying_axes(decision) - varying_axes(scale)
+    if axes:
+        raise ValueError(
+            "`axis_name` must name every mapped axis along which the loss or gradients "
+            "differ (with `check_updates`, parameters and state as well), here "
+            f"{sorted(axes, key=str)}, got {axis_name!r}. Otherwise some devices would "
+            "skip or retry a step that others do not, and drift apart or wait for each "
+            "other forever. Add the axis, or average the loss and its gradients. If "
+            "each device trains its own model, let its `scale_state` differ, too, with "
+            "`jax.lax.pcast(scale_state, axis, to='varying')`."
+        )
 
 
 def across(

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters import ad
@@ -104,16 +103,6 @@ def waiting_for(other: jax.Array, x: jax.Array) -> jax.Array:
 
 def effect_names(of: Jaxpr | JaxprEqn) -> set[str]:
     return {type(effect).__name__ for effect in of.effects}
-
-
-def row_major(x: Any) -> Any:
-    """Return a matrix in the layout of a program's arguments and results.
-
-    Arrays with fewer axes, and leaves that are not jax arrays, are returned unchanged.
-    """
-    if not isinstance(x, jax.Array) or x.ndim < 2 or jax.__version_info__ < (0, 8):
-        return x  # jax 0.7 cannot batch a layout under `vmap`
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def zeros_like_aval(aval: Any) -> jax.Array:

@@ -77,25 +77,38 @@ def scale_loss_by(loss: Any, scale: jax.Array) -> jax.Array:
 
 
 def unscale(tree: Any, scale: jax.Array) -> Any:
-    """Multiply by the reciprocal of the scale, in float32 or wider."""
+    """Multiply by the reciprocal of the scale; see ``grad_dtype`` for the types."""
     # The scale is a constant here, too.
     scale = jax.lax.stop_gradient(scale)
-    return multiply(tree, lambda dtype: 1 / scale.astype(dtype))
+    return multiply(tree, lambda dtype: 1 / scale.astype(dtype), grad_dtype)
 
 
-def multiply(tree: Any, factor: Callable[[Any], jax.Array]) -> Any:
-    """Multiply each leaf by a factor, in float32 or the leaf's own wider type."""
+def multiply(
+    tree: Any,
+    factor: Callable[[Any], jax.Array],
+    result_dtype: Callable[[Any], Any] = lambda dtype: dtype,
+) -> Any:
+    """Multiply each leaf in float32 or wider, and round once to the result's type."""
 
     def leaf(x: Any) -> Any:
         if not is_inexact(x):
             return x
-        x = jnp.asarray(x, wide_dtype(dtype_of(x)))
+        dtype = dtype_of(x)
+        x = jnp.asarray(x, wide_dtype(dtype))
         if jnp.iscomplexobj(x):
             # A complex product would compute 0 * inf, and turn inf into NaN.
             return jax.lax.complex(leaf(x.real), leaf(x.imag))
-        return x * factor(x.dtype)
+        return (x * factor(x.dtype)).astype(result_dtype(dtype))
 
     return jax.tree.map(leaf, tree)
+
+
+def grad_dtype(dtype: Any) -> Any:
+    """Return float32 for float16 and narrower types, where true gradients underflow.
+
+    bfloat16 has the range of float32.
+    """
+    return dtype if dtype == jnp.bfloat16 else wide_dtype(dtype)
 
 
 def wide_dtype(dtype: Any) -> Any:

@@ -76,6 +76,13 @@ def check_bool(name: str, value: Any, advice: str) -> bool:
     return value
 
 
+def check_function(name: str, value: Any, rule: str, advice: str) -> Any:
+    """Return ``value``, or raise if it cannot be called."""
+    if not callable(value):
+        raise TypeError(f"`{name}` must be {rule}, got {describe(value)}. {advice}")
+    return value
+
+
 def check_choice(name: str, value: Any, choices: Sequence[str], advice: str) -> str:
     """Return ``value``, or raise if it is none of the choices."""
     if value not in choices:
@@ -353,5 +360,22 @@ _ARGUMENTS: dict[str, Callable[[str, Any], Any]] = {
     "max_consecutive_skips": _count("It is how many steps in a row may be skipped."),
     "every": _count("It is the number of skipped steps between two reports."),
     "limit": _count("It is the largest number of arrays to show."),
+    "loss_fn": functools.partial(
+        check_function,
+        rule="a function that returns a loss",
+        advice="Pass the function itself: `value_and_grad(loss_fn, opt_state)(params, "
+        "batch)`.",
+    ),
+    "value_and_grad": functools.partial(
+        check_function,
+        rule="a function that differentiates",
+        advice="Pass a function such as `jax.value_and_grad`, "
+        "`flax.nnx.value_and_grad` or `equinox.filter_value_and_grad`.",
+    ),
+    "block": functools.partial(
+        check_function,
+        rule="a function",
+        advice="Pass the function itself: `scale_backward(layer)(params, x)`.",
+    ),
     "max_retries": _count("It is how many times a step may be retried.", least=0),
 }

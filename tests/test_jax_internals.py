@@ -13,7 +13,6 @@ from optax_lossscale._jax_internals import (
     is_differentiated,
     is_in_jit,
     is_staging,
-    row_major,
     varying_axes,
     zeros_like_aval,
 )
@@ -105,21 +104,3 @@ def test_zeros_differ_along_the_mapped_axes_that_those_they_are_like_differ_alon
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     mapped = jax.shard_map(like, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
     assert not mapped(jnp.ones(8)).any()
-
-
-def test_a_layout_passes_through_every_transformation():
-    x = jnp.arange(24.0).reshape(2, 3, 4)
-    assert row_major(None) is None and row_major(x[0, 0]).shape == (4,)
-    transformed = {
-        "jit": jax.jit(row_major)(x),
-        "vmap": jax.vmap(row_major)(x),
-        "jvp": jax.jvp(row_major, (x,), (x,))[1],
-        "vjp": jax.vjp(row_major, x)[1](x)[0],
-        "while": jax.vmap(
-            lambda x: jax.lax.fori_loop(0, 1, lambda _, x: row_major(x), x)
-        )(x),
-    }
-    for name, actual in transformed.items():
-        assert (actual == x).all(), name
-    sharded = jax.device_put(jnp.ones((8, 2)), SHARDED)
-    assert jax.jit(row_major)(sharded).sharding == SHARDED

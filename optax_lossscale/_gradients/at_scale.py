@@ -9,37 +9,23 @@ import jax
 import jax.numpy as jnp
 
 from .._tree import dtype_of, scale_loss_by, unscale
-from .._validation import describe
+from .._validation import check, describe
 
 
 def at_scale(
     fun: Callable[..., Any],
-    *,
-    argnums: Any,
     has_aux: bool,
-    holomorphic: bool,
-    allow_int: bool,
     value_and_grad: Callable[..., Any],
+    options: Mapping[str, Any],
 ) -> Callable[[jax.Array, Sequence[Any], Mapping[str, Any]], tuple[Any, Any]]:
     """Create a function of a scale and the arguments and keywords of ``fun``.
 
     It returns the output of ``fun``, a tuple if ``has_aux``, and the true gradients.
     """
-    if not callable(fun):
-        raise TypeError(
-            f"`fun` must be a function that returns a loss, got {describe(fun)}. Pass "
-            "the function itself: `value_and_grad(loss_fn, opt_state)(params, batch)`."
-        )
-    if not callable(value_and_grad):
-        raise TypeError(
-            "`value_and_grad` must be a function that differentiates, got "
-            f"{describe(value_and_grad)}. Pass a function such as "
-            "`jax.value_and_grad`, `flax.nnx.value_and_grad` or "
-            "`equinox.filter_value_and_grad`."
-        )
-    given = {"argnums": argnums, "holomorphic": holomorphic, "allow_int": allow_int}
-    # Not every function that differentiates has all of these arguments.
-    options = {name: x for name, x in given.items() if x != _DEFAULTS[name]}
+    check("loss_fn", fun, "fun")
+    check("value_and_grad", value_and_grad)
+    # Not every function that differentiates takes these. All default to 0 or False.
+    options = {name: x for name, x in options.items() if x != 0}
 
     def differentiated(
         scale: jax.Array, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -47,12 +33,15 @@ def at_scale(
         @functools.wraps(fun, updated=())
         def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
             output = fun(*args, **kwargs)
-            if has_aux:
-                _check_pair(output)
-                output = tuple(output)
-            value = output[0] if has_aux else output
             # Only the derivative of the product is used, so XLA removes the product.
-            return scale_loss_by(value, scale), output
+            if not has_aux:
+                return scale_loss_by(output, scale), output
+            if not _is_pair(output):
+                raise TypeError(
+                    "`fun` must return a pair (loss, aux) with has_aux=True, got "
+                    f"{describe(output)}. Return a pair, or leave out `has_aux`."
+                )
+            return scale_loss_by(output[0], scale), tuple(output)
 
         result = value_and_grad(scaled_fun, has_aux=True, **options)(*args, **kwargs)
         if not (_is_pair(result) and _is_pair(result[0])):
@@ -67,19 +56,8 @@ def at_scale(
     return differentiated
 
 
-_DEFAULTS = {"argnums": 0, "holomorphic": False, "allow_int": False}
-
-
 def _is_pair(x: Any) -> bool:
     return isinstance(x, tuple | list) and len(x) == 2
-
-
-def _check_pair(output: Any) -> None:
-    if not _is_pair(output):
-        raise TypeError(
-            "`fun` must return a pair (loss, aux) with has_aux=True, got "
-            f"{describe(output)}. Return a pair, or leave out `has_aux`."
-        )
 
 
 def warn_of_narrow_loss(value: Any) -> None:

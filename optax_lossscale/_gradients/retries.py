@@ -7,15 +7,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._find import get_effective_state, replace_loss_scale_state, warn_if_constant
-from .._finite import all_finite
-from .._jax_internals import as_varying, row_major, varying_axes, zeros_like_aval
+from .._find import get_effective_state, replace_loss_scale_state, scale_state_in_use
+from .._finite import all_finite, check_agreement
+from .._jax_internals import as_varying, varying_axes, zeros_like_aval
 from .._precision import SMALLEST_SCALE
 from .._validation import AxisName, check
+from . import nnx_objects
 from .at_scale import at_scale, warn_of_narrow_loss
-from .checks import check_axes
-from .in_place import copied, update_objects
-from .staged import Staged, evaluate, staged
+from .traced_call import TracedCall, check_axes, evaluate, traced_call
 
 
 def value_and_grad_with_retries(
@@ -34,127 +33,84 @@ def value_and_grad_with_retries(
     """Create a function that computes overflowed gradients again at a lower scale.
 
     Use it instead of `value_and_grad` if every step is expensive, as in on-policy
-    reinforcement learning. A dynamic rule skips a step that overflows. This function
-    computes its gradients again at once, on the device, and returns the state to pass
-    to ``update``::
-
-        loss, grads, opt_state = ls.value_and_grad_with_retries(loss_fn, opt_state)(
-            params, batch
-        )
-        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
-
-    The function does the following::
+    reinforcement learning. It does not lose the step. On the device, it does this::
 
         value, gradients = value_and_grad(fun, state)(...)
         at most max_retries times, while the value is finite and a gradient is not:
             loss_scale *= backoff_factor
             value, gradients = value_and_grad(fun, state)(...)
 
-    A non-finite value is not retried, because no scale can cure it. If you pass
-    the value to ``update``, it does not change the scale either. If gradients are still
-    non-finite after the last attempt, ``update`` skips the step as usual.
-
-    Every attempt gets the same arguments, so a PRNG key gives the same numbers. Effects
-    such as ``jax.debug.print`` happen in every attempt. Flax NNX modules start each
-    attempt as they were before the first, and end as the last attempt left them.
-
-    After a retry, the state has the last scale and a ``growth_tracker`` of 0; nothing
-    else in it changes. A dynamic rule then waits a whole interval before it grows, and
-    a fixed rule keeps the lower scale. ``update`` clips the scale to the ``min_scale``
-    of the rule, so choose a low one. Only the ratio of the two scales tells how often
-    the step was retried: `TolerantLossScale` and `check_loss_scale` count skipped
-    steps.
-
-    Call it inside a compiled function. Uncompiled, the loop is compiled in every call.
-    The program contains ``fun`` once, in a ``jax.lax.while_loop``, so the result can
-    only be differentiated in forward mode.
+    Call it inside a compiled function, and pass the state that it returns to
+    ``update``. The program contains ``fun`` once, in a ``jax.lax.while_loop``, so the
+    result has derivatives in forward mode only.
 
     Args:
         fun: the loss, as for `value_and_grad`.
-        state: an optimizer state that contains one `LossScaleState`, or that state
-            itself.
+        state: the state, as for `value_and_grad`.
         max_retries: how many times a step may be retried, 0 or more.
-        backoff_factor: the factor that lowers the scale before each retry, between 0
-            and 1. The scale does not fall below 2**-126.
-        axis_name: the mapped axis, or a tuple of them, along which all devices
-            (``shard_map``, ``pmap``) or members (``vmap``) retry together. It is needed
-            if ``fun`` or its gradient communicates along an axis.
-        argnums: which positional arguments to differentiate, as for `value_and_grad`.
-        has_aux: whether ``fun`` returns a pair. Leaves that are not arrays are returned
-            as they were while tracing.
+        backoff_factor: the factor that lowers the scale before each retry, in (0, 1).
+        axis_name: the mapped axis, or a tuple of them, along which all retry together.
+            It is needed if ``fun`` or its gradient communicates along an axis.
+        argnums: which positional arguments to differentiate.
+        has_aux: whether ``fun`` returns a pair.
         holomorphic: whether ``fun`` is promised to be holomorphic.
-        allow_int: whether to allow integer arguments. Their gradients are ``float0``.
+        allow_int: whether to allow integer arguments.
         value_and_grad: the function that differentiates, as for `value_and_grad`.
 
     Returns:
         A function with the arguments of ``fun`` that returns the value, the gradients
-        and the state. An ``nnx.Optimizer`` is changed in place and returned.
+        and the state. After a retry, the state has the last scale and a
+        ``growth_tracker`` of 0. An ``nnx.Optimizer`` changes in place.
 
     Raises:
-        ValueError: if ``state`` has no loss scale or more than one, or if a
-            wrapper that belongs inside `with_loss_scaling`, such as
-            ``optax.MultiSteps``, is around it; if ``max_retries`` or ``backoff_factor``
-            is out of range; when called, if devices would decide differently.
-        TypeError: if ``fun`` is not a function; when called, if the value is not a
-            floating-point scalar.
-
-    Warns:
-        UserWarning: if the loss is float16 or the state is a constant, as for
-            `value_and_grad`.
+        ValueError: as `value_and_grad`; if ``max_retries`` or ``backoff_factor`` is out
+            of range; when called, if devices would decide differently.
+        TypeError: as `value_and_grad`.
 
     Examples:
         >>> import jax.numpy as jnp
         >>> import optax_lossscale as ls
-        >>> state = ls.DynamicLossScale(init_scale=2.0**15).init()
-        >>> def loss_fn(w):
+        >>> def loss_fn(w):  # overflows at the first scale, 2**15
         ...     return 8.0 * jnp.sum(w.astype(jnp.float16)).astype(jnp.float32)
-        >>> ls.grad(loss_fn, state)(jnp.ones(1))
-        Array([inf], dtype=float32)
-        >>> fun = ls.value_and_grad_with_retries(loss_fn, state)
+        >>> fun = ls.value_and_grad_with_retries(loss_fn, ls.DynamicLossScale().init())
         >>> loss, grads, state = fun(jnp.ones(1))
         >>> print(grads, ls.get_loss_scale(state))
         [8.] 4096.0
     """
-    differentiated = at_scale(
-        fun,
-        argnums=argnums,
-        has_aux=has_aux,
-        holomorphic=holomorphic,
-        allow_int=allow_int,
-        value_and_grad=value_and_grad,
-    )
     get_effective_state(state)  # raises now if there is no loss scale
+    options = dict(argnums=argnums, holomorphic=holomorphic, allow_int=allow_int)
+    differentiated = at_scale(fun, has_aux, value_and_grad, options)
     max_retries = check("max_retries", max_retries)
     backoff_factor = check("backoff_factor", backoff_factor)
 
     @functools.wraps(fun, updated=())
     def fun_with_retries(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
         # A Flax NNX optimizer may have changed since.
-        scale_state = get_effective_state(state)
-        warn_if_constant(scale_state)
-        with copied(args, kwargs) as copies:
+        scale_state = scale_state_in_use(state)
+        with nnx_objects.changes_transferred():
+            given = nnx_objects.as_arrays((args, kwargs))
 
-            def attempt(scale: jax.Array) -> tuple[jax.Array, Any, Any, Any]:
-                output, grads, contents = copies.differentiate(differentiated, scale)
+            def attempt(scale: jax.Array) -> tuple[jax.Array, Any, Any]:
+                args, kwargs = nnx_objects.with_objects(given, copies=True)
+                objects = nnx_objects.objects_in((args, kwargs))
+                output, grads = differentiated(scale, args, kwargs)
                 value = output[0] if has_aux else output
                 finite, sound = (all_finite(x, axis_name) for x in (grads, value))
-                # Otherwise XLA may carry matrices transposed, as matmuls leave them,
-                # and a CPU then copies each of them after the loop.
-                grads = jax.tree.map(row_major, grads)
-                return sound & ~finite, output, grads, contents
+                changed = nnx_objects.as_arrays((objects, output))
+                return sound & ~finite, changed, grads
 
-            program = staged(attempt, jnp.asarray(scale_state.loss_scale))
+            program = traced_call(attempt, jnp.asarray(scale_state.loss_scale))
             check_axes(program.jaxpr, axis_name)
-            attempts, scale, result = _repeated(
+            attempts, scale, result = _retried(
                 program, max_retries, backoff_factor, axis_name
             )
-            _, output, grads, contents = program.put_back(result)
-            output = copies.update(output, contents)
+            _, changed, grads = program.put_back(result)
+            _, output = nnx_objects.with_objects(changed, copies=False)
         warn_of_narrow_loss(output[0] if has_aux else output)
         tracker = jnp.where(attempts > 1, 0, scale_state.growth_tracker)
         new = scale_state._replace(loss_scale=scale, growth_tracker=tracker)
-        new_state = update_objects(state, replace_loss_scale_state(state, new))
-        return output, grads, new_state
+        new_state = replace_loss_scale_state(state, new)
+        return output, grads, nnx_objects.update_objects(state, new_state)
 
     return fun_with_retries
 
@@ -165,8 +121,11 @@ class _Carry(NamedTuple):
     result: list[jax.Array]  # whether the last attempt overflowed, and its outputs
 
 
-def _repeated(
-    program: Staged, max_retries: int, backoff_factor: float, axis_name: AxisName | None
+def _retried(
+    program: TracedCall,
+    max_retries: int,
+    backoff_factor: float,
+    axis_name: AxisName | None,
 ) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
     """Return the number of attempts, and the scale and the result of the last one.
 
@@ -174,14 +133,12 @@ def _repeated(
     whether the attempt overflowed.
     """
     *inputs, first_scale = program.inputs
-    variables = program.jaxpr.invars[:-1]
-    known = {id(v): x for v, x in zip(variables, inputs, strict=True)}
+    known = dict(zip(map(id, program.jaxpr.invars), inputs, strict=False))
     # Outputs that are unchanged inputs, such as parameters, are not carried.
     forwarded = [known.get(id(v)) for v in program.jaxpr.outvars]
 
     def proceed(carry: _Carry) -> jax.Array:
-        may_repeat = carry.result[0] & (carry.attempts <= max_retries)
-        return (carry.attempts == 0) | may_repeat
+        return carry.result[0] & (carry.attempts <= max_retries)
 
     def body(carry: _Carry) -> _Carry:
         lowered = jnp.maximum(carry.scale * backoff_factor, SMALLEST_SCALE)
@@ -193,9 +150,10 @@ def _repeated(
 
     outputs = zip(program.jaxpr.outvars, forwarded, strict=True)
     # The carry gets its types from the program, so that `fun` is traced only once.
-    zeros = [zeros_like_aval(v.aval) for v, y in outputs if y is None]
-    _check_agreement(zeros[0], first_scale, axis_name)
-    start = _Carry(jnp.zeros((), jnp.int32), first_scale, zeros)
+    overflowed, *zeros = [zeros_like_aval(v.aval) for v, y in outputs if y is None]
+    check_agreement(overflowed, first_scale, axis_name)
+    # The flag lets the first attempt run.
+    start = _Carry(jnp.zeros((), jnp.int32), first_scale, [~overflowed, *zeros])
     last = jax.lax.while_loop(proceed, body, start)
     computed = iter(last.result)
     result = [next(computed) if y is None else y for y in forwarded]
@@ -211,17 +169,3 @@ def _depending_on(scale: jax.Array, x: jax.Array) -> jax.Array:
     if varying_axes(scale) - varying_axes(x):
         return x  # the barrier would make it vary from device to device, too
     return jax.lax.optimization_barrier((x, as_varying(scale, x)))[0]
-
-
-def _check_agreement(
-    overflowed: jax.Array, scale: jax.Array, axis_name: AxisName | None
-) -> None:
-    """Raise if the devices of a ``shard_map`` could decide differently."""
-    axes = varying_axes(overflowed) - varying_axes(scale)
-    if axes:
-        raise ValueError(
-            "`axis_name` must name every mapped axis along which the loss or its "
-            f"gradients differ, here {sorted(axes, key=str)}, got {axis_name!r}. "
-            "Otherwise some devices retry a step that others do not, and wait for them "
-            "forever if `fun` communicates. Add the axis, or average the loss."
-        )

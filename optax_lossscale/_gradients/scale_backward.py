@@ -2,6 +2,7 @@
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -12,13 +13,11 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Jaxpr
 
 from .._finite import across
-from .._jax_internals import zeros_like_aval
+from .._jax_internals import COLLECTIVE, DEBUGGING, effect_names, zeros_like_aval
 from .._precision import exact_power
-from .._rules.headroom import HeadroomLossScale
-from .._tree import dtype_of, is_inexact, multiply, wide_dtype
-from .._validation import AxisName, describe
-from .checks import check_axes, check_effects, warn_of_underflow
-from .staged import evaluate, staged
+from .._tree import grad_dtype, is_inexact, multiply, wide_dtype
+from .._validation import AxisName, check, describe
+from .traced_call import check_axes, evaluate, traced_call
 
 Arguments = ParamSpec("Arguments")
 Output = TypeVar("Output")
@@ -34,118 +33,63 @@ def scale_backward(
     """Create a function whose backward pass runs at a loss scale of its own.
 
     Use it around each block of a network, for example each layer, if the gradients span
-    more octaves than float16 has. One scale for the whole network is then a
-    compromise::
+    more octaves than float16 has, so that one scale for all of them is a compromise::
 
-        def layer(params, x):                           # float32 in
+        @ls.scale_backward
+        def layer(params, x):  # float32 in, float32 out, float16 inside
             params, x = jax.tree.map(lambda a: a.astype(jnp.float16), (params, x))
-            return nn.relu(x @ params["w"] + params["b"]).astype(jnp.float32)  # and out
-
-        x = ls.scale_backward(layer)(params, x)
-
-        tx = ls.with_loss_scaling(optax.adamw(3e-4), ls.FixedLossScale(1.0))
+            return nn.relu(x @ params["w"] + params["b"]).astype(jnp.float32)
 
     The cotangent that arrives at a block is multiplied by a power of two that suits it,
-    and the gradients that leave the block are divided by the same number. There is no
-    state, and ``jax.grad`` is enough to differentiate the loss. The wrapped optimizer
-    only skips steps in which a block itself overflowed.
-
-    ``fun`` may be any function of arrays, and its parameters may be arguments or closed
-    over. Pass the ``apply`` of a Flax Linen or Haiku module. Flax NNX modules may be
-    arguments or closed over, as long as they do not change. On a method of an Equinox
-    module, use the decorator ``@ls.scale_backward``, or with options
-    ``@functools.partial(ls.scale_backward, headroom=8)``.
-
-    Use float32 for the arguments and the output, and cast inside the block. Every
-    gradient has the type of its argument and is not scaled outside the block, so
-    float16 gradients may underflow at its border.
-
-    The scale is the largest power of two that leaves ``headroom`` octaves free, from
-    2**-126 to 2**126. The sum of the cotangent's absolute values over all axes but the
-    last must fit, because gradients of parameters are such sums. Within these bounds
-    it is the scale of ``suggest_loss_scale(jnp.abs(cotangent).sum(axis=0))``. Zeros
-    stay zero. If the cotangent contains NaN or inf, the scale is 1, and they pass
-    unchanged. In nested calls, the inner block sees the outer one's scaled cotangent.
-
-    It does not cure a range that is too wide within one block, nor an overflow of the
-    forward pass.
-
-    Under ``jax.vmap`` every member has its own scale. The gradients of shared
-    parameters are then computed and stored for each member before they are added.
-    ``scale_backward(jax.vmap(fun))`` adds them first. Higher derivatives are correct;
-    only the first backward pass is scaled. Forward mode is not supported.
-
-    To see the cotangents that arrive at a block, add zeros to its output and
-    differentiate with respect to them, as in the second example.
+    and the gradients that leave the block are divided by it. There is no state. Wrap
+    the optimizer with ``FixedLossScale(1.0)`` to skip a step if a block overflows.
 
     Args:
-        fun: a function of pytrees. Arguments that are not jax arrays, such as numbers,
-            strings and NumPy arrays, are passed unchanged. It is traced as under
-            ``jax.jit``. It must not change its arguments, nor have effects other than
-            those of ``jax.debug``.
+        fun: a function of pytrees, traced as under ``jax.jit``. It must not change its
+            arguments, nor have effects other than those of ``jax.debug``.
         dtype: the floating-point type in which ``fun`` computes, or its name.
-        headroom: how many octaves (factors of two) to leave free between the largest
-            of the sums above and the type's maximum, from 0 to 126. This is the room
-            for gradients that grow inside ``fun``. It does not adapt. If a block
-            overflows in every step, so that all steps are skipped, increase it. A gain
-            that all features share can cause this.
-        axis_name: the mapped axis, or a tuple of them, along which all devices
-            (``shard_map``, ``pmap``) or members (``vmap``) share one scale. It is
-            needed if ``fun`` or its gradient communicates along an axis.
+        headroom: how many octaves (factors of two) to leave free for gradients that
+            grow inside ``fun``, from 0 to 126.
+        axis_name: the mapped axis, or a tuple of them, along which all share one scale.
+            It is needed if ``fun`` or its gradient communicates along an axis.
 
     Returns:
-        A function that computes what ``fun`` does. Its reverse-mode derivative is equal
-        to that of ``fun`` up to rounding.
+        A function with the values and, up to rounding, the gradients of ``fun``.
 
     Raises:
         TypeError: if ``fun`` is not a function; when called, if it has effects; when
             differentiated in forward mode.
-        ValueError: if ``dtype`` is not a floating-point type or ``headroom`` is out of
-            range; when called, if ``fun`` changes its arguments; when differentiated,
-            if ``axis_name`` is not bound or lacks an axis.
+        ValueError: if ``dtype`` or ``headroom`` is out of range; when called, if
+            ``fun`` changes its arguments; when differentiated, if ``axis_name`` is not
+            bound or lacks an axis.
 
     Warns:
-        UserWarning: when differentiated, if the function returns float16 or float8, or
-            is differentiated with respect to such an argument, because gradients may
-            underflow where they are not scaled.
+        UserWarning: when differentiated, if gradients enter or leave the block in
+            float16 or float8. They are not scaled there.
 
     Examples:
         >>> import jax
         >>> import jax.numpy as jnp
         >>> import optax_lossscale as ls
-        >>> def half(w):
+        >>> @ls.scale_backward
+        ... def block(w):  # without it the gradient is 0
         ...     return jnp.sum(w.astype(jnp.float16)).astype(jnp.float32)
-        >>> block = ls.scale_backward(half)
-        >>> jax.grad(lambda w: 2.0**-30 * half(w))(jnp.ones(2))
-        Array([0., 0.], dtype=float32)
         >>> jax.grad(lambda w: 2.0**-30 * block(w))(jnp.ones(2)) * 2.0**30
         Array([1., 1.], dtype=float32)
 
-        The cotangent of the block's output is the gradient of an added zero:
-
-        >>> def loss_fn(zero, w):
-        ...     return 2.0**-30 * (block(w) + zero)
-        >>> jax.grad(loss_fn)(0.0, jnp.ones(2)) * 2.0**30
-        Array(1., dtype=float32, weak_type=True)
-
     References:
-        Zhao et al., `Adaptive Loss Scaling for Mixed Precision Training
-        <https://arxiv.org/abs/1910.12385>`_, 2019, with a scale for each layer
+        `Adaptive Loss Scaling <https://arxiv.org/abs/1910.12385>`_, a scale per layer
     """
-    if not callable(fun):
-        raise TypeError(
-            f"`fun` must be a function, got {describe(fun)}. Pass the function itself: "
-            "`scale_backward(layer)(params, x)`."
-        )
-    rule = HeadroomLossScale(headroom=headroom, dtype=dtype)  # checks both
-    bound = float(jnp.finfo(rule.dtype).max) / 2.0**rule.headroom
+    check("block", fun, "fun")
+    headroom = check("headroom", headroom)
+    bound = float(jnp.finfo(check("dtype", dtype)).max) / 2.0**headroom
 
     @functools.wraps(fun, updated=())
     def fun_scaled_backward(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
         caller = sys._getframe(1)
         where = (caller.f_code.co_filename, caller.f_lineno)
-        block = staged(fun, *args, **kwargs)
-        check_effects(block.jaxpr)
+        block = traced_call(fun, *args, **kwargs)
+        _check_effects(block.jaxpr)
         try:
             outputs = _scaled(block.jaxpr, bound, axis_name, where)(*block.inputs)
         except TypeError as error:
@@ -161,6 +105,16 @@ def scale_backward(
     return fun_scaled_backward
 
 
+def _check_effects(jaxpr: Jaxpr) -> None:
+    effects = effect_names(jaxpr) - {COLLECTIVE, *DEBUGGING}
+    if effects:
+        raise TypeError(
+            "`fun` must be free of effects other than those of `jax.debug`, got one "
+            f"with {sorted(effects)}. Move callbacks and mutable arrays out of the "
+            "block."
+        )
+
+
 def _scaled(
     jaxpr: Jaxpr,
     bound: float,
@@ -174,38 +128,54 @@ def _scaled(
         differentiated = [x.value if x.perturbed else None for x in primals]
         check_axes(jaxpr, axis_name)
 
-        def block(differentiated: list[Any]) -> Sequence[jax.Array]:
+        def block(differentiated: list[Any]) -> tuple[Any, Sequence[jax.Array]]:
             pairs = zip(inputs, differentiated, strict=True)
-            return evaluate(jaxpr, *(x if d is None else d for x, d in pairs))
+            outputs = evaluate(jaxpr, *(x if d is None else d for x, d in pairs))
+            return list(filter(is_inexact, outputs)), outputs
 
-        outputs, pullback = jax.vjp(block, differentiated)
-        warn_of_underflow(differentiated, outputs, where)
+        _, pullback, outputs = jax.vjp(block, differentiated, has_aux=True)
+        _warn_of_underflow("takes", differentiated, where)
+        _warn_of_underflow("returns", outputs, where)
         return outputs, pullback
 
     def backward(pullback: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        cotangents = list(map(_instantiated, cotangents))
-        largest = _largest_sum(cotangents, axis_name)
-        octaves = _octaves_below(largest, bound)
-        scale = exact_power(octaves)
-        program = staged(pullback, _multiplied(cotangents, scale))
+        cotangents = [
+            zeros_like_aval(x.aval) if isinstance(x, SymbolicZero) else x
+            for x in filter(is_inexact, cotangents)
+        ]
+        octaves = _octaves_below(_largest_sum(cotangents, axis_name), bound)
+        scaled = multiply(cotangents, exact_power(octaves).astype)
+        program = traced_call(pullback, scaled)
         check_axes(program.jaxpr, axis_name)
         (scaled_grads,) = program.put_back(evaluate(program.jaxpr, *program.inputs))
-        return tuple(_multiplied(scaled_grads, exact_power(-octaves)))
+        return tuple(multiply(scaled_grads, exact_power(-octaves).astype))
 
     apply = jax.custom_vjp(functools.partial(evaluate, jaxpr))
     apply.defvjp(forward, backward, symbolic_zeros=True)
     return apply
 
 
-def _largest_sum(cotangents: Sequence[Any], axis_name: AxisName | None) -> jax.Array:
-    """Return the largest sum of absolute values over the batch, a bound on all sums.
+def _warn_of_underflow(
+    verb: str, arrays: Sequence[Any], where: tuple[str, int]
+) -> None:
+    """Warn if gradients cross the border of a block in a type that needs a scale."""
+    narrow = [x for x in filter(is_inexact, arrays) if grad_dtype(x.dtype) != x.dtype]
+    if narrow:
+        warnings.warn_explicit(
+            "Gradients may underflow at the border of a block wrapped by "
+            f"`scale_backward`, because it {verb} {describe(narrow[0])}. They are "
+            "scaled only inside the block. Pass float32, cast inside the block, and "
+            "return float32.",
+            UserWarning,
+            *where,
+        )
 
-    The gradient of a parameter is such a sum. If all examples agree, it is larger than
-    the cotangent by a factor of the batch size, which no fixed headroom can cover.
-    """
+
+def _largest_sum(cotangents: Sequence[Any], axis_name: AxisName | None) -> jax.Array:
+    """Return the largest sum over the batch that gradients of parameters may be."""
     devices = 1 if axis_name is None else jax.lax.psum(1, axis_name)
     largest = jnp.zeros((), jnp.float32)
-    for x in filter(is_inexact, cotangents):
+    for x in cotangents:
         x = jnp.abs(jax.lax.stop_gradient(x).astype(wide_dtype(x.dtype)))
         # The last axis holds the features, unless there is one number per example.
         sums = jnp.sum(x, tuple(range(max(x.ndim - 1, min(x.ndim, 1)))))
@@ -214,31 +184,8 @@ def _largest_sum(cotangents: Sequence[Any], axis_name: AxisName | None) -> jax.A
 
 
 def _octaves_below(magnitude: jax.Array, bound: float) -> jax.Array:
-    """Return how many whole octaves a magnitude is below a bound, from -126 to 126.
-
-    The bits of a positive float from the 24th on count its octaves. The result is 0 for
-    NaN and inf.
-    """
+    """Return how many whole octaves a magnitude is below a bound; 0 for NaN and inf."""
+    # The bits of a positive float from the 24th on count its octaves.
     bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32)
     octaves = (int(np.float32(bound).view(np.int32)) - bits) >> 23
     return jnp.where(jnp.isfinite(magnitude), jnp.clip(octaves, -126, 126), 0)
-
-
-def _instantiated(cotangent: Any) -> Any:
-    """Return zeros for an output that the loss does not depend on."""
-    if not isinstance(cotangent, SymbolicZero):
-        return cotangent
-    aval: Any = cotangent.aval
-    if aval.dtype == jax.dtypes.float0:
-        return np.zeros(aval.shape, aval.dtype)
-    return zeros_like_aval(aval)
-
-
-def _multiplied(tree: Any, factor: jax.Array) -> Any:
-    """Multiply each leaf in float32 or wider, and return it in its own type."""
-    products = multiply(tree, factor.astype)
-    return jax.tree.map(
-        lambda x, product: product.astype(dtype_of(x)) if is_inexact(x) else x,
-        tree,
-        products,
-    )

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from .._find import get_effective_state, warn_if_constant
+from .._find import get_effective_state, scale_state_in_use
 from .at_scale import at_scale, warn_of_narrow_loss
 
 
@@ -23,93 +23,60 @@ def value_and_grad(
     """Create a function that evaluates a loss and its gradients with loss scaling.
 
     Use it instead of ``jax.value_and_grad`` if the loss is computed in float16, where
-    small gradients underflow. The backward pass runs on gradients that are multiplied
-    by the loss scale. The results are divided by it, so you get true gradients.
+    small gradients underflow. The gradients are multiplied by the loss scale during the
+    backward pass, and divided by it afterward. The value is never multiplied.
 
-    The value is what ``fun`` returned. It is never multiplied by the scale, so a large
-    loss is reported as it is.
-
-    If you compile the step, pass the state to the compiled function and call
-    `value_and_grad` inside it. A state from outside is a constant of the program, so
-    its scale never changes.
+    Call it inside the compiled function, with the state that is passed to that
+    function. The scale of a state from outside never changes.
 
     Args:
-        fun: the loss, a function that returns a scalar, or a pair of a scalar and
-            anything if ``has_aux`` is True.
+        fun: a function that returns the loss, or (loss, aux) if ``has_aux`` is True.
         state: an optimizer state that contains one `LossScaleState`, or that state
             itself. Pass the same state to the optimizer's ``update``.
-        argnums: which positional arguments to differentiate. It may be anything that
-            ``value_and_grad`` takes, such as an ``nnx.DiffState``.
+        argnums: which positional arguments to differentiate, or an ``nnx.DiffState``.
         has_aux: whether ``fun`` returns a pair.
         holomorphic: whether ``fun`` is promised to be holomorphic.
         allow_int: whether to allow integer arguments. Their gradients are ``float0``.
-        value_and_grad: the function that differentiates: ``jax.value_and_grad`` or one
-            that returns the same, such as ``flax.nnx.value_and_grad`` or
-            ``equinox.filter_value_and_grad``. It is called with ``has_aux=True``, and
-            with ``argnums``, ``holomorphic`` and ``allow_int`` if they differ from
-            their defaults.
+        value_and_grad: the function that differentiates, such as
+            ``flax.nnx.value_and_grad`` or ``equinox.filter_value_and_grad``.
 
     Returns:
-        A function with the arguments of ``fun`` that returns the value and the
-        gradients. Gradients that overflowed are still NaN or inf. Gradients in float16,
-        bfloat16 and float8 are returned in float32, others in their own type.
+        A function with the arguments of ``fun`` that returns the value and the true
+        gradients. They have the types of the parameters, but float32 where that is
+        float16 or float8. Where they overflowed, they are still NaN or inf.
 
     Raises:
-        ValueError: if ``state`` has no loss scale or more than one, or if a
-            wrapper that belongs inside `with_loss_scaling`, such as
-            ``optax.MultiSteps``, is around it.
-        TypeError: if ``fun`` or ``value_and_grad`` is not a function; when called, if
-            the value is not a floating-point scalar, or if ``value_and_grad`` does not
-            return what ``jax.value_and_grad`` returns.
+        ValueError: as `get_loss_scale_state`, or if a wrapper that belongs inside
+            `with_loss_scaling`, such as ``optax.MultiSteps``, is around it.
+        TypeError: if ``fun`` is not a function that returns a floating-point scalar, or
+            ``value_and_grad`` does not return what ``jax.value_and_grad`` returns.
 
     Warns:
-        UserWarning: if the loss is float16, because a scale above 65504 is infinite in
-            that type (return the loss in float32); or if ``state`` is a constant of a
-            function compiled by ``jax.jit`` and does not belong to a `FixedLossScale`.
+        UserWarning: if the loss is float16, in which a scale above 65504 is infinite,
+            or if ``state`` is a constant of a compiled function but its rule changes.
 
     Examples:
-        >>> import jax
         >>> import jax.numpy as jnp
-        >>> import optax
         >>> import optax_lossscale as ls
-        >>> def loss_fn(w, x):
-        ...     prediction = w.astype(jnp.float16) * x
-        ...     return 1e-5 * jnp.mean(prediction.astype(jnp.float32))
-        >>> w, x = jnp.ones(8), jnp.full(8, 1e-3, jnp.float16)
-        >>> print(jax.grad(loss_fn)(w, x).max())
-        0.0
-        >>> opt_state = ls.with_loss_scaling(optax.sgd(0.1)).init(w)
-        >>> value, grads = ls.value_and_grad(loss_fn, opt_state)(w, x)
-        >>> print(f"{grads.max():.3g}")
-        1.25e-09
-
-        For a Flax NNX or Equinox model, pass the function that differentiates it::
-
-            fun = ls.value_and_grad(
-                loss_fn, optimizer, value_and_grad=nnx.value_and_grad
-            )
-            loss, grads = fun(model, x, y)
+        >>> def loss_fn(w):  # `jax.grad` returns 0
+        ...     return 2.0**-30 * jnp.sum(w.astype(jnp.float16)).astype(jnp.float32)
+        >>> state = ls.DynamicLossScale().init()
+        >>> value, grads = ls.value_and_grad(loss_fn, state)(jnp.ones(2))
+        >>> print(grads * 2.0**30)
+        [1. 1.]
 
     References:
-        Micikevicius et al., `Mixed Precision Training
-        <https://arxiv.org/abs/1710.03740>`_, 2017, section 3.2
+        `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_, section 3.2
     """
     get_effective_state(state)  # raises now if there is no loss scale
-    differentiated = at_scale(
-        fun,
-        argnums=argnums,
-        has_aux=has_aux,
-        holomorphic=holomorphic,
-        allow_int=allow_int,
-        value_and_grad=value_and_grad,
-    )
+    options = dict(argnums=argnums, holomorphic=holomorphic, allow_int=allow_int)
+    differentiated = at_scale(fun, has_aux, value_and_grad, options)
 
     @functools.wraps(fun, updated=())
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         # A Flax NNX optimizer may have changed since.
-        scale_state = get_effective_state(state)
-        warn_if_constant(scale_state)
-        output, grads = differentiated(scale_state.loss_scale, args, kwargs)
+        scale = scale_state_in_use(state).loss_scale
+        output, grads = differentiated(scale, args, kwargs)
         warn_of_narrow_loss(output[0] if has_aux else output)
         return output, grads
 
@@ -131,49 +98,29 @@ def grad(
 ) -> Callable[..., Any]:
     """Create a function that evaluates the gradients of a loss with loss scaling.
 
-    It is to `value_and_grad` what ``jax.grad`` is to ``jax.value_and_grad``.
-
     Args:
         fun: the loss, as for `value_and_grad`.
-        state: an optimizer state that contains one `LossScaleState`, or that state
-            itself.
-        argnums: which positional arguments to differentiate, as for `value_and_grad`.
+        state: the state, as for `value_and_grad`.
+        argnums: which positional arguments to differentiate.
         has_aux: whether ``fun`` returns a pair.
         holomorphic: whether ``fun`` is promised to be holomorphic.
-        allow_int: whether to allow integer arguments. Their gradients are ``float0``.
+        allow_int: whether to allow integer arguments.
         value_and_grad: the function that differentiates, as for `value_and_grad`.
 
     Returns:
-        A function with the arguments of ``fun`` that returns the gradients, or a pair
-        of the gradients and the auxiliary output if ``has_aux`` is True.
+        A function that returns the gradients, or (gradients, aux) if ``has_aux``.
 
     Raises:
-        ValueError: if ``state`` has no loss scale or more than one, or if a
-            wrapper that belongs inside `with_loss_scaling`, such as
-            ``optax.MultiSteps``, is around it.
-        TypeError: if ``fun`` or ``value_and_grad`` is not a function; when called, if
-            the value is not a floating-point scalar.
-
-    Warns:
-        UserWarning: if the loss is float16 or the state is a constant, as for
-            `value_and_grad`.
+        ValueError, TypeError: as `value_and_grad`.
 
     Examples:
-        >>> import jax.numpy as jnp
-        >>> import optax
         >>> import optax_lossscale as ls
-        >>> opt_state = ls.with_loss_scaling(optax.sgd(0.1)).init(jnp.float32(3.0))
-        >>> ls.grad(lambda w: w**2, opt_state)(3.0)
+        >>> ls.grad(lambda w: w**2, ls.DynamicLossScale().init())(3.0)
         Array(6., dtype=float32)
     """
+    options = dict(argnums=argnums, holomorphic=holomorphic, allow_int=allow_int)
     differentiated = _value_and_grad(
-        fun,
-        state,
-        argnums=argnums,
-        has_aux=has_aux,
-        holomorphic=holomorphic,
-        allow_int=allow_int,
-        value_and_grad=value_and_grad,
+        fun, state, has_aux=has_aux, value_and_grad=value_and_grad, **options
     )
 
     @functools.wraps(fun, updated=())

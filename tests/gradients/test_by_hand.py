@@ -1,4 +1,4 @@
-"""scale_loss and unscale_grads."""
+"""scale_loss and unscale_grads, and the types of all gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -13,38 +13,61 @@ STATE = ls.FixedLossScale(2.0**12).init()
 
 @pytest.mark.parametrize(
     ("dtype", "expected"),
-    [("float16", "float32"), ("bfloat16", "float32"), ("float8_e5m2", "float32")]
-    + [(t, t) for t in ("float32", "float64", "complex64", "complex128")],
+    [(t, "float32") for t in ("float16", "float8_e5m2", "float8_e4m3fn")]
+    + [(t, t) for t in ("bfloat16", "float32", "float64", "complex64", "complex128")],
 )
-def test_gradients_come_back_in_float32_or_wider(dtype, expected):
+def test_gradients_have_the_type_of_the_parameter_or_float32(dtype, expected):
+    def loss_fn(w):
+        return jnp.sum(jnp.abs(w.astype(expected))) * 2.0**-11
+
     with enable_x64(True):
-        grads = {"w": jnp.asarray([2.0, -0.5], dtype), "none": None}
-        unscaled = ls.unscale_grads(grads, STATE)
-        assert unscaled["none"] is None and unscaled["w"].dtype == jnp.dtype(expected)
-        np.testing.assert_array_equal(unscaled["w"], [2.0**-11, -(2.0**-13)])
+        w = jnp.asarray([2.0, -0.5], dtype)
+        signs = jnp.asarray([2.0**-11, -(2.0**-11)], expected)
+        scaled = jnp.asarray([2.0, -2.0], dtype)
+        makes = ls.value_and_grad, ls.value_and_grad_with_retries
+        results = [make(loss_fn, STATE)(w)[1] for make in makes]
+        results += ls.unscale_grads(scaled, STATE), ls.grad(loss_fn, STATE)(w)
+        for grads in results:
+            assert_same_bits(grads, signs)
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0, 1000.0, 2.0**15])
+def test_gradients_are_divided_in_float32_or_wider_and_rounded_once(scale):
+    bits = jnp.arange(2**16, dtype="uint16")
+    every = jax.lax.bitcast_convert_type(bits, "bfloat16")
+    state = ls.FixedLossScale(scale).init()
+    with enable_x64(True), np.errstate(invalid="ignore"):
+        for wide, narrow in (("float32", "bfloat16"), ("float64", "float64")):
+            exact = np.asarray(every, wide) * (1 / np.asarray(scale, wide))
+            normal = ~(np.abs(exact) < 2.0**-125)  # XLA flushes smaller ones to zero
+            grads = ls.unscale_grads(every.astype(narrow), state)
+            expected = exact.astype(grads.dtype)[normal]
+            np.testing.assert_array_equal(
+                np.float64(grads[normal]), np.float64(expected)
+            )
 
 
 def test_infinite_parts_of_complex_gradients_stay_what_they_are():
     grads = jnp.array([complex(np.inf, 1.0), complex(0.0, -np.inf)], jnp.complex64)
-    real, imag = ls.unscale_grads(grads, STATE), ls.unscale_grads(grads, STATE).imag
-    np.testing.assert_array_equal(real.real, [np.inf, 0.0])
-    np.testing.assert_array_equal(imag, [2.0**-12, -np.inf])
+    unscaled = ls.unscale_grads(grads, STATE)
+    np.testing.assert_array_equal(unscaled.real, [np.inf, 0.0])
+    np.testing.assert_array_equal(unscaled.imag, [2.0**-12, -np.inf])
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_scale_loss_is_float32_or_wider(dtype):
-    scaled = ls.scale_loss(jnp.asarray([1.5, 3.0], dtype), STATE)
-    assert scaled.dtype == jnp.float32
-    np.testing.assert_array_equal(scaled, [1.5 * 2**12, 3.0 * 2**12])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_scale_loss_is_exact_and_in_float32_or_wider(dtype):
     with enable_x64(True):
-        assert ls.scale_loss(jnp.float64(1), STATE).dtype == jnp.float64
+        scaled = ls.scale_loss(jnp.asarray([1.5, 3.0], dtype), STATE)
+        wide = "float64" if dtype == "float64" else "float32"
+        assert_same_bits(scaled, jnp.asarray([1.5 * 2**12, 3.0 * 2**12], wide))
 
 
-def test_unscale_undoes_scale_exactly_for_powers_of_two():
-    x = jax.random.normal(jax.random.key(0), (1000,))
-    assert_same_bits(ls.unscale_grads(ls.scale_loss(x, STATE), STATE), x)
+@pytest.mark.parametrize("loss", [1, jnp.int32(1), "1", None])
+def test_scale_loss_refuses_what_is_no_floating_point_array(loss):
+    with pytest.raises(TypeError, match="The loss must be a floating-point array, got"):
+        ls.scale_loss(loss, STATE)
 
 
-def test_integer_leaves_pass_through_unscale():
-    grads = {"i": jnp.int32(4), "f0": np.zeros(2, jax.dtypes.float0)}
+def test_leaves_that_are_no_numbers_pass_through_unscale():
+    grads = {"i": jnp.int32(4), "f0": np.zeros(2, jax.dtypes.float0), "none": None}
     assert_same_bits(ls.unscale_grads(grads, STATE), grads)

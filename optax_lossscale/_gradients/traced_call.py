@@ -6,19 +6,18 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
-from .._jax_internals import without_constants
-from .._validation import describe
+from .._jax_internals import COLLECTIVE, without_constants
+from .._validation import AxisName, check_axis_name, describe
 
 _ARRAY = object()  # a placeholder, since a tracer must not outlive the trace
 
 
-class Staged(NamedTuple):
+class TracedCall(NamedTuple):
     """A function call, turned into a function of arrays.
 
     Attributes:
         jaxpr: the program, which holds no arrays. ``evaluate`` runs it.
-        inputs: the arrays that the function closes over, followed by the arrays in its
-            arguments.
+        inputs: the arrays that the function closes over, then those in its arguments.
         put_back: turns the outputs of the program into the output of the function.
     """
 
@@ -31,12 +30,10 @@ def evaluate(jaxpr: Jaxpr, *inputs: jax.Array) -> Sequence[jax.Array]:
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, []))(*inputs)
 
 
-def staged(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Staged:
-    """Trace a call.
+def traced_call(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> TracedCall:
+    """Trace a call. Only jax arrays are inputs and outputs of the program.
 
-    The function gets numbers, strings, functions and NumPy arrays unchanged, and they
-    are not inputs of the program. Outputs that are not jax arrays are returned as they
-    were while tracing.
+    All else reaches the function unchanged, and is returned as it was while tracing.
     """
     given, structure = jax.tree.flatten((args, kwargs))
     inputs = {i: x for i, x in enumerate(given) if isinstance(x, jax.Array)}
@@ -60,7 +57,23 @@ def staged(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Staged:
         return jax.tree.unflatten(out_structure, leaves)
 
     arrays = [*closed_jaxpr.consts, *inputs.values()]
-    return Staged(without_constants(closed_jaxpr), arrays, put_back)
+    return TracedCall(without_constants(closed_jaxpr), arrays, put_back)
+
+
+def check_axes(jaxpr: Jaxpr, axis_name: AxisName | None) -> None:
+    """Raise if devices that compute at different scales would communicate."""
+    if axis_name is not None:
+        check_axis_name(axis_name)
+    effects: Any = jaxpr.effects
+    used = {e.name for e in effects if type(e).__name__ == COLLECTIVE}
+    axes = used - set(axis_name if isinstance(axis_name, tuple) else [axis_name])
+    if axes:
+        raise ValueError(
+            "`axis_name` must name every mapped axis that `fun` or its gradient uses, "
+            f"here {sorted(axes, key=str)}, got {axis_name!r}. Otherwise "
+            "gradients at different scales are summed, or some devices wait for others "
+            "forever. Add the axis. It is also needed if all devices share parameters."
+        )
 
 
 def _check_unchanged(leaves: list[Any], arguments: Any) -> None:

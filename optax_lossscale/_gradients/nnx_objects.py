@@ -1,0 +1,56 @@
+"""Flax NNX objects, which change in place, around a program that only has arrays."""
+
+import contextlib
+import sys
+from typing import Any
+
+import jax
+
+_TAG = "optax_lossscale"  # by this name NNX maps copies to originals
+
+
+def changes_transferred() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which NNX transfers changes of copies to their originals."""
+    nnx = _nnx()
+    return contextlib.nullcontext() if nnx is None else nnx.update_context(_TAG)
+
+
+def as_arrays(tree: Any) -> Any:
+    """Replace each object in a tree by a tree of its arrays."""
+    nnx = _nnx()
+    return tree if nnx is None else nnx.to_tree(tree, ctxtag=_TAG)
+
+
+def with_objects(tree: Any, *, copies: bool) -> Any:
+    """Undo ``as_arrays`` with copies, or with the originals changed like the copies."""
+    nnx = _nnx()
+    return tree if nnx is None else nnx.from_tree(tree, is_inner=copies, ctxtag=_TAG)
+
+
+def objects_in(tree: Any) -> list[Any]:
+    return [x for x in jax.tree.leaves(tree, is_leaf=_is_object) if _is_object(x)]
+
+
+def update_objects(old: Any, new: Any) -> Any:
+    """Update the objects of the old tree, and return the new tree with them in it."""
+
+    def updated(old: Any, new: Any) -> Any:
+        if not _is_object(old):
+            return new
+        _nnx().update([old], _nnx().state([new]))
+        return old
+
+    return jax.tree.map(updated, old, new, is_leaf=_is_object)
+
+
+def _nnx() -> Any:
+    """Return Flax NNX if it has been imported. Otherwise there are no objects."""
+    return sys.modules.get("flax.nnx")
+
+
+def _is_object(x: Any) -> bool:
+    nnx = _nnx()
+    if nnx is None:
+        return False
+    # Flax 0.10 has no `Pytree`. In later versions nothing derives from `Object`.
+    return isinstance(x, getattr(nnx, "Pytree", nnx.Object) | nnx.Variable)

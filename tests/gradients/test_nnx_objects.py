@@ -1,0 +1,178 @@
+"""Flax NNX objects, which change in place, in a loop that computes them again."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers import assert_same_bits
+
+import optax_lossscale as ls
+
+X = jax.random.normal(jax.random.key(0), (16, 8))
+TX = ls.with_loss_scaling(optax.adamw(3e-2))
+HIGH = ls.DynamicLossScale(init_scale=2.0**20).init()
+by_nnx = functools.partial(
+    ls.value_and_grad_with_retries, max_retries=20, value_and_grad=nnx.value_and_grad
+)
+
+
+def steep(x):
+    """A loss whose gradients overflow at a scale of 2**10."""
+    return 64.0 * jnp.sum(x.astype(jnp.float16)).astype(jnp.float32)
+
+
+class Tied(nnx.Module):
+    def __init__(self, rngs):
+        linear = nnx.Linear(8, 8, dtype=jnp.float16, use_bias=False, rngs=rngs)
+        self.first = self.second = linear
+        self.norm = nnx.BatchNorm(8, momentum=0.9, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        assert self.first is self.second
+        self.calls[...] += 1
+        self.newest = nnx.Cache(x)
+        return self.second(self.dropout(self.norm(self.first(x))))
+
+
+def loss_fn(model, x):
+    loss = 64.0 * jnp.mean(jnp.square(model(x).astype(jnp.float32) - 1.0))
+    return loss, model.first.kernel[0, 0]
+
+
+def test_a_module_changes_once_however_often_its_gradients_are_repeated():
+    results = []
+    once = functools.partial(ls.value_and_grad, value_and_grad=nnx.value_and_grad)
+    for make, first_scale in ((by_nnx, 2.0**20), (once, 2.0**11)):
+        model = Tied(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+        optimizer.opt_state.scale_state.loss_scale[...] = jnp.float32(first_scale)
+
+        @nnx.jit
+        def step(model, optimizer, x, make=make):
+            output, grads, *state = make(loss_fn, optimizer, has_aux=True)(model, x=x)
+            assert all(x is optimizer for x in state)
+            optimizer.update(model, grads)
+            return output, grads
+
+        result = step(model, optimizer, X)
+        assert model.calls[...] == model.dropout.rngs.count[...] == 1
+        assert model.first is model.second and np.array_equal(model.newest[...], X)
+        assert ls.was_applied(optimizer) and ls.get_loss_scale(optimizer) == 2.0**11
+        results.append(jax.tree.leaves((result, nnx.state((model, optimizer)))))
+    assert_same_bits(*results)
+
+
+def test_the_state_may_hold_objects_beside_the_scale():
+    model = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    state = {"model": model, "opt_state": TX.init(params)}
+    _, _, new_state = ls.value_and_grad_with_retries(steep, state)(jnp.ones(3))
+    assert new_state["model"] is model
+    assert ls.get_loss_scale(state) == 2.0**15 > ls.get_loss_scale(new_state)
+
+
+def test_the_loop_does_not_carry_what_is_as_it_was():
+    """Parameters and keys are among what a module holds."""
+    graph, contents = nnx.split(Tied(nnx.Rngs(0)))
+
+    def step(contents, state, x):
+        model = nnx.merge(graph, contents)
+        fun = by_nnx(lambda model, x: loss_fn(model, x)[0], state)
+        return *fun(model, x), nnx.state(model)
+
+    jaxpr = jax.make_jaxpr(step)(contents, HIGH, X)
+    (loop,) = [e for e in jaxpr.eqns if e.primitive.name == "while"]
+    carried = [v.aval.shape for v in loop.outvars]
+    # Attempts, the scale, whether it overflowed, the loss; the gradients of a matrix
+    # and of the two vectors of the norm; its two statistics and two counters.
+    expected = [()] * 6 + [(8, 8)] + [(8,)] * 4
+    assert sorted(carried) == sorted(expected)
+
+
+class Changing(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.linear = nnx.Linear(3, 3, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.cache = nnx.Cache(jnp.zeros(3))
+        self.count = 0
+
+
+CHANGES = {
+    "eval": nnx.Module.eval,
+    "leave out": lambda model: delattr(model, "cache"),
+    "replace": lambda model: setattr(model, "cache", nnx.BatchStat(jnp.ones(3))),
+    "count": lambda model: setattr(model, "count", model.count + 1),
+    "grow": lambda model: setattr(model, "new", nnx.Linear(3, 3, rngs=nnx.Rngs(1))),
+    "tie": lambda model: setattr(model, "same", model.cache),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_module_may_change_its_structure(change):
+    def loss_fn(model, x):
+        change(model)
+        return steep(model.linear(x))
+
+    repeated, once = Changing(), Changing()
+    kernel, x = repeated.linear.kernel, jnp.ones((2, 3))
+    step = nnx.jit(lambda state, *args: by_nnx(loss_fn, state)(*args))
+    _, grads, state = step(HIGH, repeated, x)
+    assert ls.all_finite(grads) and ls.get_loss_scale(state) < 2.0**20
+    nnx.value_and_grad(loss_fn)(once, x)
+    assert nnx.graphdef(repeated) == nnx.graphdef(once) != nnx.graphdef(Changing())
+    assert_same_bits(*(jax.tree.leaves(nnx.state(m)) for m in (repeated, once)))
+    assert repeated.linear.kernel is kernel
+
+
+def test_arguments_may_share_variables_and_be_variables_and_come_back():
+    counter = nnx.Variable(jnp.zeros((), jnp.int32))
+    model, other = Changing(), Changing()
+    model.counter = other.counter = counter
+    weight, calls = nnx.Param(jnp.ones(3)), nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def loss_fn(weight, modules, calls):
+        calls[...] += 1
+        for module in modules:
+            module.counter[...] += 1
+        new = nnx.Param(2.0 * weight[...])
+        return steep(weight[...]), (modules[0], new, "aux")
+
+    fun = by_nnx(loss_fn, HIGH, has_aux=True)
+    (_, (same, new, aux)), grad, _ = fun(weight, (model, other), calls)
+    assert same is model and aux == "aux"
+    assert counter[...] == 2 and calls[...] == 1
+    assert np.array_equal(new[...], [2, 2, 2])
+    assert np.array_equal(jax.tree.leaves(grad)[0], [64, 64, 64])
+
+
+@pytest.mark.parametrize("make", [ls.value_and_grad, ls.value_and_grad_with_retries])
+def test_a_function_that_is_kept_follows_an_optimizer_that_changes(make):
+    model = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
+    tx = ls.with_loss_scaling(optax.sgd(0.01), ls.DynamicLossScale(init_scale=2.0**20))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    fun = make(lambda m: steep(m(X)), optimizer, value_and_grad=nnx.value_and_grad)
+    for _ in range(15):
+        _, grads, *_ = fun(model)
+        optimizer.update(model, grads)
+    assert ls.was_applied(optimizer) and ls.get_loss_scale(optimizer) < 2.0**11
+
+
+def test_flax_without_pytree_has_objects(monkeypatch):
+    """As Flax 0.10."""
+    monkeypatch.setattr(nnx, "Object", nnx.Pytree)
+    monkeypatch.delattr(nnx, "Pytree")
+    model = Changing()
+
+    def loss_fn(model):
+        model.eval()
+        return steep(model.linear(X[:, :3]))
+
+    by_nnx(loss_fn, HIGH)(model)
+    assert model.dropout.deterministic
