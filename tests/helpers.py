@@ -51,8 +51,12 @@ def page(name: str) -> str:
 
 
 def table(text: str, first_cell: str) -> list[list[str]]:
-    """The rows of a table in Markdown below its header, as lists of cells."""
-    _, found, *_ = re.split(rf"^\| {re.escape(first_cell)} \|", text, flags=re.M)
+    """The cells of a table in Markdown, row by row, without its header.
+
+    ``first_cell`` is what the header begins with.
+    """
+    header = rf"^\| {re.escape(first_cell)}[^|\n]* \|"
+    found = re.split(header, text, maxsplit=1, flags=re.M)[1]
     rows = found.split("\n\n")[0].splitlines()[2:]
     cells = [re.split(r"(?<= )\|(?= )", row[1:-1]) for row in rows]
     return [[cell.strip() for cell in row] for row in cells]
