@@ -65,10 +65,11 @@ def table(text: str, first_cell: str) -> list[list[str]]:
 def run_page(path: Path) -> dict[str, Any]:
     """What the Python blocks of a page define and print, after all of them have run.
 
-    Some pages say that they continue the program of the start page.
+    A page whose first line is ``<!-- continues: index -->`` begins with what the
+    program of the start page has defined.
     """
     text, namespace = path.read_text(), {}
-    if re.search(r"continues? the \[first program\]", text):
+    if text.startswith("<!-- continues: index -->\n"):
         namespace = dict(first_program())
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         for block in code_blocks(text, "python"):
