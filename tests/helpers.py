@@ -35,9 +35,10 @@ WARNINGS_ARE_ERRORS = [f"-W{rule}" for rule in ("error", *CACHE_WARNINGS)]
 
 
 def worker_environment(**variables: str) -> dict[str, str]:
-    """The environment of a program in `integration` that imports from this folder."""
-    path = {"PYTHONPATH": str(ROOT / "tests"), "JAX_PLATFORMS": "cpu"}
-    return {**os.environ, **path, **variables}
+    """The environment of a program that imports from the package and the tests."""
+    folders = (ROOT, ROOT / "tests", ROOT / "tests" / "integration")
+    path = os.pathsep.join(map(str, folders))
+    return {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **variables}
 
 
 def code_blocks(text: str, language: str) -> list[str]:

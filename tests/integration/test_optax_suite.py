@@ -1,13 +1,11 @@
 """optax's own tests, with every optimizer that they test wrapped."""
 
-import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
+from helpers import worker_environment
 
 ALIAS, COMMON = "optax._src.alias_test", "optax.contrib._common_test"
 # In this one, the expected parameters are NaN; with loss scaling they stay finite.
@@ -32,7 +30,7 @@ def test_the_tests_of_optax_pass_wrapped(module, tests, least, tmp_path):
         + ["-o", "consider_namespace_packages=true"]
         + ["-p", "no:cacheprovider", "--pyargs", module],
         cwd=tmp_path,  # away from this project's own configuration
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        env=worker_environment(),
         capture_output=True,
         text=True,
     )
