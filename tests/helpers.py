@@ -135,6 +135,16 @@ def _run_rule(rule: ls.LossScale, grads: jax.Array, state: Any) -> Any:
     return jax.lax.scan(step, tx.init(0.0)._replace(scale_state=state), grads)[1]
 
 
+def kept(run: Any) -> list[jax.Array]:
+    """Copies of what a skipped step keeps: all but the scale, and Flax's ``step``."""
+    leaves = jax.tree_util.tree_leaves_with_path(
+        run, is_leaf=lambda x: isinstance(x, ls.LossScaleState)
+    )
+    arrays = {jax.tree_util.keystr(path): x for path, x in leaves}
+    arrays = {k: x for k, x in arrays.items() if hasattr(x, "dtype")}
+    return [jnp.copy(x) for k, x in arrays.items() if not re.search(r"\Wstep\b", k)]
+
+
 def assert_same_bits(actual: Any, expected: Any) -> None:
     """Assert equal structures, shapes, dtypes and bytes; NaN equals itself."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)

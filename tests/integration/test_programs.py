@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import PAGES, assert_same_bits, code_blocks, run_page, without_keys
+from helpers import PAGES, assert_same_bits, code_blocks, kept, run_page, without_keys
 
 import optax_lossscale as ls
 
@@ -38,16 +38,6 @@ def step(page, run, x, y):
     if page["name"] == "flax_nnx":  # in place, except for the average
         return (*run[:2], returned[0])
     return returned[:-1]
-
-
-def kept(run):
-    """Copies of all arrays, except the scale's and the number of all steps."""
-    leaves = jax.tree_util.tree_leaves_with_path(
-        run, is_leaf=lambda x: isinstance(x, ls.LossScaleState)
-    )
-    arrays = {jax.tree_util.keystr(path): x for path, x in leaves}
-    arrays = {k: x for k, x in arrays.items() if isinstance(x, jax.Array)}
-    return [jnp.copy(x) for k, x in arrays.items() if not re.search(r"\Wstep\b", k)]
 
 
 @slow
