@@ -32,7 +32,7 @@ def read(path):
 
 @pytest.mark.slow
 @every_notebook
-def test_it_runs_from_top_to_bottom_and_shows_what_it_says(path, tmp_path):
+def test_a_notebook_runs_and_shows_what_it_says(path, tmp_path):
     if path.stem == "many_devices" and not hasattr(jax.lax, "pcast"):
         pytest.skip("jax is older than the notebook's `jax.lax.pcast`")
     notebook = read(path)
@@ -88,7 +88,7 @@ def words_and_numbers(line):
 
 
 @every_notebook
-def test_it_is_written_for_a_reader_and_stored_with_its_outputs(path):
+def test_a_notebook_is_written_for_a_reader_and_stored_with_its_outputs(path):
     notebook = read(path)
     assert notebook.metadata.colab.gpuType == "T4"
     kinds = "".join(cell.cell_type[0] for cell in notebook.cells)

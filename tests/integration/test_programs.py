@@ -41,7 +41,7 @@ def step(page, run, x, y):
 
 
 @slow
-def test_it_learns_logs_and_skips_the_broken_batch(page):
+def test_a_program_learns_logs_and_skips_the_broken_batch(page):
     line = r"^step (\d+): loss (0\.\d+), loss scale (\d+), (\d) skipped$"
     logged = np.array(re.findall(line, page["printed"], re.M), float)
     steps, losses, scales, skipped = logged.T

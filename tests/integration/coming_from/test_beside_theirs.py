@@ -61,7 +61,7 @@ both = pytest.mark.parametrize("states", [flax_states, jmp_states])
 
 
 @both
-def test_compiled_they_take_the_same_course(states):
+def test_compiled_programs_take_the_same_course(states):
     course = list(states(60))
     for theirs, ours in course:
         assert theirs[-1] == ours[-1]
@@ -76,7 +76,7 @@ def test_compiled_they_take_the_same_course(states):
 
 
 @both
-def test_uncompiled_they_are_the_same_bit_for_bit(states):
+def test_uncompiled_programs_are_the_same_bit_for_bit(states):
     next(states(6))  # the programs of the pages are compiled
     with jax.disable_jit():
         for theirs, ours in states(8):
