@@ -1,9 +1,9 @@
-"""Change the package in one random place at a time, and see what the tests catch.
+"""Put random faults into a copy of the package, one at a time, and run the tests.
 
-``python tests/faults.py [--number 60] [--seed 0] [--slow] [ROOM or FILE ...]`` changes
-copies of the package, by default anywhere, and runs the tests of the room, with
-``--slow`` those marked slow, too. Rooms and files are named as they are below
-``optax_lossscale``, such as ``_rules`` or ``_tree.py``. A change that survives either
+``python tests/faults.py [--number 60] [--seed 0] [--slow] [ROOM or FILE ...]`` prints
+which faults the tests of the room catch, by default in the whole package. ``--slow``
+runs those marked slow, too. Rooms and files are named as they are below
+``optax_lossscale``, such as ``_rules`` or ``_tree.py``. A fault that survives either
 changes nothing, or is not tested.
 """
 
