@@ -5,11 +5,9 @@ Run it after you change a notebook, or anything that a notebook shows::
     python notebooks/refresh.py [NAME...]
 
 A name is that of a notebook in this folder, such as ``quickstart``. Without names, all
-are refreshed, and the picture in the README. You need what ``pip install -e '.[test]'``
-installs. The notebooks run on the CPU.
-
-The repository's address in the Colab badges and in CITATION.cff is written from
-pyproject.toml.
+are refreshed, the picture in the README, and the repository's address in CITATION.cff.
+The address in the Colab badges is that of pyproject.toml, too. You need what
+``pip install -e '.[test]'`` installs. The notebooks run on the CPU.
 """
 
 import base64
@@ -36,12 +34,12 @@ BADGE = re.compile(r"\[!\[Open in Colab\]\(\S+\)\]\(\S+\)")
 
 
 def main(names: list[str]) -> None:
-    """Refresh the notebooks in ``names``, or all of them and the picture."""
-    citation = ROOT / "CITATION.cff"
-    address = f"repository-code: {SOURCE}"
-    text = re.sub("(?m)^repository-code: .*", address, citation.read_text())
-    citation.write_text(text)
+    """Refresh the notebooks in ``names``, or all of them and what goes with them."""
     if not names:
+        citation = ROOT / "CITATION.cff"
+        address = f"repository-code: {SOURCE}"
+        text = re.sub("(?m)^repository-code: .*", address, citation.read_text())
+        citation.write_text(text)
         command = [sys.executable, "-m", "optax_lossscale", "--plot", PICTURE]
         subprocess.run(command, check=True)
     paths = [FOLDER / f"{name.removesuffix('.ipynb')}.ipynb" for name in names]

@@ -1,5 +1,8 @@
 """One of every rule, in every form that differs in more than numbers."""
 
+import inspect
+import re
+
 import optax_lossscale as ls
 from optax_lossscale import presets
 
@@ -26,12 +29,15 @@ PRESETS = {
     "tf_keras_loss_scale": presets.tf_keras_loss_scale(),
     "torch_grad_scaler": presets.torch_grad_scaler(growth_interval=2),
 }
+# The rules of the package with their defaults: "fixed", "log-normal" and so on.
+DEFAULTS = {
+    re.sub(r"(?<=.)(?=[A-Z])", "-", name.removesuffix("LossScale")).lower(): rule()
+    for name, rule in inspect.getmembers(ls, inspect.isclass)
+    if issubclass(rule, ls.LossScale) and not inspect.isabstract(rule)
+}
 VARIANTS = {
-    "fixed": ls.FixedLossScale(),
-    "dynamic": ls.DynamicLossScale(),
-    "headroom": ls.HeadroomLossScale(),
+    **DEFAULTS,
     "headroom of bfloat16": ls.HeadroomLossScale(dtype="bfloat16", headroom=0.5),
-    "log-normal": ls.LogNormalLossScale(),
     "tolerant": presets.fairseq(tolerance=0.5, scale_window=2),
     "jmp in float16": presets.VerbatimLossScale(scale_dtype="float16"),
     "jmp in bfloat16": presets.VerbatimLossScale(

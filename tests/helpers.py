@@ -52,8 +52,12 @@ def page(name: str) -> str:
 
 
 def table(text: str, first_cell: str) -> list[list[str]]:
-    """The rows of a table in Markdown below its header, as lists of cells."""
-    _, found, *_ = re.split(rf"^\| {re.escape(first_cell)} \|", text, flags=re.M)
+    """The cells of a table in Markdown, row by row, without its header.
+
+    ``first_cell`` is what the header begins with.
+    """
+    header = rf"^\| {re.escape(first_cell)}[^|\n]* \|"
+    found = re.split(header, text, maxsplit=1, flags=re.M)[1]
     rows = found.split("\n\n")[0].splitlines()[2:]
     cells = [re.split(r"(?<= )\|(?= )", row[1:-1]) for row in rows]
     return [[cell.strip() for cell in row] for row in cells]
@@ -62,10 +66,11 @@ def table(text: str, first_cell: str) -> list[list[str]]:
 def run_page(path: Path) -> dict[str, Any]:
     """What the Python blocks of a page define and print, after all of them have run.
 
-    Some pages say that they continue the program of the start page.
+    A page whose first line is ``<!-- continues: index -->`` begins with what the
+    program of the start page has defined.
     """
     text, namespace = path.read_text(), {}
-    if re.search(r"continues? the \[first program\]", text):
+    if text.startswith("<!-- continues: index -->\n"):
         namespace = dict(first_program())
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         for block in code_blocks(text, "python"):
@@ -128,6 +133,16 @@ def _run_rule(rule: ls.LossScale, grads: jax.Array, state: Any) -> Any:
         return opt_state, opt_state.scale_state
 
     return jax.lax.scan(step, tx.init(0.0)._replace(scale_state=state), grads)[1]
+
+
+def kept(run: Any) -> list[jax.Array]:
+    """Copies of what a skipped step keeps: all but the scale, and Flax's ``step``."""
+    leaves = jax.tree_util.tree_leaves_with_path(
+        run, is_leaf=lambda x: isinstance(x, ls.LossScaleState)
+    )
+    arrays = {jax.tree_util.keystr(path): x for path, x in leaves}
+    arrays = {k: x for k, x in arrays.items() if hasattr(x, "dtype")}
+    return [jnp.copy(x) for k, x in arrays.items() if not re.search(r"\Wstep\b", k)]
 
 
 def assert_same_bits(actual: Any, expected: Any) -> None:

@@ -3,7 +3,6 @@
 ``python process_worker.py PORT PROCESSES PROCESS OUT``
 """
 
-import functools
 import sys
 
 import jax
@@ -23,14 +22,18 @@ jax.distributed.initialize(f"127.0.0.1:{PORT}", PROCESSES, PROCESS)
 from devices import ADAM, BAD_X, PARAMS, RULE, loss_fn, vary  # noqa: E402
 from helpers import make_step, train  # noqa: E402
 
+MESH = jax.make_mesh((jax.device_count(),), ("d",), axis_types=(AxisType.Auto,))
+SPLIT, EVERYWHERE = NamedSharding(MESH, P("d")), NamedSharding(MESH, P())
+ROWS = np.split(np.asarray(BAD_X), PROCESSES, axis=1)[PROCESS]
 
-def run(mesh, rows, mapped):
+
+def global_batch(x):
+    return jax.make_array_from_process_local_data(SPLIT, x)
+
+
+def run(mapped):
     """The parameters and states of all steps, gathered from all processes."""
     tx = ls.with_loss_scaling(ADAM, RULE, axis_name="d" if mapped else None)
-    shardings = {"w": NamedSharding(mesh, P("d")), "b": NamedSharding(mesh, P())}
-    everywhere = NamedSharding(mesh, P())
-    if mapped:
-        shardings["w"] = everywhere
 
     def mapped_step(params, state, x):
         _, grads = ls.value_and_grad(loss_fn, state)(vary(params, "d"), x)
@@ -42,35 +45,21 @@ def run(mesh, rows, mapped):
     step = make_step(tx, loss_fn)
     if mapped:
         step = jax.shard_map(
-            mapped_step, mesh=mesh, in_specs=(P(), P(), P("d")), out_specs=(P(), P())
+            mapped_step, mesh=MESH, in_specs=(P(), P(), P("d")), out_specs=(P(), P())
         )
-    step = jax.jit(step)
-    # Each process knows all parameters at first, and keeps its shards of them.
-    params = jax.tree.map(
-        lambda p, s: jax.make_array_from_callback(
-            p.shape, s, functools.partial(np.asarray(p).__getitem__)
-        ),
-        PARAMS,
-        shardings,
-    )
+    shardings = {"w": EVERYWHERE if mapped else SPLIT, "b": EVERYWHERE}
+    params = jax.jit(lambda: PARAMS, out_shardings=shardings)()
     state = jax.jit(tx.init)(params)
-    batches = [
-        jax.make_array_from_process_local_data(NamedSharding(mesh, P("d")), x)
-        for x in rows
-    ]
-    reached = train(step, params, state, batches)
+    reached = train(jax.jit(step), params, state, map(global_batch, ROWS))
     return multihost_utils.process_allgather(reached, tiled=True)
 
 
-assert jax.process_count() == PROCESSES
-mesh = jax.make_mesh((jax.device_count(),), ("d",), axis_types=(AxisType.Auto,))
-rows = np.split(np.asarray(BAD_X), PROCESSES, axis=1)[PROCESS]
 results = {
     f"{mapped}{jax.tree_util.keystr(path)}": leaf
     for mapped in (False, True)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(run(mesh, rows, mapped))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(run(mapped))
 }
 # As if the batch with the NaN were gradients.
-bad = jax.make_array_from_process_local_data(NamedSharding(mesh, P("d")), rows[2])
-report = ls.format_report(ls.gradient_report({"x": bad}, loss_scale=2.0**15))
-np.savez(sys.argv[4], nan=np.isnan(rows).any(), report=report, **results)
+report = ls.gradient_report({"x": global_batch(ROWS[2])}, loss_scale=2.0**15)
+results |= {"nan": np.isnan(ROWS).any(), "report": ls.format_report(report)}
+np.savez(sys.argv[4], **results)

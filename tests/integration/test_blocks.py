@@ -12,16 +12,17 @@ from flax import nnx
 import optax_lossscale as ls
 
 X = jax.random.normal(jax.random.key(0), (4, 3))
-TINY = 2.0**-40
 
 
-def assert_same_gradients(loss_fn, differentiate, model):
-    """Of a loss that takes the model and what is put around its block."""
-    ours, plain = (
-        jax.tree.leaves(differentiate(lambda m, w=wrap: loss_fn(w, m))(model))
-        for wrap in (ls.scale_backward, lambda f: f)
-    )
-    assert len(ours) == len(plain) > 0
+def assert_same_gradients(call, differentiate, model):
+    """Of ``call(wrap, model)``, with and without a scale around its block."""
+
+    def leaves(wrap):
+        grads = differentiate(lambda m: 2.0**-40 * jnp.sum(call(wrap, m) ** 2))(model)
+        return jax.tree.leaves(grads)
+
+    ours, plain = leaves(ls.scale_backward), leaves(lambda fun: fun)
+    assert len(plain) > 0
     for a, e in zip(ours, plain, strict=True):
         assert np.abs(e).max() > 0
         np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6 * np.abs(e).max())
@@ -39,63 +40,53 @@ class Block(eqx.Module):
     __call__ = ls.scale_backward(plain)
 
 
-def test_equinox_modules_and_their_methods():
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda wrap, m: wrap(m.plain)(X[0]),
+        lambda wrap, m: wrap(lambda m, x: m.plain(x))(m, X[0]),
+        lambda wrap, m: m(X[0]) if wrap is ls.scale_backward else m.plain(X[0]),
+    ],
+    ids=["closed over", "an argument", "its own method"],
+)
+def test_equinox_modules_and_their_methods(call):
     linear = eqx.nn.Linear(3, 3, key=jax.random.key(1))
     block = Block(linear, jax.nn.tanh, 2.0, "block")
-
-    def loss_of(call):
-        return lambda wrap, m: TINY * jnp.sum(call(wrap, m)(X[0]) ** 2)
-
-    for call in (
-        lambda wrap, m: wrap(m.plain),
-        lambda wrap, m: lambda x: wrap(lambda m, x: m.plain(x))(m, x),
-        lambda wrap, m: m.plain if wrap is not ls.scale_backward else m,
-    ):
-        assert_same_gradients(loss_of(call), eqx.filter_grad, block)
+    assert_same_gradients(call, eqx.filter_grad, block)
 
 
 class NnxBlock(nnx.Module):
-    def __init__(self, rngs, normalized=False):
+    def __init__(self, normalized=False):
+        rngs = nnx.Rngs(0)
         self.linear = nnx.Linear(3, 3, rngs=rngs)
-        self.norm = nnx.BatchNorm(3, rngs=rngs) if normalized else None
+        self.norm = nnx.BatchNorm(3, rngs=rngs) if normalized else jnp.tanh
 
     def plain(self, x):
-        x = self.linear(x)
-        return jnp.tanh(x if self.norm is None else self.norm(x))
+        return jnp.tanh(self.norm(self.linear(x)))
 
 
-NNX_CALLS = {
-    "closed over": lambda wrap, m: wrap(m.plain)(X),
-    "an argument": lambda wrap, m: wrap(lambda m, x: m.plain(x))(m, X),
-}
-
-
-@pytest.mark.parametrize("call", NNX_CALLS.values(), ids=NNX_CALLS)
-def test_nnx_modules_that_do_not_change(call):
-    def loss_fn(wrap, model):
-        return TINY * jnp.sum(call(wrap, model) ** 2)
-
-    assert_same_gradients(loss_fn, nnx.grad, NnxBlock(nnx.Rngs(0)))
-
-
-@pytest.mark.parametrize("name", NNX_CALLS)
-def test_nnx_modules_that_change_are_refused(name):
-    message = {
-        "closed over": "Cannot mutate",  # nnx itself says so
-        "an argument": "`fun` must not change its arguments.*norm.mean",
-    }[name]
-    model = NnxBlock(nnx.Rngs(0), normalized=True)
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda wrap, m: wrap(m.plain)(X), "Cannot mutate"),  # nnx itself says so
+        (
+            lambda wrap, m: wrap(lambda m, x: m.plain(x))(m, X),
+            "`fun` must not change its arguments.*norm.mean",
+        ),
+    ],
+    ids=["closed over", "an argument"],
+)
+def test_nnx_modules_are_differentiated_and_refused_if_they_change(call, message):
+    assert_same_gradients(call, nnx.grad, NnxBlock())
     with pytest.raises(Exception, match=message):
-        nnx.grad(lambda m: jnp.sum(NNX_CALLS[name](ls.scale_backward, m)))(model)
+        nnx.grad(lambda m: jnp.sum(call(ls.scale_backward, m)))(NnxBlock(True))
 
 
-def test_linen_and_haiku_modules_are_functions_of_arrays_in_apply():
-    linen = nn.Dense(3)
-    haiku = hk.without_apply_rng(hk.transform(lambda x: hk.Linear(3)(x)))
-    for module in (linen, haiku):
-        params = module.init(jax.random.key(1), X)
-        assert_same_gradients(
-            lambda wrap, p, m=module: TINY * jnp.sum(wrap(m.apply)(p, X) ** 2),
-            jax.grad,
-            params,
-        )
+@pytest.mark.parametrize(
+    "module",
+    [nn.Dense(3), hk.without_apply_rng(hk.transform(lambda x: hk.Linear(3)(x)))],
+    ids=["linen", "haiku"],
+)
+def test_linen_and_haiku_modules_are_functions_of_arrays_in_apply(module):
+    params = module.init(jax.random.key(1), X)
+    assert_same_gradients(lambda wrap, p: wrap(module.apply)(p, X), jax.grad, params)

@@ -1,8 +1,4 @@
-"""A pytest plugin that has optax's own tests test wrapped optimizers.
-
-``pytest -p wrap_optax --pyargs optax._src.alias_test`` with this folder on the path;
-`test_optax_suite` does so.
-"""
+"""A pytest plugin that wraps the optimizers of optax's own tests."""
 
 import contextlib
 import functools
@@ -19,20 +15,23 @@ from optax._src import alias, base, transform  # noqa: E402
 
 import optax_lossscale as ls  # noqa: E402
 
+wrapped_names = []
+
 
 def wrap(factory):
     @functools.wraps(factory)
     def wrapped(*args, **kwargs):
+        wrapped_names.append(factory.__name__)
         return ls.with_loss_scaling(factory(*args, **kwargs))
 
     return wrapped
 
 
 @contextlib.contextmanager
-def wrapped_factories():
+def wrapped_factories(*modules):
     """Wrap what a test module takes from optax while it is imported, and no longer."""
     with contextlib.ExitStack() as restore:
-        for module in (optax, alias, base, transform, transforms):
+        for module in modules:
             for name, factory in inspect.getmembers(module, inspect.isfunction):
                 returns = str(inspect.signature(factory).return_annotation)
                 if "GradientTransformation" in returns:
@@ -41,18 +40,25 @@ def wrapped_factories():
         yield
 
 
-# These fetch factories by name, when a test runs.
-for module, name in (
-    ("optax._src.alias_test", "_get_opt"),
-    ("optax.contrib._common_test", "_get_opt_factory"),
-):
-    module = importlib.import_module(module)
-    get = getattr(module, name)
-    setattr(module, name, lambda *args, get=get, **kwargs: wrap(get(*args, **kwargs)))
+def pytest_terminal_summary(terminalreporter):
+    terminalreporter.write_line(f"{len(wrapped_names)} optimizers were wrapped")
+
+
+class WrappedAlias:
+    def __getattr__(self, name):
+        return wrap(getattr(alias, name))
+
+
+# These look factories up when a test runs.
+importlib.import_module("optax._src.alias_test").alias = WrappedAlias()
+common_test = importlib.import_module("optax.contrib._common_test")
+get_factory = common_test._get_opt_factory
+common_test._get_opt_factory = lambda name: wrap(get_factory(name))
 
 # These hold them in tables.
-with wrapped_factories():
+with wrapped_factories(alias, base, transform, transforms):
     importlib.import_module("optax._src.float64_test")
+with wrapped_factories(optax):
     importlib.import_module("optax._src.sharding_test")
 
 # As documented: an accessor that wants the state of one optimizer takes the inner one.

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from optax_lossscale._transform.steering import may_be_repeated, steering
 
 

@@ -1,0 +1,130 @@
+"""What must pass: nox runs the sessions below, each in an environment of its own."""
+
+import glob
+import os
+import tempfile
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parents[1]
+
+nox.needs_version = ">=2025.5"
+nox.options.sessions = [
+    *("lint", "demo", "tests", "slow", "oldest", "newest_python", "book", "package")
+]
+nox.options.stop_on_first_error = True
+nox.options.default_venv_backend = "venv"
+nox.options.download_python = "never"
+nox.options.error_on_missing_interpreters = False
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+# The command `python3.13` of pyenv fails unless that version has been made active.
+pyenv = os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv"))
+folders = glob.glob(f"{pyenv}/versions/3.13*/bin")
+os.environ["PATH"] = os.pathsep.join([*folders, os.environ["PATH"]])
+
+
+def install(session: nox.Session, extra: str, *packages: str) -> None:
+    session.chdir(ROOT)
+    session.install("-e", f".[{extra}]", *packages)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff and mypy."""
+    install(session, "dev")
+    session.run("ruff", "check")
+    session.run("ruff", "format", "--check")
+    session.run("mypy")
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """The README's first command."""
+    install(session, "demo")
+    session.run("python", "-m", "optax_lossscale")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The README's second command."""
+    install(session, "test")
+    session.run("pytest")
+
+
+@nox.session
+def slow(session: nox.Session) -> None:
+    """The tests marked slow."""
+    install(session, "slow")
+    session.run("pytest", "-m", "slow and not longest", "--dist=worksteal")
+
+
+@nox.session
+def oldest(session: nox.Session) -> None:
+    """The tests on the oldest supported jax and optax."""
+    oldest = ("jax==0.7.0", "jaxlib==0.7.0", "optax==0.2.5", "chex==0.1.90")
+    install(session, "test", *oldest)
+    session.run("pytest")
+
+
+@nox.session(python="3.13")
+def newest_python(session: nox.Session) -> None:
+    """The tests on Python 3.13, if the machine has it."""
+    install(session, "test")
+    session.run("pytest")
+
+
+@nox.session
+def book(session: nox.Session) -> None:
+    """The book, with warnings as errors."""
+    install(session, "docs")
+    pages = os.path.join(session.create_tmp(), "book")
+    session.run("sphinx-build", "-q", "-W", "--keep-going", "notebooks", pages)
+
+
+@nox.session
+def package(session: nox.Session) -> None:
+    """The wheel and the sdist: built, checked, and used outside of the clone."""
+    install(session, "release")
+    with tempfile.TemporaryDirectory() as folder:
+        session.run("python", "-m", "build", "--outdir", f"{folder}/dist")
+        files = glob.glob(f"{folder}/dist/*")
+        session.run("twine", "check", "--strict", *files)
+        session.chdir(folder)
+        for file in files:
+            session.run("python", "-m", "venv", "--clear", "used")
+            session.run("used/bin/pip", "install", "-q", file, external=True)
+            program = (f"{folder}/used/bin/python", "-W", "error", "-P")
+            session.run(*program, str(ROOT / "tests" / "smoke.py"), external=True)
+
+
+@nox.session
+def longest(session: nox.Session) -> None:
+    """The longest of the slow tests."""
+    install(session, "slow")
+    session.run("pytest", "-m", "longest")
+
+
+@nox.session
+def compiled(session: nox.Session) -> None:
+    """Steps compiled for a TPU, without the device."""
+    install(session, "test,tpu")
+    session.run("pytest", "-m", "slow", "tests/integration/test_compiled.py")
+
+
+@nox.session
+def faults(session: nox.Session) -> None:
+    """The share of random changes of the package that the tests catch."""
+    install(session, "test")
+    session.run("python", "tests/faults.py", *session.posargs)
+
+
+@nox.session
+def nightly(session: nox.Session) -> None:
+    """The tests on the nightly jax, which may fail."""
+    install(session, "test")
+    registry = "https://us-python.pkg.dev/ml-oss-artifacts-published"
+    index = f"{registry}/jax-public-nightly-artifacts-registry/simple/"
+    session.install("--upgrade", "--pre", "jax", "jaxlib", "--index-url", index)
+    session.run("pytest")
