@@ -95,7 +95,7 @@ def as_varying(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def waiting_for(other: jax.Array, x: jax.Array) -> jax.Array:
-    """Return ``x``, which XLA does not use before it has computed another value."""
+    """Return ``x``, from which XLA computes nothing before it has another value."""
     if varying_axes(other) - varying_axes(x):
         return x  # the barrier would make it vary from device to device, too
     return jax.lax.optimization_barrier((x, as_varying(other, x)))[0]

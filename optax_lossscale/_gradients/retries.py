@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from .._find import get_effective_state, replace_loss_scale_state, scale_state_in_use
 from .._finite import all_finite, check_agreement
-from .._jax_internals import as_varying, varying_axes, zeros_like_aval
+from .._jax_internals import waiting_for, zeros_like_aval
 from .._precision import SMALLEST_SCALE
 from .._validation import AxisName, check
 from . import nnx_objects
@@ -143,7 +143,9 @@ def _retried(
     def body(carry: _Carry) -> _Carry:
         lowered = jnp.maximum(carry.scale * backoff_factor, SMALLEST_SCALE)
         scale = jnp.where(carry.attempts == 0, carry.scale, lowered)
-        barred = [_depending_on(scale, x) for x in inputs]
+        # The forward pass does not depend on the scale. If XLA hoisted it out of the
+        # loop, all its residuals would stay in memory while the loop runs.
+        barred = [waiting_for(scale, x) for x in inputs]
         result = evaluate(program.jaxpr, *barred, scale)
         computed = [x for x, y in zip(result, forwarded, strict=True) if y is None]
         return _Carry(carry.attempts + 1, scale, computed)
@@ -158,14 +160,3 @@ def _retried(
     computed = iter(last.result)
     result = [next(computed) if y is None else y for y in forwarded]
     return last.attempts, last.scale, result
-
-
-def _depending_on(scale: jax.Array, x: jax.Array) -> jax.Array:
-    """Return an input from which XLA cannot hoist anything out of the loop.
-
-    The forward pass does not depend on the scale. If XLA hoisted it, all its residuals
-    would stay in memory while the loop runs.
-    """
-    if varying_axes(scale) - varying_axes(x):
-        return x  # the barrier would make it vary from device to device, too
-    return jax.lax.optimization_barrier((x, as_varying(scale, x)))[0]

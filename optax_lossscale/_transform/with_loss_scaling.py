@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from .._find import find_loss_scale_states
-from .._finite import all_finite, everywhere, max_magnitude
-from .._jax_internals import varying_axes
+from .._finite import all_finite, check_agreement, everywhere, max_magnitude
 from .._rules.base import LossScale, check_rule, first_state, next_state, own_state
 from .._rules.dynamic import DynamicLossScale
 from .._state import LossScaleState, recorded
@@ -166,7 +165,7 @@ def with_loss_scaling(
                     new_updates, new_state, state.inner_state, params
                 )
                 usable = everywhere(usable, axis_name)
-                _check_agreement(usable, scale_state, axis_name)
+                check_agreement(usable, scale_state.loss_scale, axis_name)
             return usable, new_updates, new_state
 
         if not loss_scale.skip_nonfinite:
@@ -183,7 +182,7 @@ def with_loss_scaling(
             check("value", value)
             value_finite = all_finite(value, axis_name)
         apply = grads_finite & value_finite
-        _check_agreement(apply, scale_state, axis_name)
+        check_agreement(apply, scale_state.loss_scale, axis_name)
         applied, new_updates, inner_state = masked_update(
             inner_update,
             check_updates,
@@ -210,21 +209,4 @@ def _check_state(state: Any) -> None:
             f"{type(state).__name__}. If you restored it from a checkpoint, pass "
             "`init(params)` to the checkpointer as the target. If it belongs to the "
             "unwrapped optimizer, use `init(params)._replace(inner_state=...)`."
-        )
-
-
-def _check_agreement(
-    apply: jax.Array, scale_state: LossScaleState, axis_name: AxisName | None
-) -> None:
-    """Raise if the devices of a ``shard_map`` could decide differently."""
-    axes = varying_axes(apply) - varying_axes(scale_state.loss_scale)
-    if axes:
-        raise ValueError(
-            "`axis_name` must name every mapped axis along which gradients differ "
-            "(with `check_updates`, parameters and state as well), here "
-            f"{sorted(axes, key=str)}, got {axis_name!r}. Otherwise some devices would "
-            "skip a step that others apply, and their states would drift apart. Add "
-            "the axis, or average the gradients before `update`. If each device trains "
-            "its own model, let its `scale_state` differ, too, with "
-            "`jax.lax.pcast(scale_state, axis, to='varying')`."
         )
