@@ -10,7 +10,6 @@ from helpers import set_mesh, without_keys
 from jax.sharding import PartitionSpec as P
 
 from optax_lossscale._jax_internals import (
-    is_differentiated,
     is_in_jit,
     is_staging,
     varying_axes,
@@ -45,28 +44,6 @@ def test_staging_and_jit_are_seen_under_a_transfer_guard():
     with jax.transfer_guard("disallow"):
         assert not is_staging() and not is_in_jit()
     assert jax.jit(lambda: is_staging() and is_in_jit())()
-
-
-def test_derivatives_are_seen(monkeypatch):
-    seen = []
-
-    def look(x):
-        seen.append(is_differentiated())
-        return x
-
-    look(1.0)
-    jax.vmap(look)(jnp.ones(2))
-    jax.jit(look)(1.0)
-    assert seen == [False] * 3
-    jax.grad(look)(1.0)
-    jax.jvp(look, (1.0,), (1.0,))
-    jax.jit(jax.grad(look))(1.0)
-    jax.grad(lambda x: jax.vmap(look)(x).sum())(jnp.ones(2))
-    assert seen[3:] == [True] * 4
-    # Where jax no longer tells, it is assumed.
-    get_state = "jax.extend.core.get_opaque_trace_state"
-    monkeypatch.setattr(get_state, lambda convention: None, raising=False)
-    assert is_differentiated()
 
 
 @pytest.mark.parametrize(
