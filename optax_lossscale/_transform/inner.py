@@ -8,7 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._tree import difference, dtype_of, in_types_of, is_inexact, same_structure
+from .._tree import (
+    difference,
+    dtype_of,
+    grad_dtype,
+    in_types_of,
+    is_inexact,
+    same_structure,
+)
 from .master_weights import has_master_weights
 
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
@@ -80,10 +87,7 @@ def update_inner(
 
 def _is_narrow(x: Any) -> bool:
     """Return whether a leaf is float16 or float8, which count as float32 here."""
-    if not is_inexact(x):
-        return False
-    dtype = dtype_of(x)
-    return dtype != jnp.bfloat16 and jnp.finfo(dtype).bits < 32
+    return is_inexact(x) and grad_dtype(dtype_of(x)) != dtype_of(x)
 
 
 def _widened(tree: Any, params: Any) -> Any:
