@@ -79,8 +79,8 @@ def newest_python(session: nox.Session) -> None:
 def book(session: nox.Session) -> None:
     """The book, with warnings as errors."""
     install(session, "docs")
-    pages = os.path.join(session.create_tmp(), "book")
-    session.run("sphinx-build", "-q", "-W", "--keep-going", "notebooks", pages)
+    with tempfile.TemporaryDirectory() as folder:
+        session.run("sphinx-build", "-q", "-W", "--keep-going", "notebooks", folder)
 
 
 @nox.session
