@@ -42,7 +42,6 @@ TESTED_BY = {
     "_rules/growth.py": "rules/test_dynamic.py",
     "_rules/verbatim.py": "presets/test_conformance.py",
     "_validation.py": "rules/test_arguments.py",
-    "plots/_common.py": "plots/test_gradient_range.py",
 }
 
 
