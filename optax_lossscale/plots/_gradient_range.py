@@ -54,8 +54,7 @@ def plot_gradient_range(
 
     Args:
         grads: true (unscaled) gradients, any pytree of arrays.
-        loss_scale: the loss scale, one number. With 1, only the unscaled gradients are
-            drawn.
+        loss_scale: one number. With 1, only the unscaled gradients are drawn.
         dtype: the floating-point type whose zones are drawn, or its name.
         ax: the matplotlib ``Axes`` to draw on, by default those of a new figure. If
             their figure has no layout engine, it gets the constrained one.
