@@ -203,7 +203,7 @@ FAULTS = [Fault(*fault) for fault in (
     # Pictures and the demonstration
     ("plots/_gradient_range.py", "octaves + shift, color=BLUE", "octaves, color=BLUE", "plots/test_gradient_range.py::test_the_histogram_counts_each_octave_before_and_after"),
     ("plots/_loss_scale.py", 'where="post"', 'where="pre"', "plots/test_loss_scale.py::test_the_scale_is_drawn_by_steps_on_a_log2_axis"),
-    ("_demo/train.py", "batch.weights[0, 0] = np.inf", "pass", "test_main.py::test_a_short_run_prints_a_table_and_writes_what_it_is_asked_for::slow"),
+    ("_demo/task.py", "np.inf if step == poisoned_step else 1.0", "1.0", "test_main.py::test_a_short_run_records_every_step_and_skips_the_poisoned_one::slow"),
 )]
 # fmt: on
 

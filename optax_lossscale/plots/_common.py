@@ -36,10 +36,7 @@ def is_narrow(ax: "Axes") -> bool:
 
 
 def legend_below(ax: "Axes", last: str = "") -> None:
-    """Put a legend below the labels of the axes, in as few rows as fit.
-
-    There it cannot cover a curve or a title. The entry named ``last`` comes last.
-    """
+    """Put a legend below the axes, in as few rows as fit, and an entry ``last``."""
     from matplotlib.transforms import Bbox, ScaledTranslation
 
     entries = list(zip(*ax.get_legend_handles_labels(), strict=True))
