@@ -17,33 +17,14 @@ def main(arguments: list[str] | None = None) -> None:
             "results."
         ),
     )
-    parser.add_argument(
-        "--steps",
-        type=_steps,
-        default=150,
-        help="number of training steps per run (default: 150)",
-    )
-    parser.add_argument(
-        "--seed", type=_seed, default=0, help="random seed (default: 0)"
-    )
-    parser.add_argument(
-        "--plot",
-        type=_png_file,
-        metavar="FILE.png",
-        help="plot the losses and scales to this file",
-    )
-    parser.add_argument(
-        "--json",
-        type=_file,
-        metavar="FILE",
-        help="write the results and the numbers of every step to this file",
-    )
+    add = parser.add_argument
+    add("--steps", type=_steps, default=150, help="training steps per run (150)")
+    add("--seed", type=_seed, default=0, help="random seed (0)")
+    add("--plot", type=_png_file, metavar="FILE.png", help="draw losses and scales")
+    add("--json", type=_file, metavar="FILE", help="write the numbers of every step")
     options = parser.parse_args(arguments)
-    missing = [
-        name
-        for name in ("rich", *(("matplotlib",) if options.plot else ()))
-        if importlib.util.find_spec(name) is None
-    ]
+    needed = ["rich", "matplotlib"] if options.plot else ["rich"]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         parser.error(
             f"{' and '.join(missing)} must be installed. Run `pip install "
@@ -58,44 +39,41 @@ def run(options: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.progress import Progress
 
-    from ._demo import report
-    from ._demo.task import load_task
-    from ._demo.train import WAYS, labels, train
+    from ._demo import report, task, train
 
-    console = Console()
-    task = load_task()
-    true_words = float(labels(task.held_out).sum(axis=1).mean())
+    console = Console(highlight=False)
+    train_on, held_out = positions = task.load_positions()
+    true_words = float(task.labels(held_out).sum(axis=1).mean())
     console.print(
         f"The task is to predict which of the 1,000 most common words occur in the "
         f"next 4 positions of Python's manual. The training text has "
-        f"{len(task.train.words):,} positions. The network has an embedding and a "
-        f"hidden layer, and is trained with Adam for {options.steps} steps on "
-        f"{jax.devices()[0].device_kind}.",
-        highlight=False,
+        f"{len(train_on):,} positions. The network has an embedding and a hidden "
+        f"layer, and is trained with Adam for {options.steps} steps on "
+        f"{jax.devices()[0].device_kind}."
     )
     start = time.monotonic()
     results = {}
     with Progress(console=console) as progress:
-        for way in WAYS:
-            bar = progress.add_task(way.name, total=options.steps)
-            advance = functools.partial(progress.advance, bar)
-            results[way.name] = train(way, task, options.steps, options.seed, advance)
-    console.print(report.make_table(results, true_words))
-    sentences = [
-        report.compare(results),
-        report.explain(),
-        *map(report.explain_poisoned, results.values()),
-    ]
-    for sentence in filter(None, sentences):
-        console.print(sentence, end="\n\n", highlight=False)
+        for way in train.WAYS:
+            watch = functools.partial(
+                progress.track, total=options.steps, description=way.name
+            )
+            results[way.name] = train.train(
+                way, positions, options.steps, options.seed, watch
+            )
+    console.print(report.make_table(results))
+    for sentence in report.sentences(results, true_words):
+        console.print(sentence, end="\n\n")
     if options.plot:
         report.save_plot(options.plot, results)
-        console.print(f"Wrote {options.plot}.", highlight=False)
+        console.print(f"Wrote {options.plot}.")
     if options.json:
         settings = {"steps": options.steps, "seed": options.seed}
-        report.save_json(options.json, settings, results, true_words)
-        console.print(f"Wrote {options.json}.", highlight=False)
-    console.print(f"Took {time.monotonic() - start:.0f} seconds.", highlight=False)
+        report.save_json(
+            options.json, results, settings=settings, true_words=true_words
+        )
+        console.print(f"Wrote {options.json}.")
+    console.print(f"Took {time.monotonic() - start:.0f} seconds.")
 
 
 def _whole_number(text: str, lowest: int, highest: int, advice: str) -> int:

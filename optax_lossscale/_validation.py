@@ -119,6 +119,18 @@ def check_concrete(name: str, tree: Any, advice: str) -> None:
         )
 
 
+def check_series(
+    name: str, values: Any, accepts: Callable[[Any], Any], rule: str, advice: str
+) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return a one-dimensional array of numbers or booleans, in float64."""
+    array = np.asarray(values)
+    if array.ndim == 1 and (array.dtype == bool or _is_real(array.dtype)):
+        numbers = array.astype(np.float64)
+        if np.all(accepts(numbers)):
+            return numbers
+    raise ValueError(f"`{name}` must be {rule}, got {describe(values)}. {advice}")
+
+
 def check_real(name: str, value: Any, advice: str) -> None:
     """Raise if ``value`` is not one real number, from Python or on the device."""
     number = isinstance(value, int | float) or hasattr(value, "dtype")

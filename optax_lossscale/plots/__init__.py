@@ -3,10 +3,7 @@
 They need matplotlib: ``pip install 'optax_lossscale[plots]'``.
 
 Examples:
-    >>> import jax.numpy as jnp
     >>> import optax_lossscale as ls
-    >>> grads = {"w": jnp.geomspace(1e-9, 1e-3, 1000)}
-    >>> axes = ls.plots.plot_gradient_range(grads, loss_scale=2.0**15)
     >>> axes = ls.plots.plot_loss_scale([1024.0, 2048.0, 1024.0])
 """
 

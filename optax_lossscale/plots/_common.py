@@ -1,12 +1,12 @@
-"""Code that the plots share: colors and new axes."""
+"""Code that the plots share: colors, axes and the legend."""
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Colors that color-blind readers can tell apart: those of Okabe and Ito, and two more.
-GREY, BLUE, RED = "0.6", "#0072b2", "#d55e00"
+# Colors that color-blind readers can tell apart: Okabe's and Ito's, and three more.
+GREY, BLUE, RED = "0.55", "#0072b2", "#d55e00"
 ORANGE, GREEN, PINK, SKY = "#e69f00", "#009e73", "#cc79a7", "#56b4e9"
 BROWN, VIOLET = "#8c5a2b", "#9b4dff"
 
@@ -14,11 +14,52 @@ BROWN, VIOLET = "#8c5a2b", "#9b4dff"
 TRACED = "Return it from the compiled function and plot it outside."
 
 
-def new_axes() -> "Axes":
+def prepare(ax: "Axes | None") -> "Axes":
+    """Return axes, new ones by default, whose figure makes room for all labels."""
     try:
         from matplotlib import pyplot
     except ImportError as error:
         raise ImportError(
             "Plots need matplotlib. Install it: `pip install 'optax_lossscale[plots]'`."
         ) from error
-    return pyplot.subplots(figsize=(7.5, 3.6), layout="constrained")[1]
+    if ax is None:
+        return pyplot.subplots(figsize=(7.5, 3.6), layout="constrained")[1]
+    figure = ax.figure.canvas.figure  # also of axes in a subfigure
+    if figure.get_layout_engine() is None and ax.get_subplotspec():
+        figure.set_layout_engine("constrained")
+    return ax
+
+
+def is_narrow(ax: "Axes") -> bool:
+    """Return whether text should be smaller, as in a column of a paper or a slide."""
+    return bool(ax.bbox.width < 4 * ax.figure.dpi)
+
+
+def legend_below(ax: "Axes", last: str = "") -> None:
+    """Put a legend below the axes, in as few rows as fit, and an entry ``last``."""
+    from matplotlib.transforms import Bbox, ScaledTranslation
+
+    entries = list(zip(*ax.get_legend_handles_labels(), strict=True))
+    entries.sort(key=lambda entry: entry[1] == last)
+    inner, inch = ax.bbox, ax.figure.dpi
+    axes = [axis.get_tightbbox() for axis in (ax.xaxis, ax.yaxis)]
+    outer = Bbox.union([inner, *filter(None, axes)])
+    right = (outer.x0 + outer.x1 - inner.x0 - inner.x1) / 2
+    move = ScaledTranslation(
+        right / inch, (outer.y0 - inner.y0) / inch, ax.figure.dpi_scale_trans
+    )
+    for rows in range(1, len(entries) + 1):
+        legend = ax.legend(
+            *zip(*entries, strict=True),
+            ncols=-(-len(entries) // rows),
+            loc="upper center",
+            bbox_to_anchor=(0.5, 0.0),
+            bbox_transform=ax.transAxes + move,
+            borderpad=0.0,
+            columnspacing=1.0,
+            labelspacing=0.3,
+            fontsize="x-small" if is_narrow(ax) else "small",
+            frameon=False,
+        )
+        if legend.get_window_extent().width <= outer.width:
+            break

@@ -1,14 +1,12 @@
 """No window, and no figure left open."""
 
-import matplotlib
 import pytest
+from matplotlib import pyplot
 
-matplotlib.use("Agg")
+pyplot.switch_backend("Agg")
 
 
 @pytest.fixture(autouse=True)
 def closed():
-    from matplotlib import pyplot
-
     yield
     pyplot.close("all")
