@@ -45,9 +45,8 @@ def init_params(seed: int = 0) -> dict[str, jax.Array]:
     return {
         "embedding": normal(embedding_key, (VOCABULARY, 16)),
         "hidden": normal(hidden_key, (CONTEXT * 16, 64)),
-        "hidden_bias": jnp.zeros(64),
         "out": normal(out_key, (64, VOCABULARY)),
-        "out_bias": jnp.zeros(VOCABULARY),
+        "bias": jnp.zeros(VOCABULARY),
     }
 
 
@@ -65,8 +64,8 @@ def network(
         return (x @ weights + bias).astype(jnp.float32)
 
     context = params["embedding"][positions[:, :CONTEXT]].reshape(len(positions), -1)
-    hidden = around(layer)(context, params["hidden"], params["hidden_bias"])
-    return around(layer)(jax.nn.relu(hidden), params["out"], params["out_bias"])
+    hidden = around(layer)(context, params["hidden"], jnp.zeros(64))
+    return around(layer)(jax.nn.relu(hidden), params["out"], params["bias"])
 
 
 def labels(positions: Any) -> jax.Array:

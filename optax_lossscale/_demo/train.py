@@ -83,10 +83,10 @@ def train(way: Way, positions: Any, steps: int, seed: int, watch: Any = iter) ->
     @jax.jit
     def flushed_share(params: Any, opt_state: Any, batch: Any) -> jax.Array:
         # The gradient by a bias for each position is the gradient by its logits.
-        per_position = jnp.tile(params["out_bias"], (task.BATCH, 1))
+        per_position = jnp.tile(params["bias"], (task.BATCH, 1))
         fun = value_and_grad(loss_fn, opt_state)
-        _, grads = fun({**params, "out_bias": per_position}, batch)
-        return (grads["out_bias"] == 0).mean()
+        _, grads = fun({**params, "bias": per_position}, batch)
+        return (grads["bias"] == 0).mean()
 
     poisoned_step = steps // 2 if way.poisoned else None
     history = []

@@ -100,11 +100,11 @@ def print_recorded():
 def print_demonstration(steps):
     from optax_lossscale._demo import task, train
 
-    data = task.load_task()
+    positions = task.load_positions()
     print("\nthe demonstration: held-out loss, logits' gradients flushed, last scale")
     for name, rule in RULES.items():
-        way = train.Way(name, jnp.float16, rule, poisoned=True)
-        result = train.train(way, data, steps, seed=0, advance=lambda: None)
+        way = train.Way(name, task.network, rule, poisoned=True)
+        result = train.train(way, positions, steps, seed=0)
         print(
             f"{name:22} {result.held_out_loss:.4f} {result.flushed_share:8.2%} "
             f"2^{np.log2(result.final_scale):g}, {result.skipped_steps} skipped"

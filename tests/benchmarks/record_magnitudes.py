@@ -7,6 +7,7 @@ elements lie in each octave. ``compare_rules.py`` and the tests replay it.
 
 import functools
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,7 @@ import numpy as np
 import optax
 
 import optax_lossscale as ls
-from optax_lossscale._demo import task as words
-from optax_lossscale._demo import train as demo
+from optax_lossscale._demo import task as demo
 
 FILE = Path(__file__).parents[1] / "data" / "magnitudes.npz"
 STEPS = 3000
@@ -50,21 +50,21 @@ def run(loss_fn, params, tx, batches):
 
 
 def word_model():
-    """The demonstration's network: a mean over two million labels."""
-    task, rng = words.load_task(), np.random.default_rng(0)
+    """The demonstration's network: a mean over half a million labels."""
+    positions, rng = demo.load_positions()[0], np.random.default_rng(0)
 
     def batches():
         while True:
-            yield words.take(task.train, rng.integers(0, len(task.train.words), 512))
+            yield positions[rng.integers(0, len(positions), 512)], 1.0
 
-    loss_fn = functools.partial(demo.mean_loss, dtype=jnp.float32)
-    params = demo.init_params(jax.random.key(0))
-    return loss_fn, params, optax.adam(1e-3), batches()
+    network = functools.partial(demo.network, dtype=jnp.float32)
+    loss_fn = functools.partial(demo.loss_fn, network=network)
+    return loss_fn, demo.init_params(), optax.adam(1e-3), batches()
 
 
 def recurrent():
     """A plain recurrent network over letters, with a loss that spikes."""
-    text = "".join(words.topics[name] for name in sorted(words.topics))
+    text = "".join(topics[name] for name in sorted(topics))
     letters = np.frombuffer(text.encode("ascii", "replace"), np.uint8) % 128
     rng = np.random.default_rng(0)
 
