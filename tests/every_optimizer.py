@@ -72,8 +72,8 @@ RATES = {"learning_rate", "max_learning_rate"}
 
 LEFT_OUT = {
     "optax.contrib.scale_by_muon": "wants dimension numbers, which muon makes",
-    "optax.inject_hyperparams": "takes a factory; see test_composition",
-    "optax.inject_stateful_hyperparams": "takes a factory; see test_composition",
+    "optax.inject_hyperparams": "takes a factory: see VARIANTS",
+    "optax.inject_stateful_hyperparams": "takes a factory",
     "optax.measure_with_ema": "returns measurements in the place of updates",
 }
 
@@ -84,8 +84,12 @@ VARIANTS = {
     "adam scheduled": optax.adam(optax.cosine_decay_schedule(0.1, 10)),
     "adamw decaying": optax.adamw(0.1, weight_decay=0.1),
     "clip + adamw": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)),
+    "hyperparameters": optax.inject_hyperparams(optax.adam)(
+        optax.linear_schedule(0.1, 0.0, 4)
+    ),
     "lbfgs without line search": optax.lbfgs(0.1, linesearch=None),
     "momentum": optax.sgd(0.1, momentum=0.9),
+    "MultiSteps": optax.MultiSteps(optax.adam(0.1), 2),
     "nesterov": optax.sgd(0.1, momentum=0.9, nesterov=True),
 }
 

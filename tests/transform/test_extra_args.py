@@ -143,27 +143,6 @@ def test_multi_steps_passes_extra_arguments_on():
         assert list(SEEN) == ["value"]
 
 
-@pytest.mark.slow
-def test_a_line_search_is_spared_the_flag():
-    """It hands all extra arguments to the loss, and refuses those it does not name."""
-    tx = ls.with_loss_scaling(optax.lbfgs())
-    params = jnp.array([1.0, 2.0])
-
-    @jax.jit
-    def step(value, flag):
-        return tx.update(
-            *(2 * params, tx.init(params), params),
-            value=value,
-            grad=2 * params,
-            value_fn=lambda params: jnp.sum(params**2),
-            grads_finite=flag,
-        )
-
-    for value, flag, applied in ((5.0, True, 1), (5.0, False, 0), (jnp.nan, True, 0)):
-        updates, state = step(value, flag)
-        assert jnp.any(updates) == applied == state.scale_state.grads_finite
-
-
 @pytest.mark.parametrize("what", ["grads", "grads_finite", "value"])
 def test_with_an_axis_name_one_member_decides_for_all(what):
     tx = ls.with_loss_scaling(optax.sgd(0.1), RULE, axis_name="member")
@@ -182,21 +161,3 @@ def test_with_an_axis_name_one_member_decides_for_all(what):
     assert state.scale_state.grads_finite.tolist() == [False, False]
     allowance = state.scale_state.hysteresis_tracker.tolist()
     assert allowance == ([2, 2] if what == "value" else [1, 1])
-
-
-def test_several_optimizers_skip_together():
-    """As an actor and a critic might, each with a scale of its own."""
-    other = ls.with_loss_scaling(optax.sgd(0.1), ls.FixedLossScale(8.0))
-
-    @jax.jit
-    def step(grads, other_grads):
-        flag = ls.all_finite((grads, other_grads))
-        return [
-            tx.update(g, tx.init(PARAMS), PARAMS, grads_finite=flag)
-            for tx, g in ((TX, grads), (other, other_grads))
-        ]
-
-    for pair in ((GRADS, BAD_GRADS), (BAD_GRADS, GRADS)):
-        for updates, state in step(*pair):
-            assert_no_update(updates)
-            assert int(state.scale_state.skipped_steps) == 1

@@ -48,25 +48,6 @@ def test_updates_of_a_type_without_a_zero_are_refused():
         tx.update(ONE, tx.init(ONE))
 
 
-def test_what_addition_itself_changes_can_be_kept():
-    """XLA on CPU flushes subnormal numbers, and float32 holds no 2**24 + 1."""
-    params = [
-        jnp.array([3e-45, 1.0], jnp.float32),
-        jnp.array([1e-40, 1.0], jnp.bfloat16),
-        jnp.array([2**24 + 1, 1], jnp.int32),
-        jnp.array([6e-8, 1.0], jnp.float16),
-    ]
-    tx = ls.with_loss_scaling(optax.identity())
-    grads = [jnp.full(2, jnp.nan)] * 4
-    updates, state = tx.update(grads, tx.init(params), params)
-    new_params = jax.jit(optax.apply_updates)(params, updates)
-    pairs = zip(new_params, params, strict=True)
-    flushed = jax.default_backend() == "cpu"
-    kept = [np.asarray(p).tobytes() == np.asarray(q).tobytes() for p, q in pairs]
-    assert kept == [not flushed, not flushed, False, True]
-    assert_same_bits(ls.keep_if_applied(state, new_params, params), params)
-
-
 @jax.custom_jvp
 def twice(x):
     return 2 * x
@@ -319,25 +300,18 @@ def test_an_update_that_cannot_be_evaluated_again_is_slower_and_says_so(monkeypa
     assert_same_bits((updates, state.inner_state), (TWO, (TWO + 1,)))
 
 
-LOOKING = {
-    "branch": lambda m: 2.0 if m[0] > 0 else 3.0,
-    "mask": lambda m: jnp.sum(m[m > 0]) - 1,
-    "shape": lambda m: jnp.sum(jnp.ones((m[0],))) + 1,
-}
-
-
-@pytest.mark.parametrize("look", LOOKING.values(), ids=LOOKING)
-def test_an_inner_transformation_may_look_at_numbers_where_there_are_some(look):
+def test_an_inner_transformation_may_look_at_numbers_where_there_are_some():
     """Under eager ``jax.vmap`` what is not mapped is there; in a program nothing is."""
-    inner = transformation(lambda g, m: (look(m) * g, (m + 1,)), jnp.ones(3, jnp.int32))
+    inner = transformation(
+        lambda g, m: ((2.0 if m[0] > 0 else 3.0) * g * jnp.sum(m[m > 0]), (m + 1,)), ONE
+    )
     tx = ls.with_loss_scaling(inner)
     state = tx.init(ONE)
-    updates, new_state = jax.vmap(tx.update, in_axes=(0, None))(
-        jnp.stack([TWO, BAD]), state
-    )
-    np.testing.assert_array_equal(updates, [2 * TWO, ZERO])
-    assert new_state.inner_state[0].tolist() == [[2, 2, 2], [1, 1, 1]]
-    with pytest.raises((TypeError, IndexError)):
+    update = jax.vmap(tx.update, in_axes=(0, None))
+    updates, new_state = update(jnp.stack([TWO, BAD]), state)
+    np.testing.assert_array_equal(updates, [6 * TWO, ZERO])
+    assert_same_bits(new_state.inner_state, (jnp.stack([TWO, ONE]),))
+    with pytest.raises(TypeError):
         jax.jit(tx.update)(ONE, state)
 
 

@@ -29,7 +29,8 @@ pytestmark = IGNORED_WARNINGS
 # What most people use, and what is made in a way of its own.
 USUAL = {
     *("optax.adafactor", "optax.adamw", "optax.adan", "optax.lion"),
-    *("optax.sgd", "adam scheduled", "clip + adamw", "momentum"),
+    *("optax.masked", "optax.sgd", "adam scheduled", "clip + adamw", "momentum"),
+    *("hyperparameters", "MultiSteps"),
 }
 # In float16 its line search may accept another step, as good as the unwrapped one's.
 CHOOSES_OTHERWISE = ("optax.lbfgs", "float16")
@@ -53,7 +54,7 @@ def cases():
 
 def test_every_factory_can_be_called():
     """A factory that a new optax brings is tested from the day it appears."""
-    assert len(OPTIMIZERS) >= 40 and {*OPTIMIZERS, *VARIANTS} >= USUAL
+    assert len(OPTIMIZERS) >= 40 and {*FACTORIES, *VARIANTS} >= USUAL
     unknown = {
         (name, parameter)
         for name in FACTORIES.keys() - LEFT_OUT.keys()
@@ -89,7 +90,9 @@ def types(tree):
 def test_a_wrapped_optimizer(name, kind):
     """Good steps are Optax's, and bad ones leave every bit as it was."""
     inner, dtype = make(name), "float32" if kind == "branch" else kind
-    tx = ls.with_loss_scaling(with_a_branch(inner) if kind == "branch" else inner)
+    tx = ls.with_loss_scaling(inner)
+    if kind == "branch":  # and healthy steps pass the check of updates
+        tx = ls.with_loss_scaling(with_a_branch(inner), check_updates=True)
     (step, traces), (plain_step, _) = compiled(name, tx), compiled(name, inner)
     params = plain_params = params_for(name, jnp.dtype(dtype))
     wide = jnp.float32 if dtype == "float16" else dtype

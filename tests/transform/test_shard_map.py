@@ -125,16 +125,13 @@ def test_parameters_and_moments_in_shards_equal_one_device(batches):
 @pytest.mark.skipif(not hasattr(jax, "pmap"), reason="jax has given up pmap")
 @pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
 @batches_of_one_program
-@pytest.mark.parametrize("collective", [False, True])
-def test_pmap_equals_one_device(batches, collective):
-    inner = optax.chain(mean_over("d"), ADAM) if collective else ADAM
+def test_pmap_equals_one_device(batches):
+    inner = optax.chain(mean_over("d"), ADAM)
     tx = ls.with_loss_scaling(inner, RULE, axis_name="d")
 
     @functools.partial(jax.pmap, axis_name="d")
     def step(params, state, x):
         _, grads = ls.value_and_grad(loss_fn, state)(params, x)
-        if not collective:
-            grads = jax.lax.pmean(grads, "d")
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -143,8 +140,7 @@ def test_pmap_equals_one_device(batches, collective):
     )
     for x in BATCHES[batches]:
         params, state = step(params, state, x.reshape(8, 2, 8))
-    if collective:
-        state = state._replace(inner_state=state.inner_state[1])
+    state = state._replace(inner_state=state.inner_state[1])
     for i in range(8):
         replica = jax.tree.map(lambda x, i=i: x[i], jax.device_get((params, state)))
         assert_close(replica, one_device(batches))
