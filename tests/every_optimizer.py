@@ -5,7 +5,17 @@ import inspect
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 from optax import contrib
+
+# What optax warns of in its own factories, and what we do.
+IGNORED_WARNINGS = [
+    pytest.mark.filterwarnings("ignore:. of . parameters are float16"),
+    pytest.mark.filterwarnings("ignore:`optimistic_adam` is deprecated"),
+    pytest.mark.filterwarnings('ignore:"seed" is deprecated'),
+    # L-BFGS writes float32 differences into its float16 memory.
+    pytest.mark.filterwarnings("ignore:scatter inputs have incompatible types"),
+]
 
 PARAMS = {
     # Of full rank: Muon's orthogonalization would blow up the rounding of any other.
@@ -62,8 +72,8 @@ RATES = {"learning_rate", "max_learning_rate"}
 
 LEFT_OUT = {
     "optax.contrib.scale_by_muon": "wants dimension numbers, which muon makes",
-    "optax.inject_hyperparams": "takes a factory; see test_composition",
-    "optax.inject_stateful_hyperparams": "takes a factory; see test_composition",
+    "optax.inject_hyperparams": "takes a factory: see VARIANTS",
+    "optax.inject_stateful_hyperparams": "takes a factory",
     "optax.measure_with_ema": "returns measurements in the place of updates",
 }
 
@@ -74,8 +84,12 @@ VARIANTS = {
     "adam scheduled": optax.adam(optax.cosine_decay_schedule(0.1, 10)),
     "adamw decaying": optax.adamw(0.1, weight_decay=0.1),
     "clip + adamw": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)),
+    "hyperparameters": optax.inject_hyperparams(optax.adam)(
+        optax.linear_schedule(0.1, 0.0, 4)
+    ),
     "lbfgs without line search": optax.lbfgs(0.1, linesearch=None),
     "momentum": optax.sgd(0.1, momentum=0.9),
+    "MultiSteps": optax.MultiSteps(optax.adam(0.1), 2),
     "nesterov": optax.sgd(0.1, momentum=0.9, nesterov=True),
 }
 
@@ -132,9 +146,12 @@ def params_for(name, dtype=jnp.float32):
 
 
 def grads_for(name, params):
-    """True gradients in float32, in the form that the transformation takes."""
+    """True gradients, in the types of `ls.value_and_grad` and in the form that fits."""
     params = params.fast if name == "optax.lookahead" else params
     grads = jax.grad(value_fn)(jax.tree.map(lambda x: x.astype(jnp.float32), params))
+    grads = jax.tree.map(
+        lambda g, p: g.astype(p.dtype) if p.dtype == jnp.bfloat16 else g, grads, params
+    )
     if name in (
         "optax.contrib.dpsgd",
         "optax.contrib.differentially_private_aggregate",
@@ -154,3 +171,14 @@ def update(name, tx, grads, state, params):
         extra_args = {}
     tx = optax.with_extra_args_support(tx)
     return tx.update(grads, state, params, **extra_args)
+
+
+def with_a_branch(inner):
+    """The same optimizer; because of the branch, its masks stand at the end."""
+
+    def update_fn(updates, state, params=None, **extra_args):
+        updates = jax.lax.cond(True, lambda g: g, lambda g: g, updates)
+        return inner.update(updates, state, params, **extra_args)
+
+    inner = optax.with_extra_args_support(inner)
+    return optax.GradientTransformationExtraArgs(inner.init, update_fn)

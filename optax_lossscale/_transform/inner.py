@@ -167,7 +167,7 @@ def _check_types(new_state: optax.OptState, state: optax.OptState) -> None:
             f"Every update rounds the state of the wrapped optimizer at {rounded}. "
             "Moments with so few digits may ruin the training. Pass gradients of the "
             "narrower type, or cast the state to the wider one.",
-            stacklevel=8,  # the caller of `update`
+            stacklevel=9,  # the caller of `update`, if it is not compiled
         )
 
 

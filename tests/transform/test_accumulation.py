@@ -65,10 +65,12 @@ def run(make_step, windows):
 needs_microbatching = pytest.mark.skipif(
     not hasattr(optax, "microbatch"), reason="needs a newer optax"
 )
-WINDOWED = [by_scan, pytest.param(by_microbatching, marks=needs_microbatching)]
+windowed = pytest.mark.parametrize(
+    "make_step", [by_scan, pytest.param(by_microbatching, marks=needs_microbatching)]
+)
 
 
-@pytest.mark.parametrize("make_step", WINDOWED)
+@windowed
 def test_a_window_is_one_large_batch(make_step):
     actual, expected = run(make_step, X), run(whole, X)
     assert_same_bits(actual[1].scale_state, expected[1].scale_state)
@@ -84,7 +86,7 @@ def test_a_window_of_gradients_of_float16_parameters_is_summed_in_float32():
     assert bool(opt_state.scale_state.grads_finite)
 
 
-@pytest.mark.parametrize("make_step", WINDOWED)
+@windowed
 def test_a_bad_micro_batch_drops_its_window_and_the_scale_moves_once(make_step):
     params, opt_state = run(make_step, BAD_X)
     expected_params, expected_state = run(make_step, X[jnp.array([0, 2])])

@@ -1,5 +1,8 @@
 """with_loss_scaling: what it keeps, what it refuses, every kind of leaf."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,187 +12,140 @@ from helpers import assert_no_update, assert_same_bits, assert_same_types, enabl
 
 import optax_lossscale as ls
 
-pytestmark = pytest.mark.filterwarnings("ignore:. of . parameters are float16")
-
 PARAMS = {"w": jnp.arange(4.0), "b": jnp.ones(())}
-
-
 GRADS = {"w": jnp.array([0.5, -1.0, 2.0, 0.25]), "b": jnp.float32(0.125)}
-
-
 BAD_GRADS = {**GRADS, "w": GRADS["w"].at[2].set(jnp.nan)}
+ADAM, SGD = optax.adam(1e-3), optax.sgd(1.0)
 
 
-def apply(tx, grads, state, params=PARAMS, **extra_args):
-    updates, state = tx.update(grads, state, params, **extra_args)
-    return updates, state
-
-
-def test_a_good_step_is_the_optimizers_own():
-    plain, tx = optax.adam(1e-3), ls.with_loss_scaling(optax.adam(1e-3))
-    updates, state = apply(tx, GRADS, tx.init(PARAMS))
-    expected, plain_state = plain.update(GRADS, plain.init(PARAMS), PARAMS)
-    assert_same_bits(updates, expected)
-    assert_same_bits(state.inner_state, plain_state)
-    assert bool(state.scale_state.grads_finite)
-
-
-def test_a_bad_step_does_nothing_but_back_off():
-    tx = ls.with_loss_scaling(optax.adam(1e-3))
-    _, before = apply(tx, GRADS, tx.init(PARAMS))
-    updates, after = apply(tx, BAD_GRADS, before)
+def test_a_good_step_is_the_optimizers_own_and_a_bad_one_only_backs_off():
+    tx = ls.with_loss_scaling(ADAM)
+    state = tx.init(PARAMS)
+    assert isinstance(tx, optax.GradientTransformationExtraArgs)
+    assert state._fields == ("scale_state", "inner_state")
+    assert_same_bits(state.scale_state, ls.DynamicLossScale().init())
+    updates, good = tx.update(GRADS, state, PARAMS)
+    expected = ADAM.update(GRADS, ADAM.init(PARAMS), PARAMS)
+    assert_same_bits((updates, good.inner_state), expected)
+    updates, bad = tx.update(BAD_GRADS, good, PARAMS)
     assert_no_update(updates)
-    assert_same_bits(after.inner_state, before.inner_state)
-    assert float(ls.get_loss_scale(after)) == float(ls.get_loss_scale(before)) / 2
-    assert int(after.scale_state.skipped_steps) == 1
+    assert_same_bits(bad.inner_state, good.inner_state)
+    expected = ls.DynamicLossScale().update(good.scale_state, False)
+    assert_same_bits(bad.scale_state, expected)
 
 
 def test_true_gradients_go_in_and_are_not_divided():
-    tx = ls.with_loss_scaling(optax.sgd(1.0), ls.FixedLossScale(1024.0))
-    updates, _ = apply(tx, GRADS, tx.init(PARAMS))
+    tx = ls.with_loss_scaling(SGD, ls.FixedLossScale(1024.0))
+    updates, _ = tx.update(GRADS, tx.init(PARAMS), PARAMS)
     assert_same_bits(updates, jax.tree.map(jnp.negative, GRADS))
 
 
 def test_without_skipping_nothing_is_checked_and_nothing_masked():
     rule = ls.FixedLossScale(128.0, skip_nonfinite=False)
-    tx, plain = ls.with_loss_scaling(optax.adam(1e-3), rule), optax.adam(1e-3)
-    updates, state = apply(tx, BAD_GRADS, tx.init(PARAMS))
-    expected, expected_state = plain.update(BAD_GRADS, plain.init(PARAMS), PARAMS)
-    assert_same_bits(updates, expected)
-    assert_same_bits(state.inner_state, expected_state)
-    assert bool(state.scale_state.grads_finite)
+    tx = ls.with_loss_scaling(ADAM, rule)
+    updates, state = tx.update(BAD_GRADS, tx.init(PARAMS), PARAMS)
+    expected = ADAM.update(BAD_GRADS, ADAM.init(PARAMS), PARAMS)
+    assert_same_bits((updates, state.inner_state), expected)
+    assert_same_bits(state.scale_state, rule.init())
 
     def operations(tx):
         state = tx.init(PARAMS)
         return str(jax.make_jaxpr(tx.update)(GRADS, state, PARAMS)).count(" = ")
 
     # The flag True, and the call of an update that returns what it was given.
-    assert operations(tx) <= operations(plain) + 2
+    assert operations(tx) <= operations(ADAM) + 2
 
 
-def test_the_default_rule_and_the_state_are_as_documented():
-    tx = ls.with_loss_scaling(optax.sgd(0.1))
-    assert isinstance(tx, optax.GradientTransformationExtraArgs)
-    state = tx.init(PARAMS)
-    assert state._fields == ("scale_state", "inner_state")
-    assert_same_bits(state.scale_state, ls.DynamicLossScale().init())
+NEVER_SKIPS = ls.FixedLossScale(skip_nonfinite=False)
 
 
 @pytest.mark.parametrize(
-    ("inner", "message"),
+    "inner, options, error, message",
     [
-        (ls.DynamicLossScale(), r"got the rule DynamicLossScale\(.*optimizer comes fi"),
-        (optax.adam, r"Call it first, as in `optax.adam\(1e-3\)`"),
-        (optax.MultiSteps, "Call it first"),
-        (None, r"got None. Pass an optimizer"),
-        (1e-3, r"got 0.001. Pass an optimizer"),
+        (ls.DynamicLossScale(), {}, TypeError, r"got the rule DynamicLossScale\(.*fir"),
+        (optax.adam, {}, TypeError, r"Call it first, as in `optax.adam\(1e-3\)`"),
+        (optax.MultiSteps, {}, TypeError, "Call it first"),
+        (None, {}, TypeError, "`inner` must be an Optax .*got None. Pass an optimizer"),
+        (1e-3, {}, TypeError, "got 0.001. Pass an optimizer"),
+        *(
+            (SGD, {"loss_scale": x}, TypeError, "`loss_scale` must be a rule.*FixedLos")
+            for x in (128.0, ls.DynamicLossScale, "dynamic", None, SGD)
+        ),
+        (SGD, {"check_updates": 1}, ValueError, "must be True or False, got 1"),
+        (
+            *(SGD, {"check_updates": True, "loss_scale": NEVER_SKIPS}, ValueError),
+            "`check_updates` must be False with FixedLossScale.*never skips",
+        ),
     ],
 )
-def test_what_is_no_optimizer_is_refused(inner, message):
-    with pytest.raises(TypeError, match=f"`inner` must be an Optax .*{message}"):
-        ls.with_loss_scaling(inner)
+def test_what_is_no_optimizer_no_rule_or_no_flag_is_refused(
+    inner, options, error, message
+):
+    with pytest.raises(error, match=message):
+        ls.with_loss_scaling(inner, **options)
 
 
 def test_two_wrappers_around_each_other_are_refused():
-    tx = ls.with_loss_scaling(optax.chain(ls.with_loss_scaling(optax.sgd(0.1))))
+    tx = ls.with_loss_scaling(optax.chain(ls.with_loss_scaling(SGD)))
     with pytest.raises(ValueError, match="`inner` must not scale losses itself"):
         tx.init(PARAMS)
 
 
 @pytest.mark.parametrize("restore", [lambda s: s.inner_state, lambda s: s._asdict()])
 def test_a_state_of_another_kind_is_refused(restore):
-    tx = ls.with_loss_scaling(optax.adam(0.1))
+    tx = ls.with_loss_scaling(ADAM)
     with pytest.raises(TypeError, match="`state` must be a WithLossScalingState"):
         tx.update(GRADS, restore(tx.init(PARAMS)), PARAMS)
 
 
-@pytest.mark.parametrize("abstract", ["eval_shape", "structs"])
-def test_init_takes_abstract_parameters(abstract):
-    tx = ls.with_loss_scaling(optax.adam(1e-3))
-    concrete = tx.init(PARAMS)
+def test_init_takes_abstract_parameters():
+    tx = ls.with_loss_scaling(ADAM)
     shapes = jax.eval_shape(lambda: PARAMS)
-    state = jax.eval_shape(tx.init, PARAMS) if abstract == "eval_shape" else None
-    state = state or jax.eval_shape(tx.init, shapes)
-    assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(
-        lambda x: (x.shape, x.dtype), concrete
-    )
-    assert_same_types(tx.init(shapes), concrete)
-
-
-WEAK = optax.GradientTransformation(
-    lambda p: {"rate": jnp.asarray(0.3), "step": 0, "full": jnp.full(4, 0.3)},
-    lambda u, s, p=None: (u, {**s, "step": s["step"] * 1, "rate": jnp.asarray(0.3)}),
-)
-
-
-UNMASKED = ls.FixedLossScale(skip_nonfinite=False)
-
-
-@pytest.mark.parametrize(
-    "rule, inner, dtype",
-    [
-        (ls.DynamicLossScale(), WEAK, "float16"),
-        (UNMASKED, WEAK, "float32"),
-        (UNMASKED, optax.adamw(1e-3), "float16"),
-        (UNMASKED, optax.lion(1e-3), "bfloat16"),
-    ],
-)
-def test_types_never_change_and_one_trace_serves_the_whole_run(rule, inner, dtype):
-    """Of optax's own optimizers, masked, `test_optimizers` says the same."""
-    traces = []
-    tx = ls.with_loss_scaling(inner, rule)
-    params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
-    state = tx.init(params)
-
-    @jax.jit
-    def step(params, state, grads):
-        traces.append(1)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    for grads in (GRADS, BAD_GRADS, GRADS):
-        new_params, new_state = step(params, state, grads)
-        assert_same_types(new_state, state)
-        assert_same_types(new_params, params)
-        params, state = new_params, new_state
-    assert len(traces) == 1
-
-
-def test_updates_have_the_type_that_the_inner_transformation_gave():
-    params = jax.tree.map(lambda x: x.astype(jnp.float16), PARAMS)
-    plain = optax.adam(1e-3)
-    expected, _ = plain.update(GRADS, plain.init(params), params)
-    tx = ls.with_loss_scaling(plain)
-    for grads in (GRADS, BAD_GRADS):
-        updates, _ = tx.update(grads, tx.init(params), params)
-        assert_same_types(updates, expected)
+    assert_same_types(tx.init(shapes), tx.init(PARAMS))
+    for params in (PARAMS, shapes):
+        state = jax.eval_shape(tx.init, params)
+        assert_same_types(state, jax.eval_shape(lambda: tx.init(PARAMS)))
 
 
 def test_zero_updates_are_made_of_the_output_of_the_inner_transformation():
     """Lookahead takes one tree of gradients and returns updates for two."""
     params = optax.LookaheadParams.init_synced(PARAMS)
-    tx = ls.with_loss_scaling(optax.lookahead(optax.sgd(0.1), 2, 0.5))
+    tx = ls.with_loss_scaling(optax.lookahead(SGD, 2, 0.5))
     updates, _ = tx.update(BAD_GRADS, tx.init(params), params)
     assert_no_update(updates)
+    assert isinstance(updates, optax.LookaheadParams)
 
 
-def test_complex_parameters():
-    params = jnp.array([1 + 1j, 2.0], jnp.complex64)
-    tx = ls.with_loss_scaling(optax.adam(0.1))
-    state = tx.init(params)
-    for bad in (complex(0, np.nan), complex(np.inf, 0)):
-        grads = jnp.array([1j, bad], jnp.complex64)
-        updates, new_state = tx.update(grads, state, params)
-        assert_no_update(updates)
-        assert_same_bits(new_state.inner_state, state.inner_state)
-    updates, _ = tx.update(params, state, params)
-    assert updates.dtype == jnp.complex64 and np.isfinite(updates).all()
+@pytest.mark.parametrize(
+    "good, bad",
+    [
+        (jnp.ones(2, "c8"), jnp.array([1j, complex(0, np.nan)], "c8")),
+        (jnp.ones(2, "c8"), jnp.array([1j, complex(np.inf, 0)], "c8")),
+        ((jnp.ones(2), None), (jnp.full(2, jnp.inf), None)),
+    ],
+    ids=["imaginary nan", "real inf", "none"],
+)
+def test_complex_numbers_and_none_are_leaves_like_any_other(good, bad):
+    tx = ls.with_loss_scaling(ADAM)
+    updates, state = tx.update(good, tx.init(good), good)
+    assert_same_types(updates, good)
+    assert ls.all_finite(updates) and ls.was_applied(state)
+    updates, new_state = tx.update(bad, state, good)
+    assert_no_update(updates)
+    assert_same_bits(new_state.inner_state, state.inner_state)
+
+
+@pytest.mark.parametrize("tree", [{}, (), None])
+def test_an_empty_tree_is_a_step_like_any_other(tree):
+    tx = ls.with_loss_scaling(ADAM)
+    updates, state = tx.update(tree, tx.init(tree), tree)
+    assert updates == tree and ls.was_applied(state)
 
 
 def test_float64_under_x64():
     with enable_x64(True):
         params = jnp.arange(3.0)
-        tx = ls.with_loss_scaling(optax.adam(0.1))
+        tx = ls.with_loss_scaling(ADAM)
         state = tx.init(params)
         _, grads = ls.value_and_grad(lambda p: jnp.sum(p**2), state)(params)
         updates, new_state = tx.update(grads, state, params)
@@ -201,13 +157,7 @@ def test_float64_under_x64():
 @pytest.mark.parametrize("jit", [False, True])
 def test_integer_leaves_with_allow_int(jit):
     params = {"w": jnp.ones(2), "table": jnp.arange(3)}
-    mask = {"w": True, "table": False}
-    tx = ls.with_loss_scaling(
-        optax.chain(
-            optax.masked(optax.adam(0.1), mask),
-            optax.masked(optax.set_to_zero(), {"w": False, "table": False}),
-        )
-    )
+    tx = ls.with_loss_scaling(optax.masked(ADAM, {"w": True, "table": False}))
     state = tx.init(params)
 
     def loss_fn(params):
@@ -227,35 +177,94 @@ def test_integer_leaves_with_allow_int(jit):
     assert int(state.scale_state.skipped_steps) == 1
 
 
-def test_none_leaves_are_left_alone():
-    params = {"w": jnp.ones(2), "frozen": None}
-    tx = ls.with_loss_scaling(optax.adam(0.1))
-    state = tx.init(params)
-    for grad in (jnp.ones(2), jnp.full(2, jnp.inf)):
-        updates, state = tx.update({"w": grad, "frozen": None}, state, params)
-        assert updates["frozen"] is None
-    assert int(state.scale_state.skipped_steps) == 1
+@dataclasses.dataclass(frozen=True)
+class UsersRule(ls.LossScale):
+    """A rule that makes and changes its state as it is told."""
+
+    first: Any
+    change: Any
+
+    def init(self):
+        return self.first
+
+    def update(self, state, grads_finite):
+        return self.change(state.record(grads_finite))
 
 
-@pytest.mark.parametrize("tree", [{}, (), None])
-def test_an_empty_tree_is_a_step_like_any_other(tree):
-    tx = ls.with_loss_scaling(optax.adam(0.1))
-    updates, state = tx.update(tree, tx.init(tree), tree)
-    assert updates == tree
-    assert bool(state.scale_state.grads_finite)
-
-
-def test_a_typed_prng_key_in_the_state_is_kept_when_a_step_is_skipped():
-    def update(updates, state, params=None):
-        return updates, {"key": jax.random.split(state["key"], 1)[0]}
-
-    inner = optax.GradientTransformation(lambda p: {"key": jax.random.key(0)}, update)
-    tx = ls.with_loss_scaling(inner)
-    state = tx.init(PARAMS)
-    _, skipped = tx.update(BAD_GRADS, state, PARAMS)
-    assert_same_bits(skipped.inner_state, state.inner_state)
-    _, applied = tx.update(GRADS, state, PARAMS)
-    assert (
-        jax.random.key_data(applied.inner_state["key"]).tolist()
-        != jax.random.key_data(state.inner_state["key"]).tolist()
+def test_the_types_of_the_scale_state_hold_whatever_a_rule_returns():
+    rule = UsersRule(
+        ls.LossScaleState.create(8.0),
+        lambda s: s._replace(growth_tracker=0, loss_scale=jnp.asarray(4.0)),
     )
+    tx = ls.with_loss_scaling(SGD, rule)
+    state = tx.init(PARAMS)
+    for update in (tx.update, jax.jit(tx.update)):
+        _, new_state = update(GRADS, state, PARAMS)
+        assert_same_types(new_state, state)
+        assert float(ls.get_loss_scale(new_state)) == 4.0
+
+
+@pytest.mark.parametrize("first", [None, 8.0, (), jnp.ones(())])
+def test_a_rule_whose_init_returns_no_state_is_refused(first):
+    tx = ls.with_loss_scaling(SGD, UsersRule(first, lambda s: s))
+    with pytest.raises(TypeError, match="`init` that returns a LossScaleState, got"):
+        tx.init(PARAMS)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda s: s._replace(rule_state=()), "an `update` that keeps the structure"),
+        (
+            lambda s: s._replace(rule_state=jnp.append(s.rule_state, 1.0)),
+            r"the shapes of the state, got .*\(2,\)\] for",
+        ),
+    ],
+    ids=["structure", "shape"],
+)
+def test_a_rule_that_changes_its_state_is_refused(change, message):
+    first = ls.LossScaleState.create(1.0, rule_state=jnp.zeros(1))
+    tx = ls.with_loss_scaling(SGD, UsersRule(first, change))
+    with pytest.raises(ValueError, match=f"`loss_scale` must have .*{message}"):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+def test_the_state_of_another_rule_is_refused_with_the_way_to_go_on():
+    headroom = ls.HeadroomLossScale()
+    old = ls.with_loss_scaling(ADAM).init(PARAMS)
+    tx = ls.with_loss_scaling(ADAM, headroom)
+    with pytest.raises(ValueError, match="^`state` must have the `rule_state` of Head"):
+        jax.jit(tx.update)(GRADS, old, PARAMS)
+    opt_state = old._replace(scale_state=headroom.init())
+    _, opt_state = jax.jit(tx.update)(GRADS, opt_state, PARAMS)
+    assert int(opt_state.inner_state[0].count) == 1
+    # The other way round nothing is missing: what is remembered stays.
+    tx = ls.with_loss_scaling(ADAM)
+    _, after = jax.jit(tx.update)(GRADS, opt_state, PARAMS)
+    assert after.scale_state.rule_state == opt_state.scale_state.rule_state
+
+
+RULES = [
+    ls.DynamicLossScale(init_scale=2.0**17),
+    ls.FixedLossScale(2.0**17),
+    ls.HeadroomLossScale(init_scale=2.0**17),
+    ls.LogNormalLossScale(init_scale=2.0**17),
+    ls.TolerantLossScale(init_scale=2.0**17),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("number", [8, 0, -1.0, np.float16(np.inf), np.nan, "half"])
+def test_whatever_number_is_put_into_the_state_the_run_goes_on_in_float32(rule, number):
+    tx = ls.with_loss_scaling(optax.sgd(0.1), rule)
+    state = first = tx.init(PARAMS)
+    if number == "half":  # as a cast of the whole optimizer state
+        state = optax.tree.cast(state, jnp.float16)
+    else:
+        state = optax.tree.set(state, loss_scale=number)
+    for _ in range(4):
+        _, grads = ls.value_and_grad(lambda p: jnp.sum(p["w"]), state)(PARAMS)
+        _, state = tx.update(grads, state, PARAMS)
+        assert_same_types(state.scale_state, first.scale_state)
+    assert bool(ls.was_applied(state))
+    assert 1 <= float(ls.get_loss_scale(state)) <= 2.0**24
