@@ -15,13 +15,13 @@ from optax._src import alias, base, transform  # noqa: E402
 
 import optax_lossscale as ls  # noqa: E402
 
-wrapped_names = []
+wrapped_factories_called = []
 
 
 def wrap(factory):
     @functools.wraps(factory)
     def wrapped(*args, **kwargs):
-        wrapped_names.append(factory.__name__)
+        wrapped_factories_called.append(factory)
         return ls.with_loss_scaling(factory(*args, **kwargs))
 
     return wrapped
@@ -41,7 +41,9 @@ def wrapped_factories(*modules):
 
 
 def pytest_terminal_summary(terminalreporter):
-    terminalreporter.write_line(f"{len(wrapped_names)} optimizers were wrapped")
+    terminalreporter.write_line(
+        f"{len(wrapped_factories_called)} optimizers were wrapped"
+    )
 
 
 class WrappedAlias:
