@@ -6,9 +6,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # Colors that color-blind readers can tell apart: Okabe's and Ito's, and three more.
-GREY, BLUE, RED = "0.55", "#0072b2", "#d55e00"
+GREY, BLUE, RED = "0.5", "#0072b2", "#d55e00"
 ORANGE, GREEN, PINK, SKY = "#e69f00", "#009e73", "#cc79a7", "#56b4e9"
-BROWN, VIOLET = "#8c5a2b", "#9b4dff"
+BROWN, VIOLET = "#7a4a1e", "#9b4dff"
 
 # The advice if something to be drawn is traced.
 TRACED = "Return it from the compiled function and plot it outside."

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _SKIPPED = "skipped step"
-_COLORS = (BLUE, ORANGE, GREEN, PINK, GREY, BROWN, SKY, VIOLET)
+_COLORS = (BLUE, ORANGE, GREEN, PINK, SKY, GREY, BROWN, VIOLET)
 # Dashes show a line under another line, and tell runs apart in grayscale.
 _DASHES = ("-", "--", "-.", ":")
 
