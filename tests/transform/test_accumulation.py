@@ -18,8 +18,6 @@ from helpers import (
 
 import optax_lossscale as ls
 
-pytestmark = pytest.mark.filterwarnings("ignore:. of . parameters are float16")
-
 RULE = ls.DynamicLossScale(init_scale=2.0**10)
 PARAMS = {"w": jnp.array([[0.5, -1.0], [2.0, 0.25]]), "b": jnp.zeros(2)}
 # Windows of four micro-batches of eight.
@@ -76,14 +74,6 @@ def test_a_window_is_one_large_batch(make_step):
     assert_same_bits(actual[1].scale_state, expected[1].scale_state)
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, e, rtol=2e-2, atol=1e-4)
-
-
-def test_a_window_of_gradients_of_float16_parameters_is_summed_in_float32():
-    tx = ls.with_loss_scaling(optax.adam(1e-2), RULE)
-    params = jax.tree.map(lambda p: p.astype(jnp.float16), PARAMS)
-    new_params, opt_state = by_scan(tx)(params, tx.init(params), X[0])
-    assert new_params["w"].dtype == jnp.float16
-    assert bool(opt_state.scale_state.grads_finite)
 
 
 @windowed

@@ -54,14 +54,6 @@ def later_steps(step, **extra_args):
     return step > 0
 
 
-def test_clipping_sees_true_gradients_on_either_side():
-    inside = ls.with_loss_scaling(optax.chain(CLIP, optax.sgd(1.0)))
-    outside = optax.chain(CLIP, ls.with_loss_scaling(optax.sgd(1.0)))
-    for tx in (inside, outside):
-        params, _ = run(tx, [GOOD])
-        np.testing.assert_allclose(params["w"], [0.4, -1.2, 3.0], rtol=1e-6)
-
-
 HIDING = {
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 10),
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
@@ -152,24 +144,6 @@ def test_what_stands_before_it_must_let_non_finite_gradients_through(
     assert bool(jnp.all(params["w"] == PARAMS["w"])) == (not hidden)
 
 
-MOVING = {
-    "trace": lambda tx: optax.chain(tx, optax.trace(0.9)),
-    "add_noise": lambda tx: optax.chain(tx, optax.add_noise(0.1, 0.5, key=0)),
-    "lookahead": LETTING_PAST["lookahead"],
-    "schedule_free": lambda tx: contrib.schedule_free(tx, 0.1, b1=0.9),
-}
-
-
-@slow
-@pytest.mark.parametrize("name", MOVING)
-def test_after_it_or_around_it_some_move_a_skipped_step(name):
-    tx, start = MOVING[name](SCALED), start_for(name)
-    good = [GOOD] * (1 if name == "lookahead" else 2)
-    (params, state), (before, _) = run(tx, [*good, BAD], start), run(tx, good, start)
-    assert skipped_steps(state) == 1
-    assert any(map(np.any, jax.tree.leaves(optax.tree.sub(params, before))))
-
-
 @slow
 @pytest.mark.parametrize("name", ["contrib.mechanize", "contrib.sam"])
 def test_around_it_some_take_the_nan(name):
@@ -209,17 +183,6 @@ def test_reduce_on_plateau_outside_counts_a_loss_that_is_not_finite_as_no_progre
     plateau = contrib.reduce_on_plateau(factor=0.5, patience=1)
     assert scale(optax.chain(SCALED, plateau)) == 0.5
     assert scale(ls.with_loss_scaling(optax.chain(SGD, plateau))) == 1.0
-
-
-@slow
-@pytest.mark.skipif(not hasattr(optax, "monitor"), reason="needs a newer optax")
-def test_monitor_stands_before_it():
-    monitor = optax.monitor({"size": optax.tree.norm})
-    params, state = run(optax.chain(monitor, SCALED), [GOOD, BAD, GOOD])
-    assert float(optax.tree.get(state, "size")) == 5.0
-    assert_same_bits(params, run(SCALED, [GOOD, GOOD])[0])
-    with pytest.raises(ValueError, match="`optax.monitor` changes its structure"):
-        run(ls.with_loss_scaling(monitor), [GOOD])
 
 
 def test_flatten_outside_is_as_good():

@@ -109,6 +109,11 @@ def takes_the_flag(updates, state, params=None, *, grads_finite, **extra_args):
     return updates, state
 
 
+def multi_steps(update):
+    inner = optax.GradientTransformationExtraArgs(lambda p: (), update)
+    return optax.MultiSteps(inner, 1)
+
+
 @pytest.mark.parametrize(
     "takes, taken",
     [
@@ -116,12 +121,13 @@ def takes_the_flag(updates, state, params=None, *, grads_finite, **extra_args):
         (takes_all, ["value", "value_fn"]),
         (takes_value, ["value"]),
         (takes_the_flag, ["grads_finite", "value", "value_fn"]),
-        (optax.MultiSteps(optax.sgd(0.1), 2), []),
+        (multi_steps(takes_all), ["value", "value_fn"]),
+        (multi_steps(takes_all).gradient_transformation(), ["value", "value_fn"]),
         (optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1)), []),
     ],
 )
 @pytest.mark.parametrize("chained", [False, True])
-def test_a_transformation_is_given_what_it_takes_unchanged(takes, taken, chained):
+def test_a_transformation_is_given_what_it_takes(takes, taken, chained):
     given = {"grads_finite": TRUE, "value": jnp.float32(3.0), "value_fn": len}
     if not hasattr(takes, "update"):
         takes = optax.GradientTransformationExtraArgs(lambda p: (), takes)
@@ -130,21 +136,15 @@ def test_a_transformation_is_given_what_it_takes_unchanged(takes, taken, chained
         tx = optax.chain(optax.clip_by_global_norm(10.0), tx)
     SEEN.clear()
     tx.update(GRADS, tx.init(PARAMS), PARAMS, **given)
-    assert SEEN == {name: given[name] for name in taken}
+    assert SEEN.keys() == set(taken)
 
 
-def test_multi_steps_passes_extra_arguments_on():
-    inner = optax.GradientTransformationExtraArgs(lambda p: (), takes_all)
-    steps = optax.MultiSteps(inner, 1)
-    for given in (steps, steps.gradient_transformation()):
-        tx = ls.with_loss_scaling(given)
-        SEEN.clear()
-        tx.update(GRADS, tx.init(PARAMS), PARAMS, value=jnp.float32(7.0))
-        assert list(SEEN) == ["value"]
-
-
+@pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
+@pytest.mark.parametrize("mapping", ["vmap", "pmap"])
 @pytest.mark.parametrize("what", ["grads", "grads_finite", "value"])
-def test_with_an_axis_name_one_member_decides_for_all(what):
+def test_with_an_axis_name_one_member_decides_for_all(what, mapping):
+    if not hasattr(jax, mapping):
+        pytest.skip("jax has given up pmap")
     tx = ls.with_loss_scaling(optax.sgd(0.1), RULE, axis_name="member")
     grads = jnp.ones((2, 3)).at[1, 2].set(jnp.inf if what == "grads" else 1.0)
     given = {
@@ -156,7 +156,8 @@ def test_with_an_axis_name_one_member_decides_for_all(what):
     def member(grads, extra_args):
         return tx.update(grads, tx.init(grads), **extra_args)
 
-    updates, state = jax.vmap(member, axis_name="member")(grads, given)
+    map_members = getattr(jax, mapping)
+    updates, state = map_members(member, axis_name="member")(grads, given)
     assert_no_update(updates)
     assert state.scale_state.grads_finite.tolist() == [False, False]
     allowance = state.scale_state.hysteresis_tracker.tolist()

@@ -1,7 +1,7 @@
 """The rules that are given the largest gradient of each step."""
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -100,10 +100,6 @@ def test_an_ensemble_has_a_scale_for_each_member(rule):
         assert float(state.loss_scale[member]) == float(alone.loss_scale)
 
 
-class Longest(NamedTuple):
-    longest_run: jax.Array
-
-
 @dataclasses.dataclass(frozen=True)
 class Cautious(ls.LossScale):
     """A user's rule with a memory, and with the largest gradient."""
@@ -111,13 +107,14 @@ class Cautious(ls.LossScale):
     uses_max_magnitude: ClassVar[bool] = True
 
     def init(self):
-        return ls.LossScaleState.create(8.0, rule_state=Longest(jnp.int32(0)))
+        return ls.LossScaleState.create(8.0, rule_state={"longest_run": jnp.int32(0)})
 
     def update(self, state, grads_finite, max_magnitude):
         state = state.record(grads_finite)
-        run = jnp.maximum(state.rule_state.longest_run, state.consecutive_skips)
+        longest = state.rule_state["longest_run"]
+        run = jnp.maximum(longest, state.consecutive_skips)
         scale = jnp.where(max_magnitude > 1.0, 1.0, state.loss_scale)
-        return state._replace(loss_scale=scale, rule_state=Longest(run))
+        return state._replace(loss_scale=scale, rule_state={"longest_run": run})
 
 
 def test_a_users_rule_may_have_a_memory_and_the_largest_gradient():
