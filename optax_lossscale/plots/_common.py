@@ -16,18 +16,18 @@ TRACED = "Return it from the compiled function and plot it outside."
 
 def prepare(ax: "Axes | None") -> "Axes":
     """Return axes, new ones by default, whose figure makes room for all labels."""
+    if ax is not None:
+        figure = ax.figure.canvas.figure  # also of axes in a subfigure
+        if figure.get_layout_engine() is None and ax.get_subplotspec():
+            figure.set_layout_engine("constrained")
+        return ax
     try:
         from matplotlib import pyplot
     except ImportError as error:
         raise ImportError(
             "Plots need matplotlib. Install it: `pip install 'optax_lossscale[plots]'`."
         ) from error
-    if ax is None:
-        return pyplot.subplots(figsize=(7.5, 3.6), layout="constrained")[1]
-    figure = ax.figure.canvas.figure  # also of axes in a subfigure
-    if figure.get_layout_engine() is None and ax.get_subplotspec():
-        figure.set_layout_engine("constrained")
-    return ax
+    return pyplot.subplots(figsize=(7.5, 3.6), layout="constrained")[1]
 
 
 def is_narrow(ax: "Axes") -> bool:
@@ -36,7 +36,7 @@ def is_narrow(ax: "Axes") -> bool:
 
 
 def legend_below(ax: "Axes", last: str = "") -> None:
-    """Put a legend below the axes, in as few rows as fit, and an entry ``last``."""
+    """Put a legend below the axes, in as few rows as fit; ``last`` comes last."""
     from matplotlib.transforms import Bbox, ScaledTranslation
 
     entries = list(zip(*ax.get_legend_handles_labels(), strict=True))
