@@ -225,14 +225,14 @@ def test_devices_that_would_decide_alone_are_refused(options, message):
 def own_models(states, spec):
     """A model and a batch on each device; a state, too, or one for all of them."""
 
-    def local(state, w, slope):
+    def local(state, w, slope, shift):
         state = jax.tree.map(lambda x: x.reshape(()), state)
         fun = ls.value_and_grad_with_retries(loss_fn, state, max_retries=8)
-        return jax.tree.map(lambda x: x[None], fun(w[0], slope[0]))
+        return jax.tree.map(lambda x: x[None], fun(w[0], slope[0], shift))
 
-    specs = {"in_specs": (spec, P("data"), P("data")), "out_specs": P("data")}
+    specs = {"in_specs": (spec, P("data"), P("data"), P()), "out_specs": P("data")}
     mapped = jax.jit(jax.shard_map(local, mesh=MESH, **specs))
-    return mapped(states, jnp.ones((8, 3)), 2.0 ** jnp.arange(8))
+    return mapped(states, jnp.ones((8, 3)), 2.0 ** jnp.arange(8), jnp.float32(1.0))
 
 
 def test_devices_with_models_of_their_own_retry_alone():
