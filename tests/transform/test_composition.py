@@ -91,12 +91,12 @@ def test_a_scale_whose_rule_does_not_see_overflows_is_refused(name, chained):
 
 
 @pytest.mark.parametrize("name", LETTING_PAST)
-def test_the_right_way_round_is_not_refused(name):
+def test_loss_scaling_around_those_wrappers_is_accepted(name):
     state = ls.with_loss_scaling(LETTING_PAST[name](ADAM)).init(start_for(name))
     ls.value_and_grad(lambda p: p["b"], state)
 
 
-def test_what_is_frozen_beside_it_may_stand_outside():
+def test_a_mask_around_loss_scaling_is_accepted_if_it_freezes_the_rest():
     """A NaN there becomes zero."""
     to_zero = optax.set_to_zero()
     frozen = optax.partition(
@@ -137,9 +137,7 @@ def test_the_guide_names_nothing_that_is_not_tested():
         (optax.zero_nans(), (BAD,)),
     ],
 )
-def test_what_stands_before_it_must_let_non_finite_gradients_through(
-    before, hides, bad
-):
+def test_before_loss_scaling_clip_and_zero_nans_hide_bad_gradients(before, hides, bad):
     params, state = run(optax.chain(before, SCALED), [bad])
     hidden = any(bad is x for x in hides)
     assert skipped_steps(state) == (not hidden)
@@ -148,7 +146,7 @@ def test_what_stands_before_it_must_let_non_finite_gradients_through(
 
 @slow
 @pytest.mark.parametrize("name", ["contrib.mechanize", "contrib.sam"])
-def test_around_it_some_take_the_nan(name):
+def test_some_wrappers_around_loss_scaling_take_the_nan(name):
     params, _ = run(LETTING_PAST[name](SCALED), [GOOD, BAD])
     assert np.isnan(params["b"])
 
@@ -165,7 +163,7 @@ def test_around_it_some_take_the_nan(name):
         (LETTING_PAST["conditionally_transform"], 1),
     ],
 )
-def test_around_it_some_keep_a_nan_for_ever_and_some_hide_it(wrap, skips):
+def test_some_wrappers_around_loss_scaling_keep_a_nan_for_ever_or_hide_it(wrap, skips):
     params, state = run(wrap(SCALED), [BAD] * 2 + [GOOD] * 6)
     assert skipped_steps(state) == skips
     if skips >= 4:
@@ -187,7 +185,7 @@ def test_reduce_on_plateau_outside_counts_a_loss_that_is_not_finite_as_no_progre
     assert scale(ls.with_loss_scaling(optax.chain(SGD, plateau))) == 1.0
 
 
-def test_flatten_outside_is_as_good():
+def test_flatten_may_stand_around_loss_scaling():
     tx = optax.flatten(ls.with_loss_scaling(ADAM))
     params, state = run(tx, [GOOD, BAD, GOOD])
     assert skipped_steps(state) == 1

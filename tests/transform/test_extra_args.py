@@ -81,7 +81,7 @@ def test_what_is_no_loss_is_refused(value, state):
         TX.update(GRADS, state, PARAMS, value=value)
 
 
-def test_a_rule_that_never_skips_hears_of_neither():
+def test_a_rule_that_never_skips_ignores_the_flag_and_the_loss():
     rule = ls.FixedLossScale(8.0, skip_nonfinite=False)
     tx = ls.with_loss_scaling(optax.sgd(1.0), rule)
     updates, state = tx.update(

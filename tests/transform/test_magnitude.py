@@ -87,19 +87,6 @@ def test_the_state_can_be_differentiated_through_a_skipped_step(rule, bad):
     np.testing.assert_array_equal(of_state, 0.0)
 
 
-@every_rule
-def test_an_ensemble_has_a_scale_for_each_member(rule):
-    tx = ls.with_loss_scaling(optax.sgd(0.1), rule)
-    params = jnp.ones((3, 2))
-    grads = jnp.array([1.0, 2.0**-10, jnp.inf])[:, None] * params
-    opt_state = jax.vmap(tx.init)(params)
-    _, opt_state = jax.vmap(tx.update)(grads, opt_state, params)
-    state = opt_state.scale_state
-    for member, magnitude in enumerate([1.0, 2.0**-10, jnp.inf]):
-        alone = rule.update(rule.init(), bool(np.isfinite(magnitude)), magnitude)
-        assert float(state.loss_scale[member]) == float(alone.loss_scale)
-
-
 @dataclasses.dataclass(frozen=True)
 class Cautious(ls.LossScale):
     """A user's rule with a memory, and with the largest gradient."""

@@ -29,7 +29,7 @@ NUMBERS = {
     "value": jnp.float32(3.0),
     "batch": (jnp.array([1.0, jnp.inf]), jnp.arange(3), Opened(jnp.float32(jnp.nan))),
 }
-STATIC = {
+PASSED_ON = {
     "array": np.array([1.0, np.nan]),
     "bound": float("inf"),
     "dtype": jnp.float32,
@@ -60,9 +60,11 @@ def test_an_applied_step_is_given_everything_as_it_is():
     assert float(extra_args["value"]) == 3.0
 
 
-def test_a_skipped_step_is_given_finite_numbers():
-    grads, extra_args = given(BAD, **NUMBERS)
-    assert grads["n"] is BAD["n"]
+@pytest.mark.parametrize("as_array", [jnp.asarray, np.asarray])
+def test_a_skipped_step_is_given_finite_numbers(as_array):
+    bad = jax.tree.map(as_array, BAD)
+    grads, extra_args = given(bad, **NUMBERS)
+    assert grads["n"] is bad["n"] and np.isfinite(grads["w"]).all()
     first, integers, node = extra_args["batch"]
     assert first[0] == 1.0  # it was finite
     assert integers is NUMBERS["batch"][1]
@@ -71,18 +73,18 @@ def test_a_skipped_step_is_given_finite_numbers():
 
 
 @pytest.mark.parametrize("grads", [GRADS, BAD], ids=["good", "bad"])
-def test_what_is_on_the_host_is_passed_on(grads):
-    _, extra_args = given(grads, **STATIC)
-    assert all(extra_args[name] is x for name, x in STATIC.items())
+def test_what_is_no_array_of_a_device_is_passed_on(grads):
+    _, extra_args = given(grads, **PASSED_ON)
+    assert all(extra_args[name] is x for name, x in PASSED_ON.items())
 
 
 def test_a_program_may_look_at_what_is_concrete_in_it():
-    extra_args = {**STATIC, "mask": jnp.array([0.0, 1.0]), "value": jnp.float32(2.0)}
+    extra_args = {**PASSED_ON, "mask": jnp.array([0.0, 1.0]), "value": jnp.float32(2.0)}
 
     def update(updates, state, params=None, *, mask, bound, array, value, **rest):
         kept = np.flatnonzero(np.asarray(mask)), np.nansum(array), float(value)
         assert bound == np.inf and kept == ([1], 1.0, 2.0)
-        assert rest == {name: STATIC[name] for name in rest}
+        assert rest == {name: PASSED_ON[name] for name in rest}
         return updates, state
 
     tx = ls.with_loss_scaling(
