@@ -213,10 +213,10 @@ def _as_python_number(name: str, value: Any) -> float | None:
     """Return a real number as a Python float, and None for bools and all else."""
     if isinstance(value, jax.core.Tracer):
         raise ValueError(
-            f"`{name}` must be a plain number, got a traced value. It is fixed when "
-            "the rule is built, outside compiled functions and "
-            "`optax.inject_hyperparams`. To change it during training, continue with "
-            "another rule: `opt_state` carries over."
+            f"`{name}` must be a plain number, got a traced value. It is fixed when a "
+            "step is compiled, so it cannot be an argument of a compiled function or of "
+            "`optax.inject_hyperparams`. To change a rule during training, continue "
+            "with another one: `opt_state` carries over."
         )
     if isinstance(value, bool | np.bool_):
         return None

@@ -43,7 +43,7 @@ from .._jax_internals import (
     without_constants,
 )
 from .._tree import dtype_of, select
-from .sanitized import split
+from .sanitized import StandIn, nonzeros, split, zeros
 
 Leaves = Sequence[Any]
 
@@ -90,32 +90,32 @@ def masked_update(
             leaves, structure = jax.tree.flatten(update(given))
             return leaves
 
-        leaves = _masked_last(evaluate, sanitize, apply, given, old)
+        leaves = _masked_last(evaluate, sanitize(apply, given, nonzeros), apply, old)
         if is_checked and any(isinstance(x, jax.core.Tracer) for x in leaves):
             # What the check has found must not be a NaN behind a mask.
-            leaves = _masked_last(evaluate, sanitize, leaves[0], given, old)
+            given = sanitize(leaves[0], given, nonzeros)
+            leaves = _masked_last(evaluate, given, leaves[0], old)
     applied, new_updates, new_state = jax.tree.unflatten(structure, leaves)
     # Shaped like the output: the inner transformation may return another tree.
-    zeros = jax.tree.map(_zeros_like, new_updates)
-    return applied, select(applied, new_updates, zeros), new_state
+    no_updates = jax.tree.map(_zeros_like, new_updates)
+    return applied, select(applied, new_updates, no_updates), new_state
 
 
 def _masked_last(
     evaluate: Callable[[Leaves], Leaves],
-    sanitize: Callable[[jax.Array, Leaves], Leaves],
+    sanitized: Leaves,
     apply: jax.Array,
-    given: Leaves,
     old: Leaves,
 ) -> Leaves:
     """Evaluate the update in the first layout; return whether it is applied first."""
-    usable, *leaves = evaluate(sanitize(apply, given))
+    usable, *leaves = evaluate(sanitized)
     apply, first = apply & usable, len(leaves) - len(old)
     return [apply, *leaves[:first], *select(apply, leaves[first:], list(old))]
 
 
 def _staged(
     jaxpr: Jaxpr,
-    sanitize: Callable[[jax.Array, Leaves], Leaves],
+    sanitize: Callable[[jax.Array, Leaves, StandIn], Leaves],
     is_checked: bool,
     *args: Any,
 ) -> Leaves:
@@ -125,9 +125,12 @@ def _staged(
     of the jaxpr, and the leaves of the old state.
     """
 
-    def first(apply: jax.Array, given: Leaves, consts: Leaves, old: Leaves) -> Leaves:
+    def first(
+        stand_in: StandIn, apply: jax.Array, given: Leaves, consts: Leaves, old: Leaves
+    ) -> Leaves:
         evaluate = functools.partial(jaxpr_as_fun(ClosedJaxpr(jaxpr, [])), *consts)
-        return _masked_last(lambda given: evaluate(*given), sanitize, apply, given, old)
+        sanitized = sanitize(apply, given, stand_in)
+        return _masked_last(lambda given: evaluate(*given), sanitized, apply, old)
 
     def second(apply: jax.Array, given: Leaves, consts: Leaves, old: Leaves) -> Leaves:
         if is_checked:
@@ -137,14 +140,16 @@ def _staged(
         return _masked_early(jaxpr, apply, [*consts, *given], old)
 
     def derived(apply: jax.Array, *args: Leaves) -> Leaves:
-        # What the check finds must not be a NaN behind a mask.
-        return first(first(apply, *args)[0] if is_checked else apply, *args)
+        if is_checked:
+            # What the check finds must not be a NaN behind a mask.
+            apply = first(nonzeros, apply, *args)[0]
+        return first(nonzeros, apply, *args)
 
     names = set(_names(jaxpr))
     if any(name.startswith("custom_vjp_call") for name in names):
-        return first(*args)  # it has no forward mode
+        return first(nonzeros, *args)  # it has no forward mode
     if any(name.endswith("Effect") for name in names - {COLLECTIVE, *DEBUGGING}):
-        return first(*args)  # mutable arrays, and callbacks that must happen
+        return first(nonzeros, *args)  # mutable arrays, and callbacks that must happen
     has_callback = any(name.endswith("callback") for name in names)
     unsafe = _UNSAFE | {"scan"} if is_checked else _UNSAFE  # which costs too much twice
     if not (has_callback or names & unsafe):
@@ -159,7 +164,7 @@ def _staged(
                 "optimizer and the version of jax.",
                 stacklevel=4,  # the caller of `update`
             )
-    return _with_derivatives_of(derived, first)(*args)
+    return _with_derivatives_of(derived, functools.partial(first, zeros))(*args)
 
 
 def _masked_early(

@@ -15,17 +15,20 @@ from .._jax_internals import is_staging
 from .._tree import dtype_of, is_inexact
 
 Leaves = Sequence[Any]
+StandIn = Callable[[Any], jax.Array]
 
 
 def split(
     updates: optax.Updates, extra_args: dict[str, Any]
 ) -> tuple[
-    Leaves, Callable[[jax.Array, Leaves], Leaves], Callable[[Leaves], tuple[Any, Any]]
+    Leaves,
+    Callable[[jax.Array, Leaves, StandIn], Leaves],
+    Callable[[Leaves], tuple[Any, Any]],
 ]:
     """Return the leaves that may be non-finite, and two functions of such leaves.
 
-    The first one sanitizes them unless the step is applied. The second one returns
-    gradients and extra arguments that have them.
+    The first one puts finite numbers in their place unless the step is applied. The
+    second one returns gradients and extra arguments that have them.
     """
     leaves, structure = jax.tree.flatten((updates, extra_args))
     kinds = [_gradient] * len(jax.tree.leaves(updates))
@@ -39,9 +42,9 @@ def split(
         if is_inexact(x) and (kind is _gradient or is_open(x))
     }
 
-    def sanitize(apply: jax.Array, given: Leaves) -> Leaves:
+    def sanitize(apply: jax.Array, given: Leaves, stand_in: StandIn) -> Leaves:
         pairs = zip(chosen.values(), given, strict=True)
-        return [sane(apply, x) for sane, x in pairs]
+        return [sane(apply, x, stand_in) for sane, x in pairs]
 
     def put_back(given: Leaves) -> tuple[Any, Any]:
         new = dict(zip(chosen, given, strict=True))
@@ -62,20 +65,25 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array) and not is_mutable
 
 
-def _gradient(apply: jax.Array, x: Any) -> jax.Array:
-    return jnp.where(apply, x, _pattern(x))
+def _gradient(apply: jax.Array, x: Any, stand_in: StandIn) -> jax.Array:
+    return jnp.where(apply, x, stand_in(x))
 
 
-def _loss(apply: jax.Array, x: Any) -> jax.Array:
+def _loss(apply: jax.Array, x: Any, stand_in: StandIn) -> jax.Array:
     # A loss so large that any other is better, so that a line search ends.
     return jnp.where(apply, x, jnp.full_like(x, float(jnp.finfo(x.dtype).max) / 4))
 
 
-def _other(apply: jax.Array, x: Any) -> jax.Array:
-    return jnp.where(apply | jnp.isfinite(x), x, _pattern(x))
+def _other(apply: jax.Array, x: Any, stand_in: StandIn) -> jax.Array:
+    return jnp.where(apply | jnp.isfinite(x), x, stand_in(x))
 
 
-def _pattern(x: Any) -> jax.Array:
+def zeros(x: Any) -> jax.Array:
+    """Return gradients on which a line search ends at its first trial."""
+    return jnp.zeros_like(x)
+
+
+def nonzeros(x: Any) -> jax.Array:
     """Return nonzero numbers whose deviations from their mean are nonzero, too.
 
     The derivatives of a norm and of a square root are not finite at 0. The squares of
