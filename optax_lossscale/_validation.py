@@ -214,9 +214,9 @@ def _as_python_number(name: str, value: Any) -> float | None:
     if isinstance(value, jax.core.Tracer):
         raise ValueError(
             f"`{name}` must be a plain number, got a traced value. It is fixed when a "
-            "step is compiled, so it cannot be an argument of a compiled function or of "
-            "`optax.inject_hyperparams`. To change a rule during training, continue "
-            "with another one: `opt_state` carries over."
+            "step is compiled: `jax.jit` and `optax.inject_hyperparams` cannot pass "
+            "it. To change a rule during training, continue with another one: "
+            "`opt_state` carries over."
         )
     if isinstance(value, bool | np.bool_):
         return None

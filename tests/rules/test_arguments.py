@@ -134,7 +134,7 @@ def test_an_argument_is_refused_that_is_out_of_range_in_float32(
 
 @pytest.mark.parametrize("rule", VARIANTS.values(), ids=VARIANTS)
 def test_a_traced_number_is_refused_and_another_rule_offered(rule):
-    match = "must be a plain number, got a traced value.* continue with another rule"
+    match = "must be a plain number, got a traced value.* continue with another one"
     for field in dataclasses.fields(rule):
         if type(getattr(rule, field.name)) not in (int, float):
             continue
