@@ -7,8 +7,9 @@ import jax.numpy as jnp
 
 from ._find import get_loss_scale_state
 from ._finite import all_finite
+from ._jax_internals import as_sharded
 from ._state import check_state
-from ._tree import is_inexact, same_structure, select
+from ._tree import choose, is_inexact, same_structure, select
 from ._validation import AxisName
 
 
@@ -85,7 +86,8 @@ def keep_if_applied(
         if not is_inexact(new) or jnp.shape(new) != jnp.shape(old):
             return new  # `select` raises
         # A running minimum, for example, may start from infinity and stay there.
-        return jnp.where(jnp.isfinite(old), new, jnp.zeros_like(new))
+        finite = as_sharded(jnp.isfinite(old), new)
+        return choose(finite, new, jnp.zeros_like(new))
 
     still = jax.tree.map(compared, new, old) if same_structure(new, old) else new
     return select(applied & all_finite(still, axis_name), new, old)

@@ -1,6 +1,7 @@
 """Uses of jax internals. Only this file handles differences between jax versions."""
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +23,22 @@ def without_constants(closed_jaxpr: ClosedJaxpr) -> Jaxpr:
     """
     jaxpr = closed_jaxpr.jaxpr
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+
+
+def stage(function: Callable[[Any], Any], args: Any) -> tuple[ClosedJaxpr, Any, bool]:
+    """Return the program of a function, its output shapes, and whether it leaks.
+
+    It leaks if it stores a traced value where the value outlives the program.
+    """
+    traces: list[weakref.ref[Any]] = []
+
+    def watched(args: Any) -> Any:
+        # A trace is alive as long as one of its values is. This needs no `gc`.
+        traces.extend(weakref.ref(x._trace) for x in jax.tree.leaves(args)[:1])
+        return function(args)
+
+    closed_jaxpr, shapes = jax.make_jaxpr(watched, return_shape=True)(args)
+    return closed_jaxpr, shapes, any(trace() is not None for trace in traces)
 
 
 def bind(eqn: JaxprEqn, args: Iterable[Any]) -> Sequence[Any]:
@@ -92,6 +109,14 @@ def as_varying(x: jax.Array, like: jax.Array) -> jax.Array:
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(x, axes, to="varying")
     return getattr(jax.lax, "pvary")(x, axes)  # noqa: B009, its name until jax 0.8
+
+
+def as_sharded(x: Any, like: Any) -> Any:
+    """Reshard an array as another is, on a mesh with explicit axes."""
+    old, new = jax.typeof(x).sharding, jax.typeof(like).sharding
+    if old.mesh.empty or old.spec == new.spec:
+        return x
+    return jax.sharding.reshard(x, new)
 
 
 def waiting_for(other: jax.Array, x: jax.Array) -> jax.Array:

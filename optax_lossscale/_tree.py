@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._jax_internals import as_sharded
 from ._validation import check_flag, describe
 
 
@@ -46,7 +47,7 @@ def select(pred: jax.typing.ArrayLike, on_true: Any, on_false: Any) -> Any:
 
     def leaf(path: Any, t: Any, f: Any) -> Any:
         if _is_array(t) and _is_array(f) and jnp.shape(t) == jnp.shape(f):
-            return jnp.where(pred, t, f)
+            return choose(pred, t, f)
         if not _is_array(t) and not _is_array(f) and (t is f or t == f):
             return t
         raise ValueError(
@@ -57,6 +58,11 @@ def select(pred: jax.typing.ArrayLike, on_true: Any, on_false: Any) -> Any:
         )
 
     return jax.tree_util.tree_map_with_path(leaf, on_true, on_false)
+
+
+def choose(pred: Any, new: Any, old: Any) -> jax.Array:
+    """Return ``jnp.where`` of two arrays, sharded like the new one."""
+    return jnp.where(pred, new, as_sharded(old, new))
 
 
 def _is_array(x: Any) -> bool:
@@ -135,11 +141,17 @@ def same_structure(tree: Any, other: Any) -> bool:
     return structure == jax.tree.structure(other)
 
 
+def at_paths_of(tree: Any, other: Any) -> Any:
+    """Return the leaves of another tree where a tree has leaves, and 0 if it has none.
+
+    Parameters may hold leaves that have no gradient, such as functions.
+    """
+    leaves = dict(jax.tree_util.tree_leaves_with_path(other))
+    return jax.tree_util.tree_map_with_path(lambda path, _: leaves.get(path, 0), tree)
+
+
 def difference(tree: Any, other: Any) -> tuple[str, str, str] | None:
-    """Return where two trees differ in structure or shapes, or None if they do not."""
-    shapes = [list(map(jnp.shape, jax.tree.leaves(x))) for x in (tree, other)]
-    if shapes[0] == shapes[1] and same_structure(tree, other):
-        return None
+    """Return where the arrays of two trees differ in shape, or None if they do not."""
     new, old = _shapes(tree), _shapes(other)
     for path in {**old, **new}:
         if old.get(path) != new.get(path):
@@ -151,6 +163,7 @@ def _shapes(tree: Any) -> dict[str, str]:
     return {
         jax.tree_util.keystr(path): f"an array of shape {jnp.shape(leaf)}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if _is_array(leaf)
     }
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from .._tree import (
+    at_paths_of,
     difference,
     dtype_of,
     grad_dtype,
@@ -60,6 +61,7 @@ def update_inner(
         _check_alike(updates, inner_state, params, error)
         raise
     if not same_structure(new_state, inner_state):
+        _check_alike(updates, inner_state, params, None)
         raise ValueError(
             "`inner` must keep the structure of its state, got "
             f"{jax.tree.structure(new_state)} for {jax.tree.structure(inner_state)}. "
@@ -92,8 +94,6 @@ def _is_narrow(x: Any) -> bool:
 
 def _widened(tree: Any, params: Any) -> Any:
     """Widen the leaves of a tree that are narrow, and of narrow parameters."""
-    if not same_structure(tree, params):
-        return tree
 
     def leaf(x: Any, param: Any) -> Any:
         if not (_is_narrow(x) and _is_narrow(param)):
@@ -102,7 +102,7 @@ def _widened(tree: Any, params: Any) -> Any:
             return jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding)
         return jnp.asarray(x, jnp.float32)
 
-    return jax.tree.map(leaf, tree, params)
+    return jax.tree.map(leaf, tree, at_paths_of(tree, params))
 
 
 def _strong(x: Any) -> Any:
@@ -118,7 +118,7 @@ def _check_alike(
     params: optax.Params | None,
     cause: Exception | None,
 ) -> None:
-    """Raise if gradients differ in shape from the parameters or from their moments."""
+    """Raise if gradients do not match the parameters or their moments."""
     name, found = "params", None
     if params is not None:
         found = difference(updates, params)
@@ -130,18 +130,21 @@ def _check_alike(
             f"`updates` and `{name}` must belong together, but `updates` has {new} at "
             f"{path or 'the root'}, and `{name}` has {old}. Pass gradients, parameters "
             "and state of one model and one optimizer. If either has changed, call "
-            "`init` again."
+            "`init` again. A parameter without a gradient needs zeros, not None."
         ) from cause
 
 
 def _unlike_moments(updates: Any, state: Any) -> tuple[str, str, str] | None:
-    """Return where a gradient has another shape than its moments in the state."""
+    """Return where a gradient is None, or of another shape than its moments."""
     held = jax.tree_util.tree_leaves_with_path(state)
-    for path, x in jax.tree_util.tree_leaves_with_path(updates):
-        shapes = {jnp.shape(y) for at, y in held if at[len(at) - len(path) :] == path}
-        if len(shapes) == 1 and (shape := shapes.pop()) != jnp.shape(x):
-            new, old = (f"an array of shape {s}" for s in (jnp.shape(x), shape))
-            return jax.tree_util.keystr(path), new, old
+    grads = jax.tree_util.tree_leaves_with_path(updates, is_leaf=lambda x: x is None)
+    for path, x in grads:
+        moments = {
+            jnp.shape(y): y for at, y in held if at[len(at) - len(path) :] == path
+        }
+        found = difference(x, *moments.values()) if len(moments) == 1 else None
+        if found:
+            return jax.tree_util.keystr(path), *found[1:]
     return None
 
 

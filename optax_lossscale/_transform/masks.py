@@ -39,10 +39,11 @@ from .._jax_internals import (
     bind,
     effect_names,
     is_staging,
+    stage,
     waiting_for,
     without_constants,
 )
-from .._tree import dtype_of, select
+from .._tree import choose, dtype_of, select
 from .sanitized import StandIn, nonzeros, split, zeros
 
 Leaves = Sequence[Any]
@@ -78,7 +79,11 @@ def masked_update(
         return inner_update(*put_back(given))
 
     if isinstance(apply, jax.core.Tracer) and is_staging():
-        closed_jaxpr, shapes = jax.make_jaxpr(update, return_shape=True)(given)
+        closed_jaxpr, shapes, leaks = stage(update, given)
+        if leaks:
+            # It records values for the caller's program, so give it some of these. XLA
+            # drops all that is computed only for this.
+            update(given)
         structure = jax.tree.structure(shapes)
         jaxpr, consts = without_constants(closed_jaxpr), closed_jaxpr.consts
         args = apply, given, consts, old
@@ -207,7 +212,7 @@ def _masked_early(
                 value = jax.lax.select_n(apply, early[id(var)], value)
             env[var] = value
     new = [
-        read(var) if id(var) in early else jnp.where(apply, read(var), x)
+        read(var) if id(var) in early else choose(apply, read(var), x)
         for var, x in outputs
     ]
     return [apply, *map(read, jaxpr.outvars[1:first]), *new]

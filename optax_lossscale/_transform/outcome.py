@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from .._finite import is_nonfinite, none_is_true
-from .._tree import dtype_of, is_inexact, same_structure, wide_dtype
+from .._tree import at_paths_of, dtype_of, is_inexact, wide_dtype
 
 
 def outcome_finite(
@@ -24,6 +24,7 @@ def outcome_finite(
     returns, because float16 can overflow when the float32 updates are finite. A value
     that was non-finite before may stay: a line search starts from an infinite loss.
     """
+    params = at_paths_of(new_updates, params)
     trees = new_updates, new_state, old_state, params
     # ``jax.jit`` takes no functions or strings, which Equinox modules contain.
     return _outcome_finite(*jax.tree.map(lambda x: x if is_inexact(x) else 0, trees))
@@ -33,10 +34,8 @@ def outcome_finite(
 def _outcome_finite(
     new_updates: Any, new_state: Any, old_state: Any, params: Any
 ) -> jax.Array:
-    applied = same_structure(new_updates, params)
-    pairs = (new_updates, params if applied else new_updates)
     flags = (
-        jax.tree.map(_bad_update, *pairs),
+        jax.tree.map(_bad_update, new_updates, params),
         jax.tree.map(_bad_change, new_state, old_state),
     )
     return none_is_true(_joined(*flags))
@@ -65,7 +64,7 @@ def _bad_update(update: Any, param: Any) -> Any:
         parts = (_bad_update(x(update), x(param)) for x in (jnp.real, jnp.imag))
         return functools.reduce(jnp.logical_or, parts)
     bad = is_nonfinite(jnp.asarray(update))
-    if param is update or not is_inexact(param):
+    if not is_inexact(param):
         return bad
     dtypes = (jnp.dtype(wide_dtype(dtype_of(x))) for x in (update, param))
     wide = max(dtypes, key=lambda dtype: dtype.itemsize)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from .._jax_internals import is_staging
-from .._tree import dtype_of, is_inexact
+from .._tree import choose, dtype_of, is_inexact
 
 Leaves = Sequence[Any]
 StandIn = Callable[[Any], jax.Array]
@@ -66,16 +66,16 @@ def _is_array(x: Any) -> bool:
 
 
 def _gradient(apply: jax.Array, x: Any, stand_in: StandIn) -> jax.Array:
-    return jnp.where(apply, x, stand_in(x))
+    return choose(apply, x, stand_in(x))
 
 
 def _loss(apply: jax.Array, x: Any, stand_in: StandIn) -> jax.Array:
     # A loss so large that any other is better, so that a line search ends.
-    return jnp.where(apply, x, jnp.full_like(x, float(jnp.finfo(x.dtype).max) / 4))
+    return choose(apply, x, jnp.full_like(x, float(jnp.finfo(x.dtype).max) / 4))
 
 
 def _other(apply: jax.Array, x: Any, stand_in: StandIn) -> jax.Array:
-    return jnp.where(apply | jnp.isfinite(x), x, stand_in(x))
+    return choose(apply | jnp.isfinite(x), x, stand_in(x))
 
 
 def zeros(x: Any) -> jax.Array:

@@ -152,6 +152,8 @@ OTHERS = {
     "params": (GRADS, NO_B, r"shape \(\) at \['b'\], and `params` has none"),
     "state": ({**GRADS, "b": jnp.ones(4)}, None, r"\(4,\) at \['b'\], and `state` .*"),
     "both": ({**GRADS, "b": jnp.ones(4)}, {**PARAMS, "b": jnp.ones(4)}, "`state` has"),
+    "none": ({**GRADS, "b": None}, PARAMS, r"no array at \['b'\].*zeros, not None"),
+    "no params": ({**GRADS, "b": None}, None, r"no array at \['b'\], and `state` has"),
 }
 
 

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:. of . parameters are float16")
 NUMBERS = [-0.0, 0.0, 1.0, -1.5, jnp.inf, -jnp.inf]
 ZERO, ONE, TWO = jnp.zeros(3), jnp.ones(3), jnp.full(3, 2.0)
 BAD = jnp.array([1.0, jnp.nan, 2.0])
+ADAM = optax.adam(0.1)
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -285,6 +286,41 @@ def test_effects_happen_once_in_a_step(check_updates):
     jax.effects_barrier()
     expected = [(kind, m) for m in (1.0, 1.0, 2.0) for kind in ("debug", "io")]
     assert sorted(seen) == sorted(expected)
+
+
+@pytest.mark.parametrize("check_updates", [False, True])
+@pytest.mark.parametrize(
+    "inner", [optax.adam(0.1), optax.lbfgs()], ids=["adam", "lbfgs"]
+)
+def test_an_optimizer_may_record_traced_values_for_the_caller(inner, check_updates):
+    """As one that logs from compiled code does. They are not sanitized."""
+    recorded = {}
+
+    def record(updates, state, params=None, **extra_args):
+        recorded["norm"] = jnp.linalg.norm(updates)
+        return inner.update(updates, state, params, **extra_args)
+
+    recording = optax.GradientTransformationExtraArgs(inner.init, record)
+    tx, other = (
+        ls.with_loss_scaling(x, check_updates=check_updates) for x in (recording, inner)
+    )
+
+    def of(tx):
+        def step(grads, state):
+            arguments = {"value": jnp.sum(ONE), "grad": grads, "value_fn": jnp.sum}
+            updates, state = tx.update(grads, state, ONE, **arguments)
+            return updates, state, recorded.get("norm")
+
+        return jax.jit(step)
+
+    state = tx.init(ONE)
+    for grads in (TWO, BAD, TWO):
+        updates, new_state, norm = of(tx)(grads, state)
+        recorded.clear()
+        expected, expected_state, _ = of(other)(grads, state)
+        assert_same_bits((updates, new_state), (expected, expected_state))
+        np.testing.assert_allclose(norm, jnp.linalg.norm(grads), rtol=1e-6)
+        state = new_state
 
 
 def test_an_update_that_cannot_be_evaluated_again_is_slower_and_says_so(monkeypatch):

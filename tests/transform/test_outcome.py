@@ -248,3 +248,15 @@ def test_derivatives_are_those_without_the_skipped_step(compiled):
     tx = ls.with_loss_scaling(inner, check_updates=True)
     actual = reached(tx, (1e4, 1.0, 1e4, 1.0))
     np.testing.assert_allclose(actual, reached(inner, (1.0, 1.0)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_parameters_beside_leaves_without_an_update_are_checked(dtype):
+    """Such as the functions in an Equinox model."""
+    huge = jnp.full(2, jnp.finfo(dtype).max, dtype)
+    tx = ls.with_loss_scaling(optax.sgd(-1.0), check_updates=True)
+    grads = {"w": huge.astype(jnp.float32), "f": None}
+    params = {"w": huge, "f": jnp.tanh, "not trained": jnp.ones(3)}
+    updates, state = tx.update(grads, tx.init({"w": grads["w"]}), params)
+    assert_no_update(updates)
+    assert int(state.scale_state.skipped_steps) == 1

@@ -128,6 +128,27 @@ def test_explicit_shardings_of_the_state_never_change(name):
             assert before.inner_state == after.inner_state
 
 
+@pytest.mark.parametrize("check_updates", [False, True])
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_state_made_before_its_parameters_were_sharded_takes_their_sharding(
+    jit, check_updates
+):
+    """Of weakly typed parameters, optax makes such a state by itself."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    tx = ls.with_loss_scaling(ADAM, RULE, check_updates=check_updates)
+    with set_mesh(mesh):
+        params = jnp.full((8, 2), 1.0)
+        state = tx.init(params)
+        params = jax.device_put(params, NamedSharding(mesh, P("x")))
+        update = jax.jit(tx.update) if jit else tx.update
+        for factor in (1.0, jnp.inf, 1.0):
+            updates, state = update(factor * params, state, params)
+            assert specs(updates) == specs(state.inner_state[0].mu) == P("x", None)
+        kept = ls.keep_if_applied(state, params, jnp.zeros((8, 2)))
+    assert specs(kept) == P("x", None)
+    assert int(state.scale_state.skipped_steps) == 1
+
+
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_master_weights_may_be_sharded_where_parameters_are_replicated(axis_type):
     """The layout of ZeRO's first stage."""
