@@ -25,13 +25,14 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "optax_lossscale"
 PROCESSES = 2
 
-# The tests of every other file are in tests/test_*.py.
+# Every other file is ground that several rooms stand on.
+GROUND = ["test_*.py", "rules", "gradients", "transform"]
 TESTS_OF_ROOM = {
     "__main__.py": ["test_main.py"],
     "_demo": ["test_main.py"],
     "_diagnostics": ["diagnostics"],
     "_gradients": ["gradients"],
-    "_rules": ["rules", "presets"],
+    "_rules": ["rules", "presets", "transform/test_with_loss_scaling.py"],
     "_transform": ["transform"],
     "plots": ["plots"],
     "presets": ["presets", "rules"],
@@ -108,7 +109,7 @@ def parse(file: Path) -> tuple[ast.AST, list[tuple[ast.AST, ast.AST]]]:
 
 def tests_of(file: Path) -> list[Path]:
     """The tests of the room, and before them those with the name of the file."""
-    patterns = TESTS_OF_ROOM.get(file.parts[0], ["test_*.py"])
+    patterns = TESTS_OF_ROOM.get(file.parts[0], GROUND)
     tests = [path for x in patterns for path in sorted(ROOT.glob(f"tests/{x}"))]
     name = f"test_{file.name.strip('_')}"
     own = [path for x in tests for path in (x, x / name) if path.name == name]
