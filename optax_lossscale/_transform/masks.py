@@ -5,17 +5,17 @@ There are two layouts, with the same results:
 1. The inputs of the inner transformation are sanitized, so that they are finite in a
    skipped step, and its outputs are masked with ``jnp.where``. This is always right,
    but often slow. A new moment is used twice, unmasked in the update and masked in the
-   state, so XLA computes it twice and copies the old one. And the norm of sanitized
-   gradients must wait for the check.
-2. While a program is staged, the update is evaluated equation by equation on the
-   gradients as they are, and a leaf of the new state is masked where an equation
-   defines it. If the step is applied, the masked value is the new one. If it is
-   skipped, everything that is computed from it is masked in turn. Data flows as in the
-   unwrapped optimizer: each moment is computed once and written in place.
+   state, so XLA computes it twice and copies the old one.
+2. While a program is staged, the update is evaluated equation by equation, and a leaf
+   of the new state is masked where an equation defines it. If the step is applied, the
+   masked value is the new one. If it is skipped, everything that is computed from it is
+   masked in turn. Data flows as in the unwrapped optimizer: each moment is computed
+   once and written in place.
 
-The second one needs a program that ends on any numbers: without loops, branches,
-callbacks and matrix decompositions. A NaN behind a mask would reach its derivatives, so
-they are taken from the first one.
+In the second one, the inputs are sanitized only for a program that may not end on NaN:
+one with loops, branches, callbacks or matrix decompositions. Otherwise the norm of the
+gradients would have to wait for the check. But a NaN behind a mask would reach its
+derivatives, so they are taken from the first layout.
 """
 
 import collections
@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from .._jax_internals import (
     COLLECTIVE,
@@ -142,6 +142,8 @@ def _staged(
             # Evaluate twice, or the whole new state would wait in memory for the flag.
             apply &= jaxpr_as_fun(ClosedJaxpr(jaxpr, []))(*consts, *given)[0]
             given = [waiting_for(apply, x) for x in given]
+        elif not is_safe:
+            given = sanitize(apply, given, zeros)
         return _masked_early(jaxpr, apply, [*consts, *given], old)
 
     def derived(apply: jax.Array, *args: Leaves) -> Leaves:
@@ -157,7 +159,8 @@ def _staged(
         return first(nonzeros, *args)  # mutable arrays, and callbacks that must happen
     has_callback = any(name.endswith("callback") for name in names)
     unsafe = _UNSAFE | {"scan"} if is_checked else _UNSAFE  # which costs too much twice
-    if not (has_callback or names & unsafe):
+    is_safe = not (has_callback or names & unsafe)
+    if is_safe or not is_checked:
         try:
             return _with_derivatives_of(derived, second)(*args)
         except Exception as error:
@@ -205,17 +208,26 @@ def _masked_early(
         return atom.val if isinstance(atom, Literal) else env[atom]
 
     for eqn in jaxpr.eqns:
-        values = bind(eqn, map(read, eqn.invars))
-        for var, value in zip(eqn.outvars, values, strict=True):
-            if id(var) in early:
-                # Both have one type, and `jnp.where` takes longer to trace.
-                value = jax.lax.select_n(apply, early[id(var)], value)
-            env[var] = value
-    new = [
+        args = [read(var) for var in eqn.invars]
+        before = [early.get(id(var)) for var in eqn.outvars]
+        if _writes_rows(eqn) and args[0] is before[0]:
+            # A mask would copy a whole history. A skipped step writes beyond its end.
+            args[1] = jnp.where(apply, args[1], jnp.iinfo(args[1].dtype).max)
+            before = [None]
+        for var, new, x in zip(eqn.outvars, bind(eqn, args), before, strict=True):
+            # Both have one type, and `jnp.where` takes longer to trace.
+            env[var] = new if x is None else jax.lax.select_n(apply, x, new)
+    new_state = [
         read(var) if id(var) in early else choose(apply, read(var), x)
         for var, x in outputs
     ]
-    return [apply, *map(read, jaxpr.outvars[1:first]), *new]
+    return [apply, *map(read, jaxpr.outvars[1:first]), *new_state]
+
+
+def _writes_rows(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is ``x.at[i].set(y)``, which drops what is outside."""
+    mode = jax.lax.GatherScatterMode.FILL_OR_DROP
+    return eqn.primitive.name == "scatter" and eqn.params["mode"] == mode
 
 
 def _names(jaxpr: Jaxpr) -> Iterator[str]:
@@ -240,10 +252,17 @@ def _with_derivatives_of(
 
     def both(*args: Any) -> Leaves:
         leaves, structure = jax.tree.flatten(args)
+        # The old state is among the constants, too. One array is one argument.
+        unique = {id(x): x for x in leaves}
+        at = {key: i for i, key in enumerate(unique)}
+        index = [at[id(x)] for x in leaves]
+
+        def arguments(unique: Leaves) -> Any:
+            return jax.tree.unflatten(structure, [unique[i] for i in index])
 
         @jax.custom_jvp
-        def evaluate(*leaves: Any) -> Leaves:
-            return function(*jax.tree.unflatten(structure, leaves))
+        def evaluate(*unique: Any) -> Leaves:
+            return function(*arguments(unique))
 
         @functools.partial(evaluate.defjvp, symbolic_zeros=True)
         def _(primals: Leaves, tangents: Leaves) -> tuple[Leaves, Leaves]:
@@ -255,14 +274,14 @@ def _with_derivatives_of(
                     next(rest) if moved else x
                     for x, moved in zip(primals, moves, strict=True)
                 ]
-                return derived(*jax.tree.unflatten(structure, leaves))
+                return derived(*arguments(leaves))
 
             moving, directions = (
                 list(itertools.compress(x, moves)) for x in (primals, tangents)
             )
             return jax.jvp(along, (moving,), (directions,))
 
-        return evaluate(*leaves)
+        return evaluate(*unique.values())
 
     return both
 

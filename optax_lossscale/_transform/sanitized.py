@@ -31,10 +31,13 @@ def split(
     second one returns gradients and extra arguments that have them.
     """
     leaves, structure = jax.tree.flatten((updates, extra_args))
-    kinds = [_gradient] * len(jax.tree.leaves(updates))
+    grads = [id(x) for x in jax.tree.leaves(updates)]
+    kinds = [_gradient] * len(grads)
     for name in sorted(extra_args):
         kind = _loss if name == "value" else _other
-        kinds += [kind] * len(jax.tree.leaves(extra_args[name]))
+        for x in jax.tree.leaves(extra_args[name]):
+            # A line search takes the gradients twice: sanitize them once.
+            kinds.append(_gradient if id(x) in grads else kind)
     is_open = _is_traced if is_staging() else _is_array
     chosen = {
         i: kind
