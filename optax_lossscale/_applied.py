@@ -90,8 +90,8 @@ def keep_if_applied(
     if _taken.get(id(scale_state.skipped_steps)) is scale_state.skipped_steps:
         raise ValueError(
             "`state` must be the optimizer state after the step, got one that `update` "
-            "has taken already. It tells whether the previous step was applied. Pass "
-            "the state that `update` returned."
+            "has taken already, which tells of the previous step. Pass the one that it "
+            "returned."
         )
 
     def compared(new: Any, old: Any) -> Any:

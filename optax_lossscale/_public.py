@@ -9,15 +9,20 @@ from typing import NoReturn
 ELSEWHERE = {
     "DynamicGradScaler": "presets.megatron",
     "DynamicLossScaleManager": "presets.mindspore_dynamic",
+    "DynamicLossScaleUpdateCell": "presets.mindspore_dynamic",
     "DynamicLossScaler": "presets.deepspeed presets.fairseq presets.mindspore_dynamic",
+    "DynamicLossScaling": "presets.mpx_dynamic",
     "DynamicScale": "presets.flax_dynamic_scale",
     "ExponentialUpdateLossScaleManager": "presets.tf_contrib_exponential_update",
     "FixedLossScaleManager": "presets.mindspore_fixed presets.tf_contrib_fixed",
+    "FixedLossScaleUpdateCell": "presets.mindspore_fixed",
     "GradScaler": "presets.torch_grad_scaler",
     "LossScaleManager": "LossScale",
     "LossScaleOptimizer": "presets.keras_loss_scale presets.tf_keras_loss_scale",
+    "MixedPrecisionLossScaleOptimizer": "with_loss_scaling",
     "NoOpLossScale": "FixedLossScale(1.0)",
     "StaticLossScale": "presets.jmp_static",
+    "StaticLossScaler": "FixedLossScale",
     "TrainOneStepWithLossScaleCell": "with_loss_scaling",
 }
 
@@ -34,7 +39,7 @@ def set_home(module_name: str, names: Iterable[str]) -> None:
 
 
 def lead_to_ours(module_name: str) -> None:
-    """Let other systems' names raise an AttributeError that names ours.
+    """Let other systems' names raise an error that names ours.
 
     It is set here, because type checkers take any name for that of a member in a module
     that defines ``__getattr__``.
@@ -45,7 +50,11 @@ def lead_to_ours(module_name: str) -> None:
         if name not in ELSEWHERE:
             raise AttributeError(message)
         ours = " or ".join(f"`ls.{x}`" for x in ELSEWHERE[name].split())
+        message += f". Use {ours}."
+        # An import asks here first, and would hide an AttributeError.
+        if sys._getframe(1).f_code.co_name == "_handle_fromlist":
+            raise ImportError(message, name=module_name)
         # With a name and no object, Python suggests nothing itself.
-        raise AttributeError(f"{message}. Use {ours}.", name=name)
+        raise AttributeError(message, name=name)
 
     setattr(sys.modules[module_name], "__getattr__", missing)  # noqa: B010

@@ -161,3 +161,11 @@ def test_any_other_name_that_is_missing_is_reported_as_in_other_modules():
     with pytest.raises(AttributeError, match=message) as error:
         ls.DynamicLossScal  # noqa: B018
     assert (error.value.name, error.value.obj) == ("DynamicLossScal", ls)
+
+
+@pytest.mark.parametrize("name", ["GradScaler", "DynamicLossScaleManager"])
+def test_importing_the_name_of_another_system_leads_to_ours_too(name):
+    with pytest.raises(ImportError, match=f"{name}.* Use `ls.{ELSEWHERE[name]}`"):
+        exec(f"from optax_lossscale import {name}")
+    with pytest.raises(ImportError, match="cannot import name 'no_such_name'"):
+        exec("from optax_lossscale import no_such_name")

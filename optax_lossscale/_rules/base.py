@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from .._applied import take
 from .._state import LossScaleState, check_state
 from .._tree import in_types_of, same_structure
-from .._validation import check, check_flag, describe
+from .._validation import check, check_flag, check_order, describe
 
 UpdateT = TypeVar("UpdateT", bound=Callable[..., Any])
 
@@ -166,6 +166,12 @@ def check_fields(rule: LossScale) -> None:
     """Replace the fields of a frozen rule by their checked values, Python's own."""
     for name in _field_names(type(rule)):
         object.__setattr__(rule, name, check(name, getattr(rule, name)))
+
+
+def check_scales(rule: Any) -> None:
+    """Raise if the first scale is outside the limits."""
+    names = ("min_scale", "init_scale", "max_scale")
+    check_order(**{name: getattr(rule, name) for name in names})
 
 
 def check_rule(loss_scale: Any) -> None:
