@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._jax_internals import as_sharded
-from ._validation import check_flag, describe
+from ._validation import check_fits, check_flag, describe
 
 
 def select(pred: jax.typing.ArrayLike, on_true: Any, on_false: Any) -> Any:
@@ -28,7 +28,8 @@ def select(pred: jax.typing.ArrayLike, on_true: Any, on_false: Any) -> Any:
 
     Raises:
         ValueError: if ``pred`` is not one boolean, if the structures or shapes differ,
-            or if a leaf that is not an array differs between the trees.
+            if a leaf that is not an array differs between the trees, or if an integer
+            from Python or NumPy does not fit JAX's type.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -46,15 +47,17 @@ def select(pred: jax.typing.ArrayLike, on_true: Any, on_false: Any) -> Any:
         )
 
     def leaf(path: Any, t: Any, f: Any) -> Any:
+        where = f"at {jax.tree_util.keystr(path) or 'the root'}"
+        for x in (t, f):
+            check_fits(where, x)
         if _is_array(t) and _is_array(f) and jnp.shape(t) == jnp.shape(f):
             return choose(pred, t, f)
         if not _is_array(t) and not _is_array(f) and (t is f or t == f):
             return t
         raise ValueError(
             "`on_true` and `on_false` must have the same shapes, and equal leaves "
-            f"where they are not arrays, got {describe(t)} and {describe(f)} at "
-            f"{jax.tree_util.keystr(path) or 'the root'}. Select between two versions "
-            "of one tree."
+            f"where they are not arrays, got {describe(t)} and {describe(f)} {where}. "
+            "Select between two versions of one tree."
         )
 
     return jax.tree_util.tree_map_with_path(leaf, on_true, on_false)

@@ -111,6 +111,20 @@ def check_flag(name: str, value: Any) -> None:
         )
 
 
+def check_fits(where: str, value: Any) -> None:
+    """Raise if an integer from Python or NumPy would wrap in the type JAX gives it."""
+    array = np.ravel(value if isinstance(value, int | np.ndarray | np.generic) else 0)
+    if np.issubdtype(array.dtype, np.integer):
+        dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+        lost = array[array.astype(dtype) != array]
+        if lost.size:
+            raise ValueError(
+                f"Integers must fit {dtype} without `jax_enable_x64`, got {lost[0]} "
+                f"{where}. Count in larger units, or choose in Python: `new if "
+                "was_applied(state) else old`."
+            )
+
+
 def check_concrete(name: str, tree: Any, advice: str) -> None:
     """Raise if a leaf of ``tree`` is being traced."""
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
@@ -271,7 +285,7 @@ _ARGUMENTS: dict[str, Callable[[str, Any], Any]] = {
     "loss_scale": _number(
         lambda x: 1 <= x <= LARGEST_SCALE,
         "a number from 1 to 2**126",
-        "It multiplies the loss. To turn scaling off, use 1.",
+        "It multiplies the loss, and 1 leaves it unchanged.",
     ),
     "init_scale": _normal("It is the first loss scale; 2.0**15 suits float16."),
     "min_scale": _normal("It is the smallest loss scale; 1 is usual."),

@@ -45,7 +45,7 @@ VARIANTS = {
     ),
     "torch, disabled": presets.torch_grad_scaler(enabled=False),
     "apex, fixed": presets.apex_amp(128.0),
-    "below its floor": presets.mindspore_dynamic(0.5, scale_window=2),
+    "below its floor": presets.tf_dynamic_loss_scale(0.5, increment_period=2),
     "above its ceiling": presets.mpx_dynamic(2.0**20, period=2),
 }
 RULES = {**PRESETS, **VARIANTS}

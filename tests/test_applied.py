@@ -75,3 +75,47 @@ def test_values_that_do_not_match_and_states_of_many_are_refused():
     many = jax.vmap(TX.init)(jnp.ones((3, 2)))
     with pytest.raises(ValueError, match="the loss scale of one run.* `jax.vmap`"):
         ls.keep_if_applied(many, 1.0, 2.0)
+
+
+def test_a_count_that_jax_would_wrap_is_refused_in_an_applied_step_too():
+    for grads in (GOOD, BAD):
+        with pytest.raises(ValueError, match="fit int32 .* got 5000000064 at the root"):
+            ls.keep_if_applied(after(grads), np.int64(5_000_000_064), 5_000_000_000)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_state_of_before_the_step_is_refused(compiled):
+    def step(opt_state, grads, which):
+        states = [opt_state, TX.update(grads, opt_state, PARAMS)[1]]
+        return ls.keep_if_applied(states[which], jnp.ones(2), jnp.zeros(2))
+
+    run = jax.jit(step, static_argnums=2) if compiled else step
+    for rule_grads, kept in ((GOOD, 1.0), (BAD, 0.0)):
+        assert run(TX.init(PARAMS), rule_grads, 1).tolist() == [kept, kept]
+        with pytest.raises(ValueError, match="`state` must be .* after the step"):
+            run(TX.init(PARAMS), rule_grads, 0)
+
+
+def test_several_steps_in_a_row_are_each_asked_about_their_own_state():
+    def two_steps(opt_state, count):
+        for grads in (GOOD, BAD, GOOD):
+            _, opt_state = TX.update(grads, opt_state, PARAMS)
+            count = ls.keep_if_applied(opt_state, count + 1, count)
+        return count
+
+    for run in (two_steps, jax.jit(two_steps)):
+        assert int(run(TX.init(PARAMS), jnp.int32(0))) == 2
+    never_skips = ls.FixedLossScale(1.0, skip_nonfinite=False)
+    tx = ls.with_loss_scaling(optax.sgd(0.1), never_skips)
+    _, opt_state = tx.update(BAD, tx.init(PARAMS))
+    assert ls.keep_if_applied(opt_state, 1, 0) == 1
+
+
+def test_a_state_that_holds_no_numbers_is_refused():
+    abstract = jax.eval_shape(TX.init, PARAMS)
+    for read in (ls.was_applied, lambda state: ls.applied_steps(state, 3)):
+        with pytest.raises(
+            ValueError, match="^`state` must hold numbers, .* no number .* Pass"
+        ):
+            read(abstract)
+        assert jax.eval_shape(read, abstract).shape == ()

@@ -6,12 +6,14 @@ import pickle
 import re
 import subprocess
 import sys
+import traceback
 import typing
 
 import pytest
 from every_rule import PRESETS
 
 import optax_lossscale as ls
+from optax_lossscale import _public
 
 MODULES = (ls, ls.presets, ls.plots)
 FUNCTIONS = [
@@ -127,3 +129,35 @@ def test_importing_needs_neither_extras_nor_test_packages_and_starts_no_backend(
     started, *modules = run.stdout.split()
     assert started == "False"
     assert not {"rich", "matplotlib", "flax", "equinox", "pytest"} & set(modules)
+
+
+ELSEWHERE = {
+    "FixedLossScaleManager": "presets.mindspore_fixed",
+    "DynamicLossScaleManager": "presets.mindspore_dynamic",
+    "LossScaleManager": "`ls.LossScale`",
+    "GradScaler": "presets.torch_grad_scaler",
+    "DynamicScale": "presets.flax_dynamic_scale",
+    "LossScaleOptimizer": "presets.keras_loss_scale",
+    "NoOpLossScale": "FixedLossScale(1.0)",
+    "StaticLossScale": "presets.jmp_static",
+}
+
+
+@pytest.mark.parametrize("name", {*ELSEWHERE, *_public.ELSEWHERE})
+def test_the_name_of_another_system_leads_to_ours(name):
+    assert not hasattr(ls, name) and name not in dir(ls)
+    with pytest.raises(AttributeError) as error:
+        getattr(ls, name)
+    message = "".join(traceback.format_exception_only(error.value))
+    assert message.startswith("AttributeError: module 'optax_lossscale' has no")
+    assert ELSEWHERE.get(name, "`ls.") in message
+    assert "Did you mean" not in message, "Python would name a rule with other defaults"
+    for code in re.findall(r"`(ls\.[\w.]+)", message):
+        assert callable(eval(code, {"ls": ls}))
+
+
+def test_any_other_name_that_is_missing_is_reported_as_in_other_modules():
+    message = "module 'optax_lossscale' has no attribute 'DynamicLossScal'"
+    with pytest.raises(AttributeError, match=message) as error:
+        ls.DynamicLossScal  # noqa: B018
+    assert (error.value.name, error.value.obj) == ("DynamicLossScal", ls)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits
+from helpers import assert_same_bits, enable_x64
 
 import optax_lossscale as ls
 
@@ -71,3 +71,23 @@ def test_select_refuses_trees_of_different_structure():
         ls.select(True, {"a": 1.0}, {"b": 1.0})
     with pytest.raises(ValueError, match="same structure"):
         ls.select(True, 1.0, (1.0, 2.0))
+
+
+TOKENS = 5_000_000_000
+
+
+@pytest.mark.parametrize("pred", [True, jnp.bool_(False)])
+@pytest.mark.parametrize("tokens", [TOKENS, np.int64(TOKENS), -np.full(2, TOKENS)])
+def test_select_refuses_a_count_that_jax_would_wrap(pred, tokens):
+    zero = np.zeros_like(tokens)
+    for trees in ((tokens, zero), (zero, tokens)):
+        with pytest.raises(ValueError, match=r"fit int32 .*, got -?50+ at \['tokens'"):
+            ls.select(pred, *({"tokens": tree} for tree in trees))
+        with enable_x64(True):
+            selected = ls.select(pred, *({"tokens": tree} for tree in trees))
+        np.testing.assert_array_equal(selected["tokens"], trees[not pred])
+
+
+def test_select_takes_every_integer_that_fits():
+    for n in (2**31 - 1, np.int64(-(2**31)), np.uint32(2**32 - 1), np.uint8(255)):
+        assert int(ls.select(True, n, n)) == n

@@ -10,9 +10,10 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 import jax
 import jax.numpy as jnp
 
+from .._applied import take
 from .._state import LossScaleState, check_state
 from .._tree import in_types_of, same_structure
-from .._validation import check, check_flag, describe
+from .._validation import check, check_flag, check_order, describe
 
 UpdateT = TypeVar("UpdateT", bound=Callable[..., Any])
 
@@ -167,6 +168,12 @@ def check_fields(rule: LossScale) -> None:
         object.__setattr__(rule, name, check(name, getattr(rule, name)))
 
 
+def check_scales(rule: Any) -> None:
+    """Raise if the first scale is outside the limits."""
+    names = ("min_scale", "init_scale", "max_scale")
+    check_order(**{name: getattr(rule, name) for name in names})
+
+
 def check_rule(loss_scale: Any) -> None:
     if not isinstance(loss_scale, LossScale):
         raise TypeError(
@@ -193,6 +200,8 @@ def own_state(rule: LossScale, state: Any) -> LossScaleState:
     A rule without a ``rule_state`` leaves that of another rule alone.
     """
     state = check_state(state)
+    if rule.skip_nonfinite:  # otherwise the state stays the same
+        take(state)
     given, own = state.rule_state, jax.eval_shape(rule.init).rule_state
     if not jax.tree.leaves(own):
         return state

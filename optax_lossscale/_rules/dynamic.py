@@ -6,8 +6,7 @@ from typing import final
 import jax
 
 from .._state import LossScaleState
-from .._validation import check_order
-from .base import compiled
+from .base import check_scales, compiled
 from .growth import GrowingLossScale, counted, moved
 
 
@@ -67,11 +66,7 @@ class DynamicLossScale(GrowingLossScale):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_order(
-            min_scale=self.min_scale,
-            init_scale=self.init_scale,
-            max_scale=self.max_scale,
-        )
+        check_scales(self)
 
     @compiled
     def update(

@@ -54,6 +54,8 @@ class FixedLossScale(LossScale):
     def update(
         self, state: LossScaleState, grads_finite: jax.typing.ArrayLike
     ) -> LossScaleState:
+        # Another rule may have left a tracker that says that the scale changes.
+        state = state._replace(hysteresis_tracker=self.init().hysteresis_tracker)
         if not self.skip_nonfinite:
             return state
         scale = state.loss_scale

@@ -57,7 +57,9 @@ def counted(
     grows = grads_finite & (growth_tracker >= rule.growth_interval)
     growth_tracker = jnp.where(grows, 0, growth_tracker)
 
-    hysteresis_tracker = jnp.clip(state.hysteresis_tracker, 0, rule.hysteresis)
+    # It is -1 in the state of a `FixedLossScale`.
+    left = jnp.minimum(state.hysteresis_tracker, rule.hysteresis)
+    hysteresis_tracker = jnp.where(left < 0, rule.hysteresis, left)
     left = jnp.maximum(hysteresis_tracker - 1, 0)
     backs_off = ~grads_finite & (left == 0)
     refills = {

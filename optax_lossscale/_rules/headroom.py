@@ -10,8 +10,7 @@ import numpy as np
 
 from .._precision import SMALLEST_SCALE, normal_scale, power_of_two
 from .._state import LossScaleState, recorded
-from .._validation import check_order
-from .base import LossScale, check_fields, compiled
+from .base import LossScale, check_fields, check_scales, compiled
 from .growth import backed_off
 
 
@@ -87,11 +86,7 @@ class HeadroomLossScale(LossScale):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_order(
-            min_scale=self.min_scale,
-            init_scale=self.init_scale,
-            max_scale=self.max_scale,
-        )
+        check_scales(self)
 
     def init(self) -> LossScaleState:
         rule_state = HeadroomState(jnp.zeros((), jnp.float32))

@@ -10,8 +10,7 @@ from .._finite import all_finite
 from .._precision import SMALLEST_SCALE, power_of_two
 from .._state import LossScaleState, recorded
 from .._tree import select
-from .._validation import check_order
-from .base import LossScale, check_fields, compiled
+from .base import LossScale, check_fields, check_scales, compiled
 
 
 class LogNormalState(NamedTuple):
@@ -102,11 +101,7 @@ class LogNormalLossScale(LossScale):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_order(
-            min_scale=self.min_scale,
-            init_scale=self.init_scale,
-            max_scale=self.max_scale,
-        )
+        check_scales(self)
 
     def init(self) -> LossScaleState:
         return LossScaleState.create(self.init_scale, rule_state=_first_state())

@@ -9,8 +9,7 @@ import numpy as np
 import optax
 
 from .._state import LossScaleState, recorded
-from .._validation import check_order
-from .base import LossScale, check_fields, compiled
+from .base import LossScale, check_fields, check_scales, compiled
 from .growth import Change, moved
 
 _LARGEST = np.iinfo(np.int32).max
@@ -103,11 +102,7 @@ class TolerantLossScale(LossScale):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_order(
-            min_scale=self.min_scale,
-            init_scale=self.init_scale,
-            max_scale=self.max_scale,
-        )
+        check_scales(self)
         growth = self.growth_factor
         whole = growth.is_integer() and growth <= _LARGEST
         if self.interval_follows_scale and not whole:

@@ -31,7 +31,8 @@ class VerbatimLossScale(GrowingLossScale):
             mpx.
         scale_dtype: the type to which the scale is rounded after each change, as in
             jmp: ``"float32"``, ``"bfloat16"`` or ``"float16"``. The scale does not grow
-            beyond its range. The state holds the scale in float32 in any case.
+            or back off out of its range. The state holds the scale in float32 in any
+            case.
 
     Raises:
         ValueError: if an argument is out of range or traced.
@@ -69,8 +70,10 @@ class VerbatimLossScale(GrowingLossScale):
         scale = normal_scale(state.loss_scale, self.init_scale)
         grown = self._rounded(jnp.minimum(scale * self.growth_factor, self.max_scale))
         grown = jnp.where(jnp.isfinite(grown), grown, scale)
-        lower = self._rounded(jnp.maximum(scale * self.backoff_factor, self.min_scale))
-        scale = jnp.where(change.backs_off, lower, scale)
+        lower = jnp.maximum(scale * self.backoff_factor, self.min_scale)
+        held = jnp.finfo(self.scale_dtype)
+        lower = jnp.clip(lower, *map(float, (held.smallest_subnormal, held.max)))
+        scale = jnp.where(change.backs_off, self._rounded(lower), scale)
         scale = jnp.where(change.grows, grown, scale)
         if self.clips_every_step:
             scale = jnp.clip(scale, self.min_scale, self.max_scale)

@@ -44,13 +44,9 @@ def flax_dynamic_scale(
         >>> presets.flax_dynamic_scale().growth_interval
         2001
     """
-    return growing(
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=check("growth_interval", growth_interval) + 1,
-        scale=scale,
-        minimum_scale=0.0 if minimum_scale is None else minimum_scale,
-    )
+    growth_interval = check("growth_interval", growth_interval) + 1
+    minimum_scale = 0.0 if minimum_scale is None else minimum_scale
+    return growing(**locals())
 
 
 def from_flax_state_dict(

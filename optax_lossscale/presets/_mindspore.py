@@ -37,16 +37,17 @@ def mindspore_dynamic(
     The smallest scale is 1.
 
     Args:
-        init_loss_scale: the first scale, from 2**-126 to 2**126.
+        init_loss_scale: the first scale, from 1 to 2**126.
         scale_factor: the factor by which the scale grows and backs off, above 1.
         scale_window: finite steps in a row before the scale grows.
 
     Returns:
-        A `DynamicLossScale` or `VerbatimLossScale`. See `departures`.
+        A `DynamicLossScale`. See `departures`.
 
     Examples:
         >>> from optax_lossscale import presets
         >>> presets.mindspore_dynamic().init_scale
         16777216.0
     """
+    check("loss_scale", init_loss_scale, "init_loss_scale")
     return growing(**locals(), min_scale=1.0)

@@ -10,8 +10,8 @@ import numpy as np
 
 from .._find import get_loss_scale_state
 from .._rules.base import LossScale
-from .._state import LossScaleState
-from .._validation import check_count, check_normal_scale, describe
+from .._state import LossScaleState, check_state
+from .._validation import check_concrete, check_count, check_normal_scale, describe
 from ._build import Growing
 
 _FRESH = "The run cannot go on. Start from a fresh state: `rule.init()`."
@@ -51,6 +51,13 @@ class Form(NamedTuple):
     def write(self, state: Any, rule: LossScale, **required: Any) -> dict[str, Any]:
         """Return what to save, as Python numbers, if the system can follow the rule."""
         scale_state = get_loss_scale_state(state)
+        check_concrete("state", scale_state, "Convert it outside `jax.jit`.")
+        if np.shape(scale_state.loss_scale):
+            raise ValueError(
+                "`state` must hold the loss scale of one run, got that of an ensemble. "
+                "Convert its members one by one: `jax.tree.map(lambda x: x[0], state)`."
+            )
+        check_state(scale_state)
         follow = f"for {self.system} to follow it, got {rule!r}. "
         follow += f"Start {self.system} anew at the scale `get_loss_scale(state)`."
         if not isinstance(rule, Growing):

@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -138,3 +139,32 @@ def test_a_missing_key_and_what_holds_no_state_are_refused(system):
 def test_a_rule_that_the_system_cannot_follow_is_refused(system, rule, message):
     with pytest.raises(ValueError, match=rf"^`rule` must .*{message}.* follow it, got"):
         convert_to(system, rule.init(), rule)
+
+
+@pytest.mark.parametrize("system", FORMS)
+@pytest.mark.parametrize("scale_dtype", ["float16", "bfloat16"])
+def test_a_scale_in_a_narrow_type_is_refused_except_by_jmp(system, scale_dtype):
+    rule = presets.VerbatimLossScale(scale_dtype=scale_dtype)
+    if system == "jmp":
+        assert convert_to(system, rule.init(), rule)["loss_scale"].dtype == scale_dtype
+        return
+    with pytest.raises(ValueError, match="^`rule` must have scale_dtype='float32' for"):
+        convert_to(system, rule.init(), rule)
+
+
+@pytest.mark.parametrize("system", FORMS)
+def test_a_state_that_is_not_that_of_one_run_is_refused_with_the_way_out(system):
+    rule = presets.megatron()
+    ensemble = jax.vmap(lambda _: rule.init())(jnp.ones(3))
+    rule = rule if system == "megatron" else presets.mindspore_dynamic()
+    refused = {
+        "of one run, got that of an ensemble.* `jax.tree.map": ensemble,
+        "hold numbers, got .* no number .* Pass": jax.eval_shape(rule.init),
+    }
+    for message, state in refused.items():
+        with pytest.raises(ValueError, match=f"^`state` must .*{message}"):
+            convert_to(system, state, rule)
+    with pytest.raises(ValueError, match="^`state` must hold concrete numbers, got .*"):
+        jax.jit(lambda state: convert_to(system, state, rule))(rule.init())
+    member = jax.tree.map(lambda x: x[0], ensemble)
+    assert convert_to(system, member, rule)

@@ -90,7 +90,10 @@ BAD = {
     },
     presets.megatron: {"initial_scale": [0], "min_scale": [None]},
     presets.metaseq: {"min_loss_scale": [-1], "scale_factor": [2.0**31]},
-    presets.mindspore_dynamic: {"init_loss_scale": [0], "scale_factor": [0.5]},
+    presets.mindspore_dynamic: {
+        "init_loss_scale": [*NOT_SCALES, 0.5, 0.999],
+        "scale_factor": [1, 0.5],
+    },
     presets.mindspore_fixed: {"drop_overflow_update": [1]},
     presets.mpx_dynamic: {"loss_scaling": [-1]},
     presets.openseq2seq_backoff: {"scale_max": [math.nan], "scale_min": [None]},
@@ -178,11 +181,11 @@ def test_counts_are_exact_and_numbers_are_not_rounded():
 
 
 def test_the_first_scale_may_be_positional_and_nothing_else():
-    for make in (ls.DynamicLossScale, ls.HeadroomLossScale, ls.LogNormalLossScale):
+    for make in {type(rule) for rule in VARIANTS.values()} - {ls.FixedLossScale}:
         assert make(64.0) == make(init_scale=64.0)
         with pytest.raises(TypeError):
             make(64.0, 2.0)
-    assert ls.TolerantLossScale(64.0).init_scale == 64.0
+    assert ls.FixedLossScale(64.0) == ls.FixedLossScale(loss_scale=64.0)
 
 
 @pytest.mark.parametrize(

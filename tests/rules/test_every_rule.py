@@ -1,5 +1,6 @@
 """What holds of every rule: any state is carried on, in the types of its own."""
 
+import dataclasses
 import inspect
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from every_rule import PRESETS, RULES
-from helpers import assert_same_bits, assert_same_types
+from helpers import assert_same_bits, assert_same_types, run_rule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,7 +77,8 @@ def test_any_loaded_state_gives_a_sound_one_of_the_same_structure(rule, data):
             assert 0 <= int(state.growth_tracker) < rule.growth_interval
             assert 0 <= int(state.hysteresis_tracker) <= rule.hysteresis
     if not rule.skip_nonfinite:
-        assert_same_bits(state, loaded)  # costs nothing: nothing is looked at
+        constant = jnp.int32(-1)  # costs nothing: nothing is looked at
+        assert_same_bits(state, loaded._replace(hysteresis_tracker=constant))
 
 
 @every_rule
@@ -204,3 +206,25 @@ def test_a_magnitude_that_is_nan_says_nothing(name):
     lost = jax.tree.map(lambda x: x * jnp.nan, state.rule_state)
     again = rule.update(state._replace(rule_state=lost), True, 2.0**-12)
     assert_same_bits(again, rule.update(rule.init(), True, 2.0**-12))
+
+
+CONSTANT = [ls.FixedLossScale(), ls.FixedLossScale(128.0, skip_nonfinite=False)]
+PATIENT = ls.DynamicLossScale(128.0, hysteresis=3)
+
+
+@pytest.mark.parametrize("refill", ["finite", "growth", "change"])
+@pytest.mark.parametrize("constant", CONSTANT, ids=repr)
+def test_a_rule_with_hysteresis_that_follows_a_constant_one_begins_with_all_of_it(
+    constant, refill
+):
+    rule = dataclasses.replace(PATIENT, hysteresis_refill=refill)
+    state = constant.update(constant.init(), True)
+    scales = run_rule(rule, [False] * 3, state=state).loss_scale
+    assert scales.tolist() == [128.0, 128.0, 64.0]
+
+
+@pytest.mark.parametrize("constant", CONSTANT, ids=repr)
+def test_a_constant_rule_that_follows_another_may_be_compiled_as_a_constant(constant):
+    state = constant.update(PATIENT.init(), True)
+    loss, _ = jax.jit(ls.value_and_grad(lambda x: x**2, state))(3.0)
+    assert loss == 9.0

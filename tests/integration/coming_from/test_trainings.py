@@ -141,3 +141,25 @@ def test_the_guard_raises_when_fairseq_does():
     assert 2.0**7 / 2**20 > 1e-4 > 2.0**7 / 2**state.consecutive_skips == 2.0**-14
     assert state.loss_scale == page["rule"].min_scale == 2.0**-13
     assert "training has stopped: The last 21 steps" in page["printed"]
+
+
+def test_the_fixed_scale_of_tensorflow_trains_and_applies_every_step():
+    page = run("tensorflow")
+    assert f"loss {page['value']:.4f}" in page["printed"] and page["should_apply"]
+    x = page["x"][0].copy()
+    x[0, 0] = np.inf
+    start = page["constant_params"], page["constant_state"]
+    params, state, _ = page["constant_step"](*start, x, page["y"][0])
+    assert ls.was_applied(state) and ls.get_loss_scale(state) == 128.0
+    assert not ls.all_finite(params)
+
+
+def test_a_training_cell_of_mindspore_returns_loss_overflow_and_scale():
+    page = run("mindspore")
+    assert (page["overflow"], page["scale"]) == (False, 2.0**14)
+    x = page["x"][0].copy()
+    x[0, 0] = 1e6  # too much for float16 alone
+    start = page["cell_params"], page["cell_state"]
+    params, state, _ = page["train"](*start, x, page["y"][0])
+    assert not ls.was_applied(state) and ls.get_loss_scale(state) == 2.0**13
+    assert_same_bits(params, start[0])
