@@ -28,13 +28,14 @@ from workload import DTYPES, OPTIMIZERS
 
 CHECKED = [name for name in RECIPES if name != "its masks alone"]
 CENTER = ["clip + adamw", "adamw"]
-MESH_ARRAYS = (60, 1024, 1024)
 DEFAULTS = {
     "cuda": {
         "device": ["H100"],
         "arrays": [(64, 512, 512), (400, 128, 128)],
         "transformer": ["float16"],
-        "mesh": [],
+        "mesh": ["H100:8", "H100:2x4"],
+        "mesh_arrays": [],
+        "mesh_transformer": ["float16"],
     },
     "tpu": {
         "device": ["v5e"],
@@ -42,6 +43,8 @@ DEFAULTS = {
         # A minute a recipe.
         "transformer": [],
         "mesh": ["v5e:4x4", "v5e:16x16"],
+        "mesh_arrays": [(60, 1024, 1024)],
+        "mesh_transformer": ["bfloat16"],
     },
 }
 COLUMNS = [
@@ -53,6 +56,8 @@ COLUMNS = [
     ("Mcycles", ".3f", lambda r: r.estimated_cycles / 1e6),
     ("/ plain", ".3f", lambda r: r.cycles_ratio),
     ("collectives", "d", lambda r: sum(r.collectives.values())),
+    ("async", "d", lambda r: r.asynchronous_collectives),
+    ("MB sent", ".1f", lambda r: r.collective_bytes / 1e6),
     ("temp MB", ".2f", lambda r: r.temporary_bytes / 1e6),
     ("aliased MB", ".1f", lambda r: r.aliased_bytes / 1e6),
     ("copied MB", ".1f", lambda r: r.copied_bytes / 1e6),
@@ -134,9 +139,11 @@ def _add_options(parser: argparse.ArgumentParser, platform: str) -> None:
     parser.add_argument(
         "--transformer", choices=DTYPES, help="types to compute in", **any_number
     )
-    if platform == "tpu":
-        parser.add_argument("--mesh", nargs="*", metavar="TOPOLOGY", help="of chips")
-        parser.add_argument("--mesh-arrays", default=MESH_ARRAYS, **arrays)
+    parser.add_argument("--mesh", nargs="*", metavar="DEVICE:ROWSxCOLUMNS")
+    parser.add_argument("--mesh-arrays", nargs="*", help="on each mesh", **arrays)
+    parser.add_argument(
+        "--mesh-transformer", choices=DTYPES, help="on each mesh", **any_number
+    )
     parser.add_argument("--json", type=pathlib.Path, default=f"{platform}.json")
 
 
@@ -156,19 +163,19 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
         for optimizer in center:
             yield Case(device, optimizer, dtype)
     for i, mesh in enumerate(args.mesh):
-        for dtype, optimizer in itertools.product(args.dtypes, one if i else center):
-            yield Case(mesh, optimizer, dtype, args.mesh_arrays)
+        on_this = one if i else center
+        of_arrays = itertools.product(args.mesh_arrays, args.dtypes, on_this)
+        for arrays, dtype, optimizer in of_arrays:
+            yield Case(mesh, optimizer, dtype, arrays)
+        for dtype, optimizer in itertools.product(args.mesh_transformer, on_this):
+            yield Case(mesh, optimizer, dtype)
 
 
 def compile_case(case: Case, args: argparse.Namespace) -> list[Result]:
     shardings = topology.shardings(args.platform, case.device)
     replicated, loss_fn = shardings[-1], None
     if case.arrays is None:
-        key, sizes = jax.random.key(0), transformer.LARGE
-        params = jax.eval_shape(lambda: transformer.init(key, sizes))
-        batch = jax.eval_shape(lambda: transformer.tokens(key, sizes))
-        params, batch = place((params, batch), replicated)
-        loss_fn = functools.partial(transformer.loss_fn, dtype=jnp.dtype(case.dtype))
+        params, batch, loss_fn = transformer_on(replicated, jnp.dtype(case.dtype))
     else:
         number, *shape = case.arrays
         at = list(itertools.islice(itertools.cycle(shardings), number))
@@ -176,6 +183,29 @@ def compile_case(case: Case, args: argparse.Namespace) -> list[Result]:
         batch = [jax.ShapeDtypeStruct(shape, case.dtype, sharding=s) for s in at]
     steps = make_steps(args.recipes, OPTIMIZERS[case.optimizer], loss_fn)
     return count(steps, params, batch, replicated, args.platform)
+
+
+def transformer_on(replicated: jax.sharding.Sharding, dtype: jnp.dtype) -> tuple:
+    """Return the shapes of parameters and batch, and the loss, on a device or mesh."""
+    key, loss_fn = (
+        jax.random.key(0),
+        functools.partial(transformer.loss_fn, dtype=dtype),
+    )
+    if isinstance(replicated, jax.sharding.SingleDeviceSharding):
+        sizes = transformer.LARGE
+        params = jax.eval_shape(lambda: transformer.init(key, sizes))
+        batch = jax.eval_shape(lambda: transformer.tokens(key, sizes))
+        return *place((params, batch), replicated), loss_fn
+    sizes, mesh = transformer.SCANNED, replicated.mesh
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    params = jax.eval_shape(lambda: transformer.stacked(transformer.init(key, sizes)))
+    params = jax.tree.map(place, params, transformer.shardings(mesh))
+    batch = place(jax.eval_shape(lambda: transformer.tokens(key, sizes)), rows)
+
+    def constrain(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, rows)
+
+    return params, batch, functools.partial(loss_fn, constrain=constrain)
 
 
 def show(title: str, results: list[Result]) -> None:

@@ -23,6 +23,8 @@ class Result:
     estimated_cycles: int
     cycles_ratio: float | None  # where the compiler estimates them
     collectives: dict[str, int]
+    collective_bytes: int
+    asynchronous_collectives: int
     temporary_bytes: int  # beyond arguments and results
     aliased_bytes: int  # of arguments, overwritten by results
     copied_bytes: int

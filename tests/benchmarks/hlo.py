@@ -4,7 +4,8 @@ A kernel is an instruction of the ENTRY computation that computes or copies. It 
 its operands and its results, each a whole array, but a slice reads only what it
 returns. Arrays outside the device's main memory do not count (a TPU's on-chip memory is
 ``S(1)`` in a layout), so a prefetch is one read. A conditional counts as its costliest
-branch, a loop as one iteration. Gathers are not looked into; caches are left out.
+branch, and the body of a loop as often as XLA knows that it runs, or once. Gathers are
+not looked into; caches are left out.
 """
 
 import collections
@@ -25,19 +26,24 @@ FREE = {
     "tuple",
 }
 CONTROL_FLOW = {"call", "conditional", "while"}
+COLLECTIVES = {
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+}
 _COMPUTATION = re.compile(r"^(ENTRY )?%([\w.-]+) \(.*?$(.*?)^\}", re.M | re.S)
 _INSTRUCTION = re.compile(r"\s*(?:ROOT )?%([\w.-]+) = (.+?) ([a-z][a-z0-9-]*)\((.*)")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
 _ELSEWHERE = re.compile(r"S\([1-9]")
 _CALLED = re.compile(
-    r"(?:to_apply|body|(?:true|false)_computation|branch_computations)="
+    r"(?:calls|to_apply|body|(?:true|false)_computation|branch_computations)="
     r"\{?(%[\w.-]+(?:, %[\w.-]+)*)"
 )
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _NAME = re.compile(r"%([\w.-]+)")
-_COLLECTIVE = re.compile(
-    r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)"
-    r"(?:-start)?\("
-)
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 
@@ -50,6 +56,8 @@ class Counts:
     kernels: int = 0
     estimated_cycles: int = 0  # the TPU compiler's model of its kernels
     collectives: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    collective_bytes: int = 0  # of their results, on one device
+    asynchronous_collectives: int = 0  # that other work may run beside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +69,16 @@ class _Instruction:
     size: int  # bytes of the results
     main_size: int  # bytes of those in main memory
 
+    @property
+    def called(self) -> list[str]:
+        return _NAME.findall(" ".join(_CALLED.findall(self.attributes)))
+
+    @property
+    def trips(self) -> int:
+        """How often what it calls is run."""
+        known = _TRIPS.search(self.attributes)
+        return int(known[1]) if known else 1
+
 
 def count(text: str) -> Counts:
     """Count in the text of a compiled program, as ``as_text`` returns it."""
@@ -69,8 +87,13 @@ def count(text: str) -> Counts:
     found = _COMPUTATION.findall(text)
     computations = {name: list(_instructions(body)) for _, name, body in found}
     entry = next(name for is_entry, name, _ in found if is_entry)
-    collectives = dict(collections.Counter(_COLLECTIVE.findall(text)))
-    return Counts(**_cost(entry, computations), collectives=collectives)
+    sent = _sent(entry, computations)
+    return Counts(
+        **_cost(entry, computations),
+        collective_bytes=sent.pop("bytes", 0),
+        asynchronous_collectives=sent.pop("asynchronous", 0),
+        collectives=dict(sent),
+    )
 
 
 def _cost(
@@ -80,12 +103,39 @@ def _cost(
     cost: collections.Counter[str] = collections.Counter()
     for instruction in instructions.values():
         if instruction.opcode in CONTROL_FLOW:
-            called = _NAME.findall(" ".join(_CALLED.findall(instruction.attributes)))
-            costs = [_cost(name, computations) for name in called]
-            cost += max(costs, key=lambda c: c["bytes_moved"])
+            costs = [_cost(name, computations) for name in instruction.called]
+            once = max(costs, key=lambda c: c["bytes_moved"])
+            cost += _times(instruction.trips, once)
         elif instruction.opcode not in FREE:
             cost += _kernel_cost(instruction, instructions)
     return cost
+
+
+def _sent(
+    computation: str,
+    computations: Mapping[str, list[_Instruction]],
+    asynchronous: bool = False,
+) -> collections.Counter[str]:
+    """Count collectives by their kind, the bytes of their results, and the async."""
+    instructions = {i.name: i for i in computations[computation]}
+    sent: collections.Counter[str] = collections.Counter()
+    for instruction in instructions.values():
+        kind = instruction.opcode.removesuffix("-done")
+        if kind in COLLECTIVES:
+            overlaps = asynchronous
+            if kind != instruction.opcode:
+                start = instructions[instruction.operands[0]]
+                overlaps = '"is_sync":true' not in start.attributes
+            sent.update({kind: 1, "bytes": instruction.size, "asynchronous": overlaps})
+        for name in instruction.called:
+            overlaps = asynchronous or instruction.opcode == "async-start"
+            inside = _sent(name, computations, overlaps)
+            sent += _times(instruction.trips, inside)
+    return sent
+
+
+def _times(n: int, cost: Mapping[str, int]) -> collections.Counter[str]:
+    return collections.Counter({key: n * x for key, x in cost.items()})
 
 
 def _kernel_cost(

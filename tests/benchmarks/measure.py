@@ -24,7 +24,7 @@ class Result:
 
 
 Init = Callable[[Any], tuple[Any, Any]]
-Step = Callable[[Any, Any, Any], tuple[Any, Any]]
+Step = Callable[[Any, Any, Any], tuple[Any, Any, Any]]
 
 
 def measure(
@@ -47,7 +47,7 @@ def measure(
         # another order each time, since a step that frees much memory slows the next.
         for recipe in rng.permutation(list(programs)):
             start = time.perf_counter()
-            arguments[recipe] = jax.block_until_ready(
+            *arguments[recipe], _ = jax.block_until_ready(
                 programs[recipe](*arguments[recipe], batch)
             )
             seconds[recipe] = time.perf_counter() - start

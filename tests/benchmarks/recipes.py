@@ -2,9 +2,10 @@
 
 A recipe takes an optimizer and a loss, and returns ``init(params) -> (params, state)``,
 where parameters may change their type, and ``step(params, state, batch) -> (params,
-state)``. Without a loss the batch is the true gradients, and what is left of a recipe
-is its check, its update and its masks; a recipe that is about the backward pass needs a
-loss. The peers' recipes are those of their own documentation.
+state, loss)``. Without a loss the batch is the true gradients, the third result is
+None, and what is left of a recipe is its check, its update and its masks; a recipe that
+is about the backward pass needs a loss. The peers' recipes are those of their own
+documentation.
 """
 
 import functools
@@ -28,9 +29,11 @@ DYNAMIC = ls.DynamicLossScale(init_scale=INIT_SCALE)
 
 def plain(tx: optax.GradientTransformation, loss_fn: LossFn):
     def step(params, state, batch):
-        grads = jax.grad(loss_fn)(params, batch) if loss_fn else batch
+        loss, grads = None, batch
+        if loss_fn:
+            loss, grads = jax.value_and_grad(loss_fn)(params, batch)
         updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        return optax.apply_updates(params, updates), state, loss
 
     return lambda params: (params, tx.init(params)), step
 
@@ -44,9 +47,11 @@ def lossscale(
     tx = ls.with_loss_scaling(tx, rule, check_updates=check_updates)
 
     def step(params, state, batch):
-        grads = ls.grad(loss_fn, state)(params, batch) if loss_fn else batch
+        loss, grads = None, batch
+        if loss_fn:
+            loss, grads = ls.value_and_grad(loss_fn, state)(params, batch)
         updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        return optax.apply_updates(params, updates), state, loss
 
     return lambda params: (params, tx.init(params)), step
 
@@ -95,9 +100,9 @@ def retries(tx: optax.GradientTransformation, loss_fn: LossFn):
 
     def step(params, state, batch):
         fun = ls.value_and_grad_with_retries(loss_fn, state)
-        _, grads, state = fun(params, batch)
+        loss, grads, state = fun(params, batch)
         updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        return optax.apply_updates(params, updates), state, loss
 
     return lambda params: (params, tx.init(params)), step
 
@@ -126,10 +131,12 @@ def jmp_recipe(tx: optax.GradientTransformation, loss_fn: LossFn):
 
     def step(params, state, batch):
         opt_state, loss_scale = state[0], jax.tree.unflatten(structure, state[1])
-        grads = batch
+        loss, grads = None, batch
         if loss_fn:
-            grads = jax.grad(lambda p: loss_scale.scale(loss_fn(p, batch)))(params)
-            grads = loss_scale.unscale(grads)
+            loss, grads = jax.value_and_grad(
+                lambda p: loss_scale.scale(loss_fn(p, batch))
+            )(params)
+            loss, grads = loss_scale.unscale((loss, grads))
         grads_finite = jmp.all_finite(grads)
         loss_scale = loss_scale.adjust(grads_finite)
         updates, new_opt_state = tx.update(grads, opt_state, params)
@@ -137,7 +144,7 @@ def jmp_recipe(tx: optax.GradientTransformation, loss_fn: LossFn):
         params, opt_state = jmp.select_tree(
             grads_finite, (new_params, new_opt_state), (params, opt_state)
         )
-        return params, (opt_state, jax.tree.leaves(loss_scale))
+        return params, (opt_state, jax.tree.leaves(loss_scale)), loss
 
     return init, step
 
@@ -149,9 +156,9 @@ def flax_recipe(tx: optax.GradientTransformation, loss_fn: LossFn):
         return params, (tx.init(params), dynamic_scale)
 
     def step(params, state, batch):
-        opt_state, dynamic_scale = state
+        (opt_state, dynamic_scale), loss = state, None
         if loss_fn:
-            dynamic_scale, is_fin, _, grads = dynamic_scale.value_and_grad(loss_fn)(
+            dynamic_scale, is_fin, loss, grads = dynamic_scale.value_and_grad(loss_fn)(
                 params, batch
             )
         else:
@@ -166,7 +173,7 @@ def flax_recipe(tx: optax.GradientTransformation, loss_fn: LossFn):
             (new_params, new_opt_state),
             (params, opt_state),
         )
-        return params, (opt_state, dynamic_scale)
+        return params, (opt_state, dynamic_scale), loss
 
     return init, step
 

@@ -6,6 +6,7 @@ device XLA cannot try matrix multiplications out, so for GPUs autotuning is off.
 
 import importlib.metadata
 import importlib.util
+import math
 import os
 
 import jax
@@ -99,15 +100,17 @@ def shardings(platform: str, name: str) -> list[Sharding]:
 
     The last one leaves it whole on every device.
     """
+    device, _, sizes = name.partition(":")
+    axes = [int(n) for n in sizes.split("x") if n]
     if platform == "cuda":
-        return [SingleDeviceSharding(_gpu(name))]
-    chips = topologies.get_topology_desc(
-        platform="tpu", topology_name=TPUS.get(name, name), num_slices=1
-    ).devices
-    if name in TPUS:
-        return [SingleDeviceSharding(chips[0])]
-    rows = int(name.partition(":")[2].partition("x")[0])
-    mesh = Mesh(np.reshape(chips, (rows, -1)), ("x", "y"))
+        devices = _gpus(device, math.prod(axes))
+    else:
+        devices = topologies.get_topology_desc(
+            platform="tpu", topology_name=TPUS.get(name, name), num_slices=1
+        ).devices
+    if not axes:
+        return [SingleDeviceSharding(devices[0])]
+    mesh = Mesh(np.reshape(devices, (axes[0], -1)), ("x", "y"))
     return [NamedSharding(mesh, spec) for spec in SPECS]
 
 
@@ -118,14 +121,14 @@ def _is_installed(platform: str) -> bool:
     return any(plugin.name.startswith("xla_cuda") for plugin in plugins)
 
 
-def _gpu(name: str) -> jax.Device:
-    topology = topologies.get_topology_desc(
+def _gpus(name: str, number: int) -> list[jax.Device]:
+    shape = f"1x1x{number}"
+    return topologies.get_topology_desc(
         platform="cuda",
-        topology_name="1x1x1",
-        topology="1x1x1",
+        topology_name=shape,
+        topology=shape,
         target_config=_target_config(**GPUS[name]),
-    )
-    return topology.devices[0]
+    ).devices
 
 
 def _target_config(

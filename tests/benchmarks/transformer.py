@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 HEAD_WIDTH = 64
 
@@ -23,6 +25,8 @@ class Sizes:
 SMALL = Sizes(layers=4, width=256, vocabulary=512, batch=8, length=64)
 # 21 million parameters.
 LARGE = Sizes(layers=6, width=512, vocabulary=2048, batch=32, length=256)
+# For meshes: 117 million.
+SCANNED = Sizes(layers=4, width=1024, vocabulary=32768, batch=64, length=256)
 
 
 def init(key: jax.Array, sizes: Sizes = SMALL) -> dict:
@@ -53,6 +57,36 @@ def init(key: jax.Array, sizes: Sizes = SMALL) -> dict:
     }
 
 
+def stacked(params: dict) -> dict:
+    """Stack the layers, so that the loss scans over them and computes them again."""
+    layers = jax.tree.map(lambda *x: jnp.stack(x), *params["layers"])
+    return {**params, "layers": layers}
+
+
+def shardings(mesh: Mesh) -> dict:
+    """Return how stacked parameters lie on a mesh of axes ``x`` and ``y``.
+
+    Each matrix is sharded over both: as in FSDP along ``x``, which also shards the
+    batch, and by its heads or hidden units along ``y``.
+    """
+    specs = {
+        "embedding": P("y", "x"),
+        "positions": P(None, "x"),
+        "layers": {
+            "attention_norm": P(),
+            "qkv": P(None, "x", "y"),
+            "out": P(None, "y", "x"),
+            "mlp_norm": P(),
+            "up": P(None, "x", "y"),
+            "up_bias": P(None, "y"),
+            "down": P(None, "y", "x"),
+            "down_bias": P(),
+        },
+        "head": P("x", "y"),
+    }
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
 def tokens(key: jax.Array, sizes: Sizes = SMALL) -> jax.Array:
     shape = (sizes.batch, sizes.length + 1)
     return jax.random.randint(key, shape, 0, sizes.vocabulary)
@@ -64,25 +98,34 @@ def unwrapped(block: Callable, dtype: jnp.dtype) -> Callable:
 
 
 def loss_fn(
-    params: dict, tokens: jax.Array, dtype: jnp.dtype, wrap: Callable = unwrapped
+    params: dict,
+    tokens: jax.Array,
+    dtype: jnp.dtype,
+    wrap: Callable = unwrapped,
+    constrain: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> jax.Array:
     """Next-token loss, computed in ``dtype`` and averaged in float32.
 
     ``wrap`` is put around each block, which takes and returns float32 and computes in
-    ``dtype``: the embedding, every layer, and the head.
+    ``dtype``: the embedding, every layer, and the head. ``constrain`` shards what one
+    block passes to the next.
     """
 
     def in_dtype(block: Callable) -> Callable:
         def from_and_to_float32(*args: Any) -> jax.Array:
-            return block(*_as_type(args, dtype)).astype(jnp.float32)
+            return constrain(block(*_as_type(args, dtype)).astype(jnp.float32))
 
         return wrap(from_and_to_float32, dtype=dtype)
 
     embed, layer, head = map(in_dtype, (_embed, _layer, jnp.matmul))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     x = embed(params["embedding"], params["positions"], inputs)
-    for layer_params in params["layers"]:
-        x = layer(layer_params, x)
+    if isinstance(params["layers"], dict):
+        again = jax.checkpoint(layer)
+        x, _ = jax.lax.scan(lambda x, p: (again(p, x), None), x, params["layers"])
+    else:
+        for layer_params in params["layers"]:
+            x = layer(layer_params, x)
     logits = head(x, params["head"])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     return losses.mean()
