@@ -6,10 +6,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr
 
 from .._find import get_effective_state, replace_loss_scale_state, scale_state_in_use
 from .._finite import all_finite, check_agreement
-from .._jax_internals import waiting_for, zeros_like_aval
+from .._jax_internals import (
+    MUTABLE_ARRAYS,
+    effect_names,
+    waiting_for,
+    zeros_like_aval,
+)
 from .._precision import SMALLEST_SCALE
 from .._validation import AxisName, check
 from . import nnx_objects
@@ -65,7 +71,8 @@ def value_and_grad_with_retries(
     Raises:
         ValueError: as `value_and_grad`; if ``max_retries`` or ``backoff_factor`` is out
             of range; when called, if devices would decide differently.
-        TypeError: as `value_and_grad`.
+        TypeError: as `value_and_grad`; when called, if ``fun`` reads or changes a
+            ``jax.Ref`` from outside.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -101,6 +108,7 @@ def value_and_grad_with_retries(
 
             program = traced_call(attempt, jnp.asarray(scale_state.loss_scale))
             check_axes(program.jaxpr, axis_name)
+            _check_effects(program.jaxpr)
             attempts, scale, result = _retried(
                 program, max_retries, backoff_factor, axis_name
             )
@@ -113,6 +121,16 @@ def value_and_grad_with_retries(
         return output, grads, nnx_objects.update_objects(state, new_state)
 
     return fun_with_retries
+
+
+def _check_effects(jaxpr: Jaxpr) -> None:
+    effects = effect_names(jaxpr) & MUTABLE_ARRAYS
+    if effects:
+        raise TypeError(
+            "`fun` must not read or change mutable arrays (`jax.Ref`) from outside, "
+            f"got one with {sorted(effects)}. A retry would change them again. Return "
+            "new values next to the loss, with has_aux=True."
+        )
 
 
 class _Carry(NamedTuple):
