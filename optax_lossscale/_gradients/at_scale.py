@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from .._tree import dtype_of, scale_loss_by, unscale
 from .._validation import check, describe
+from . import nnx_objects
 
 
 def at_scale(
@@ -30,6 +31,9 @@ def at_scale(
     def differentiated(
         scale: jax.Array, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, Any]:
+        if value_and_grad is jax.value_and_grad:
+            nnx_objects.check_no_modules((args, kwargs))
+
         @functools.wraps(fun, updated=())
         def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
             output = fun(*args, **kwargs)

@@ -4,6 +4,7 @@ import functools
 import sys
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -296,6 +297,36 @@ def test_forward_mode_works_and_reverse_mode_is_refused_by_jax():
     np.testing.assert_allclose((out, tangent), (np.cos(1.0), -np.sin(1.0)), rtol=1e-6)
     with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
         jax.grad(slope)(1.0)
+
+
+def test_a_step_can_be_exported_for_all_platforms():
+    tx = ls.with_loss_scaling(optax.sgd(0.5), RULE)
+
+    @jax.jit
+    def step(w, opt_state, slope):
+        fun = ls.value_and_grad_with_retries(loss_fn, opt_state)
+        value, grads, opt_state = fun(w, slope)
+        updates, opt_state = tx.update(grads, opt_state, w)
+        return optax.apply_updates(w, updates), opt_state, value
+
+    args = W, tx.init(W), jnp.float32(15.0)
+    exported = jax.export.export(step, platforms=("cpu", "cuda", "tpu"))(*args)
+    assert_same_bits(exported.call(*args), step(*args))
+
+
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="jax gives it another name")
+@pytest.mark.parametrize("closed_over", [True, False])
+def test_a_function_that_changes_mutable_arrays_is_refused(closed_over):
+    calls = jax.new_ref(jnp.zeros(()))
+
+    def counting(w, calls=calls):
+        calls[...] += 1.0
+        return loss_fn(w, 1.0)
+
+    fun = ls.value_and_grad_with_retries(counting, at_scale(1.0))
+    with pytest.raises(TypeError, match=r"`fun` must not .*\['ReadEffect', 'Write"):
+        fun(W) if closed_over else fun(W, calls)
+    assert calls[...] == 0
 
 
 def test_no_tracer_outlives_its_trace():
