@@ -4,11 +4,13 @@ import warnings
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 import optax.contrib
 
 from ._jax_internals import is_in_jit
 from ._state import LossScaleState, canonical, check_state
+from ._tree import is_inexact
 
 _AROUND = "Put `with_loss_scaling` around it."
 _UNCHECKED = f"It hides gradients from the check: a NaN in them is applied. {_AROUND}"
@@ -32,6 +34,8 @@ _HIDING: dict[type, tuple[str, str]] = {
     optax.contrib.MechanicState: ("optax.contrib.mechanize", _MOVES),
     optax.contrib.SAMState: ("optax.contrib.sam", _MOVES),
 }
+
+_OBSERVING = ("MonitorState", "SnapshotState")  # which optax 0.2.5 does not have
 
 
 def get_loss_scale_state(state: Any) -> LossScaleState:
@@ -114,7 +118,44 @@ def scale_state_in_use(state: Any) -> LossScaleState:
             "use `FixedLossScale`.",
             stacklevel=3,  # the line that calls the caller
         )
+    outside = _moments_outside(state)
+    if outside:
+        warnings.warn(
+            f"`state` has {outside} outside `with_loss_scaling`, which cannot protect "
+            "it. In a skipped step it changes the weights or takes the NaN. Put the "
+            "whole optimizer inside: `with_loss_scaling(optax.chain(...))`.",
+            stacklevel=3,
+        )
     return scale_state
+
+
+def _moments_outside(state: Any) -> str:
+    """Name the state of a chained optimizer that is not in `with_loss_scaling`."""
+
+    def is_ours(x: Any) -> bool:
+        return getattr(x, "_fields", ()) == ("scale_state", "inner_state")
+
+    def is_other(x: Any) -> bool:
+        is_state = isinstance(x, tuple) and type(x).__module__.startswith("optax.")
+        return is_state and not find_loss_scale_states(x)
+
+    def is_node(x: Any) -> bool:
+        return is_ours(x) or is_other(x)
+
+    nodes = jax.tree.leaves_with_path(state, is_leaf=is_node)
+    ours = [x for _, x in nodes if is_ours(x)]
+    protected = _shapes(ours and ours[0].inner_state)
+    for path, x in nodes:
+        harmless = not ours or not is_other(x) or type(x).__name__ in _OBSERVING
+        shapes = set() if harmless else _shapes(x)
+        # Otherwise it belongs to the optimizer of other parameters.
+        if shapes and (shapes <= protected or not protected):
+            return f"a {type(x).__name__} at {jax.tree_util.keystr(path)}"
+    return ""
+
+
+def _shapes(tree: Any) -> set[tuple[int, ...]]:
+    return {x.shape for x in jax.tree.leaves(tree) if is_inexact(x) and jnp.ndim(x)}
 
 
 def _hides(wrapper: Any, state: Any) -> bool:

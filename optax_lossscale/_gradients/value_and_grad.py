@@ -53,8 +53,9 @@ def value_and_grad(
             called, if ``jax.value_and_grad`` is given an ``nnx.Module``.
 
     Warns:
-        UserWarning: if the loss is float16, in which a scale above 65504 is infinite,
-            or if ``state`` is a constant of a compiled function but its rule changes.
+        UserWarning: if the loss is float16, in which a scale above 65504 is infinite;
+            if ``state`` is a constant of a compiled function but its rule changes; or
+            if moments of a chained optimizer are outside `with_loss_scaling`.
 
     Examples:
         >>> import jax.numpy as jnp
