@@ -102,7 +102,9 @@ def value_and_grad_with_retries(
                 objects = nnx_objects.objects_in((args, kwargs))
                 output, grads = differentiated(scale, args, kwargs)
                 value = output[0] if has_aux else output
-                finite, sound = (all_finite(x, axis_name) for x in (grads, value))
+                finite, sound = (
+                    all_finite(x, axis_name=axis_name) for x in (grads, value)
+                )
                 changed = nnx_objects.as_arrays((objects, output))
                 return sound & ~finite, changed, grads
 
