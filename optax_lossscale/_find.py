@@ -35,8 +35,6 @@ _HIDING: dict[type, tuple[str, str]] = {
     optax.contrib.SAMState: ("optax.contrib.sam", _MOVES),
 }
 
-_OBSERVING = ("MonitorState", "SnapshotState")  # which optax 0.2.5 does not have
-
 
 def get_loss_scale_state(state: Any) -> LossScaleState:
     """Return the `LossScaleState` of an optimizer state, for example to log counters.
@@ -118,40 +116,37 @@ def scale_state_in_use(state: Any) -> LossScaleState:
             "use `FixedLossScale`.",
             stacklevel=3,  # the line that calls the caller
         )
-    outside = _moments_outside(state)
-    if outside:
-        warnings.warn(
-            f"`state` has {outside} outside `with_loss_scaling`, which cannot protect "
-            "it. In a skipped step it changes the weights or takes the NaN. Put the "
-            "whole optimizer inside: `with_loss_scaling(optax.chain(...))`.",
-            stacklevel=3,
-        )
+    _warn_of_moments_outside(state)
     return scale_state
 
 
-def _moments_outside(state: Any) -> str:
-    """Name the state of a chained optimizer that is not in `with_loss_scaling`."""
+def _warn_of_moments_outside(state: Any) -> None:
+    """Warn if an optimizer is chained with `with_loss_scaling`, and not inside it."""
 
     def is_ours(x: Any) -> bool:
         return getattr(x, "_fields", ()) == ("scale_state", "inner_state")
 
     def is_other(x: Any) -> bool:
-        is_state = isinstance(x, tuple) and type(x).__module__.startswith("optax.")
-        return is_state and not find_loss_scale_states(x)
+        of_optax = isinstance(x, tuple) and type(x).__module__.startswith("optax.")
+        observes = type(x).__name__ in ("MonitorState", "SnapshotState")
+        return of_optax and not observes and not find_loss_scale_states(x)
 
-    def is_node(x: Any) -> bool:
-        return is_ours(x) or is_other(x)
-
-    nodes = jax.tree.leaves_with_path(state, is_leaf=is_node)
-    ours = [x for _, x in nodes if is_ours(x)]
-    protected = _shapes(ours and ours[0].inner_state)
-    for path, x in nodes:
-        harmless = not ours or not is_other(x) or type(x).__name__ in _OBSERVING
-        shapes = set() if harmless else _shapes(x)
-        # Otherwise it belongs to the optimizer of other parameters.
-        if shapes and (shapes <= protected or not protected):
-            return f"a {type(x).__name__} at {jax.tree_util.keystr(path)}"
-    return ""
+    nodes = jax.tree.leaves_with_path(
+        state, is_leaf=lambda x: is_ours(x) or is_other(x)
+    )
+    protected = [_shapes(x.inner_state) for _, x in nodes if is_ours(x)]
+    outside = [(path, x) for path, x in nodes if is_other(x) and _shapes(x)]
+    for path, x in outside if protected else ():
+        # Moments of other shapes belong to an optimizer of other parameters.
+        if not protected[0] or _shapes(x) <= protected[0]:
+            warnings.warn(
+                f"`state` has a {type(x).__name__} at {jax.tree_util.keystr(path)}, "
+                "outside `with_loss_scaling`, which cannot protect it: a skipped step "
+                "changes the weights, or it keeps a NaN. Put the whole optimizer "
+                "inside: `with_loss_scaling(optax.chain(...))`.",
+                stacklevel=4,  # the line that calls the caller of the caller
+            )
+            return
 
 
 def _shapes(tree: Any) -> set[tuple[int, ...]]:

@@ -67,13 +67,11 @@ def _is_pair(x: Any) -> bool:
 def warn_of_narrow_loss(value: Any) -> None:
     """Warn if a scale above 65504 is infinite in the type of the loss."""
     dtype = dtype_of(value)
-    largest = float(jnp.finfo(dtype).max)
-    if largest <= 65504.0:
+    if float(jnp.finfo(dtype).max) <= 65504.0:
         warnings.warn(
-            f"The loss is {dtype}, so a loss scale above {largest:g} is infinite, and "
-            "then so are all gradients. The default scale, 2**15, passes that in its "
-            "first growth at the latest. Cast what the loss is computed from, such as "
-            "`loss_fn(logits.astype(jnp.float32), labels)`: a cast of the loss itself "
-            "is too late.",
+            f"The loss is {dtype}. A loss scale of 2**16, to which the default grows "
+            "first, is infinite in that type, and then so are all gradients. Cast what "
+            "goes into the loss, as in `loss_fn(logits.astype(jnp.float32), labels)`. "
+            "A cast of the loss itself is too late.",
             stacklevel=3,  # the line that computes the gradients
         )

@@ -33,16 +33,14 @@ def objects_in(tree: Any) -> list[Any]:
 
 def check_no_modules(arguments: Any) -> None:
     """Raise if jax would differentiate a copy of a module, whose changes are lost."""
-    module = () if _nnx() is None else _nnx().Module
-    leaves = jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, module))
-    found = [type(x).__name__ for x in leaves if isinstance(x, module)]
-    if found:
-        raise TypeError(
-            "`value_and_grad` must be `nnx.value_and_grad` for a function of an "
-            f"`nnx.Module`, got `jax.value_and_grad` and a {found[0]} among its "
-            "arguments. The module would be copied, and its BatchNorm statistics would "
-            "never change. Pass `value_and_grad=nnx.value_and_grad`."
-        )
+    module = getattr(_nnx(), "Module", ())
+    for x in jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, module)):
+        if isinstance(x, module):
+            raise TypeError(
+                "`value_and_grad` must be `nnx.value_and_grad` for an `nnx.Module`, "
+                f"got `jax.value_and_grad` for a {type(x).__name__}, whose BatchNorm "
+                "would never change. Pass `value_and_grad=nnx.value_and_grad`."
+            )
 
 
 def update_objects(old: Any, new: Any) -> Any:

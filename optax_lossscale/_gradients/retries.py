@@ -6,21 +6,15 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr
 
 from .._find import get_effective_state, replace_loss_scale_state, scale_state_in_use
 from .._finite import all_finite, check_agreement
-from .._jax_internals import (
-    MUTABLE_ARRAYS,
-    effect_names,
-    waiting_for,
-    zeros_like_aval,
-)
+from .._jax_internals import MUTABLE_ARRAYS, effect_names, waiting_for, zeros_like_aval
 from .._precision import SMALLEST_SCALE
 from .._validation import AxisName, check
 from . import nnx_objects
 from .at_scale import at_scale, warn_of_narrow_loss
-from .traced_call import TracedCall, check_axes, evaluate, traced_call
+from .traced_call import TracedCall, check_axes, evaluate, refuse_effects, traced_call
 
 
 def value_and_grad_with_retries(
@@ -102,15 +96,14 @@ def value_and_grad_with_retries(
                 objects = nnx_objects.objects_in((args, kwargs))
                 output, grads = differentiated(scale, args, kwargs)
                 value = output[0] if has_aux else output
-                finite, sound = (
-                    all_finite(x, axis_name=axis_name) for x in (grads, value)
-                )
+                is_finite = functools.partial(all_finite, axis_name=axis_name)
+                finite, sound = is_finite(grads), is_finite(value)
                 changed = nnx_objects.as_arrays((objects, output))
                 return sound & ~finite, changed, grads
 
             program = traced_call(attempt, jnp.asarray(scale_state.loss_scale))
             check_axes(program.jaxpr, axis_name)
-            _check_effects(program.jaxpr)
+            refuse_effects(effect_names(program.jaxpr) & MUTABLE_ARRAYS)
             attempts, scale, result = _retried(
                 program, max_retries, backoff_factor, axis_name
             )
@@ -123,16 +116,6 @@ def value_and_grad_with_retries(
         return output, grads, nnx_objects.update_objects(state, new_state)
 
     return fun_with_retries
-
-
-def _check_effects(jaxpr: Jaxpr) -> None:
-    effects = effect_names(jaxpr) & MUTABLE_ARRAYS
-    if effects:
-        raise TypeError(
-            "`fun` must not read or change mutable arrays (`jax.Ref`) from outside, "
-            f"got one with {sorted(effects)}. A retry would change them again. Return "
-            "new values next to the loss, with has_aux=True."
-        )
 
 
 class _Carry(NamedTuple):

@@ -28,8 +28,7 @@ def _evaluated(x: Any, tangent: bool) -> Any:
     return x
 
 
-def _jvp(primals: Any, tangents: Any, tangent: bool) -> tuple[Any, Any]:
-    del tangent
+def _jvp(primals: Any, tangents: Any, **_: bool) -> tuple[Any, Any]:
     (x,), (t,) = primals, tangents
     return x, t if isinstance(t, ad.Zero) else _identity.bind(t, tangent=True)
 

@@ -18,7 +18,7 @@ from .._precision import exact_power
 from .._tree import grad_dtype, is_inexact, multiply, wide_dtype
 from .._validation import AxisName, check, describe
 from .reverse_mode import reverse_mode_only
-from .traced_call import check_axes, evaluate, traced_call
+from .traced_call import check_axes, evaluate, refuse_effects, traced_call
 
 Arguments = ParamSpec("Arguments")
 Output = TypeVar("Output")
@@ -90,22 +90,12 @@ def scale_backward(
         caller = sys._getframe(1)
         where = (caller.f_code.co_filename, caller.f_lineno)
         block = traced_call(fun, *args, **kwargs)
-        _check_effects(block.jaxpr)
+        refuse_effects(effect_names(block.jaxpr) - {COLLECTIVE, *DEBUGGING})
         inputs = [reverse_mode_only(x) if is_inexact(x) else x for x in block.inputs]
         scaled = _scaled(block.jaxpr, bound, axis_name, where)
         return block.put_back(scaled(*inputs))
 
     return fun_scaled_backward
-
-
-def _check_effects(jaxpr: Jaxpr) -> None:
-    effects = effect_names(jaxpr) - {COLLECTIVE, *DEBUGGING}
-    if effects:
-        raise TypeError(
-            "`fun` must be free of effects other than those of `jax.debug`, got one "
-            f"with {sorted(effects)}. Move callbacks and mutable arrays out of the "
-            "block."
-        )
 
 
 def _scaled(
@@ -183,10 +173,13 @@ def _largest_sums(cotangents: Sequence[Any], axis_name: AxisName | None) -> jax.
 
 
 def _octaves_below(magnitudes: jax.Array, bound: float) -> jax.Array:
-    """Return how many whole octaves a magnitude is below a bound; 0 for NaN and inf."""
+    """Return how many whole octaves the first magnitude is below a bound.
+
+    It is 0 for NaN and inf. The second, 2**-64 as large, counts if the first is inf.
+    """
     # The bits of a positive float from the 24th on count its octaves.
     bits = jax.lax.bitcast_convert_type(magnitudes, jnp.int32)
     octaves = (int(np.float32(bound).view(np.int32)) - bits) >> 23
     octaves = jnp.clip(octaves - jnp.array([0, 64]), -126, 126)
-    fits = jnp.isfinite(magnitudes)
-    return jnp.where(fits[0], octaves[0], jnp.where(fits[1], octaves[1], 0))
+    octaves = jnp.where(jnp.isfinite(magnitudes), octaves, 0)
+    return jnp.where(jnp.isfinite(magnitudes[0]), octaves[0], octaves[1])

@@ -178,7 +178,9 @@ ARGUMENTS = {
 def test_a_module_that_jax_would_copy_is_refused(make, arguments):
     args, kwargs = arguments(Tied(nnx.Rngs(0)))
     fun = make(lambda *args, **kwargs: jnp.zeros(()), HIGH)
-    message = "a Tied among its arguments.* Pass `value_and_grad=nnx.value_and_grad`"
+    message = (
+        "got `jax.value_and_grad` for a Tied.* Pass `value_and_grad=nnx.value_and_grad`"
+    )
     with pytest.raises(TypeError, match=message):
         fun(*args, **kwargs)
 
