@@ -38,7 +38,7 @@ def check_no_modules(arguments: Any) -> None:
         if isinstance(x, module):
             raise TypeError(
                 "`value_and_grad` must be `nnx.value_and_grad` for an `nnx.Module`, "
-                f"got `jax.value_and_grad` for a {type(x).__name__}, whose BatchNorm "
+                f"got `jax.value_and_grad` for a {type(x).__name__}, whose statistics "
                 "would never change. Pass `value_and_grad=nnx.value_and_grad`."
             )
 

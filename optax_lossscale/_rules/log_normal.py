@@ -165,14 +165,17 @@ class LogNormalLossScale(LossScale):
         )
 
     def _scale_for(self, averages: LogNormalState) -> jax.Array:
-        mean = averages.fast_mean / (1 - averages.fast_weight)
-        slow_mean = averages.slow_mean / (1 - averages.slow_weight)
-        square = averages.slow_square / (1 - averages.slow_weight)
+        started = averages.fast_weight < 1
+        weights = averages.fast_weight, averages.slow_weight
+        fast, slow = (jnp.where(started, 1 - x, 1) for x in weights)
+        mean = averages.fast_mean / fast
+        slow_mean = averages.slow_mean / slow
+        square = averages.slow_square / slow
         deviation = jnp.sqrt(jnp.maximum(square - slow_mean * slow_mean, 0))
         power = self.log_max - (mean + self.overflow_std_dev * deviation)
         scale = power_of_two(power) if self.power_of_two else jnp.exp2(power)
         scale = jnp.clip(scale, self.min_scale, self.max_scale)
-        return jnp.where(averages.fast_weight < 1, scale, self.init_scale)
+        return jnp.where(started, scale, self.init_scale)
 
 
 def _sound(averages: LogNormalState) -> LogNormalState:
