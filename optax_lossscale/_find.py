@@ -123,7 +123,7 @@ def scale_state_in_use(state: Any) -> LossScaleState:
 def _warn_of_moments_outside(state: Any) -> None:
     """Warn if an optimizer is chained with `with_loss_scaling`, and not inside it."""
 
-    def is_ours(x: Any) -> bool:
+    def is_own(x: Any) -> bool:
         return getattr(x, "_fields", ()) == ("scale_state", "inner_state")
 
     def is_other(x: Any) -> bool:
@@ -131,10 +131,8 @@ def _warn_of_moments_outside(state: Any) -> None:
         observes = type(x).__name__ in ("MonitorState", "SnapshotState")
         return of_optax and not observes and not find_loss_scale_states(x)
 
-    nodes = jax.tree.leaves_with_path(
-        state, is_leaf=lambda x: is_ours(x) or is_other(x)
-    )
-    protected = [_shapes(x.inner_state) for _, x in nodes if is_ours(x)]
+    nodes = jax.tree.leaves_with_path(state, is_leaf=lambda x: is_own(x) or is_other(x))
+    protected = [_shapes(x.inner_state) for _, x in nodes if is_own(x)]
     outside = [(path, x) for path, x in nodes if is_other(x) and _shapes(x)]
     for path, x in outside if protected else ():
         # Moments of other shapes belong to an optimizer of other parameters.
