@@ -60,7 +60,7 @@ def applied_steps(state: Any, steps: jax.typing.ArrayLike) -> jax.Array:
 
 
 def keep_if_applied(
-    state: Any, new: Any, old: Any, axis_name: AxisName | None = None
+    state: Any, new: Any, old: Any, *, axis_name: AxisName | None = None
 ) -> Any:
     """Return ``new`` if the last step was applied and ``new`` is finite, else ``old``.
 
@@ -103,7 +103,9 @@ def keep_if_applied(
         return choose(finite, new, jnp.zeros_like(new))
 
     still = jax.tree.map(compared, new, old) if same_structure(new, old) else new
-    return select(scale_state.grads_finite & all_finite(still, axis_name), new, old)
+    return select(
+        scale_state.grads_finite & all_finite(still, axis_name=axis_name), new, old
+    )
 
 
 def take(state: LossScaleState) -> None:

@@ -4,11 +4,13 @@ import warnings
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 import optax.contrib
 
 from ._jax_internals import is_in_jit
 from ._state import LossScaleState, canonical, check_state
+from ._tree import is_inexact
 
 _AROUND = "Put `with_loss_scaling` around it."
 _UNCHECKED = f"It hides gradients from the check: a NaN in them is applied. {_AROUND}"
@@ -114,7 +116,39 @@ def scale_state_in_use(state: Any) -> LossScaleState:
             "use `FixedLossScale`.",
             stacklevel=3,  # the line that calls the caller
         )
+    _warn_of_moments_outside(state)
     return scale_state
+
+
+def _warn_of_moments_outside(state: Any) -> None:
+    """Warn if an optimizer is chained with `with_loss_scaling`, and not inside it."""
+
+    def is_own(x: Any) -> bool:
+        return getattr(x, "_fields", ()) == ("scale_state", "inner_state")
+
+    def is_other(x: Any) -> bool:
+        of_optax = isinstance(x, tuple) and type(x).__module__.startswith("optax.")
+        observes = type(x).__name__ in ("MonitorState", "SnapshotState")
+        return of_optax and not observes and not find_loss_scale_states(x)
+
+    nodes = jax.tree.leaves_with_path(state, is_leaf=lambda x: is_own(x) or is_other(x))
+    protected = [_shapes(x.inner_state) for _, x in nodes if is_own(x)]
+    outside = [(path, x) for path, x in nodes if is_other(x) and _shapes(x)]
+    for path, x in outside if protected else ():
+        # Moments of other shapes belong to an optimizer of other parameters.
+        if not protected[0] or _shapes(x) <= protected[0]:
+            warnings.warn(
+                f"`state` has a {type(x).__name__} at {jax.tree_util.keystr(path)}, "
+                "outside `with_loss_scaling`, which cannot protect it: a skipped step "
+                "changes the weights, or it keeps a NaN. Put the whole optimizer "
+                "inside: `with_loss_scaling(optax.chain(...))`.",
+                stacklevel=4,  # the line that calls the caller of the caller
+            )
+            return
+
+
+def _shapes(tree: Any) -> set[tuple[int, ...]]:
+    return {x.shape for x in jax.tree.leaves(tree) if is_inexact(x) and jnp.ndim(x)}
 
 
 def _hides(wrapper: Any, state: Any) -> bool:

@@ -13,7 +13,7 @@ from ._tree import dtype_of, is_inexact, wide_dtype
 from ._validation import AxisName, check_axis_name
 
 
-def all_finite(tree: Any, axis_name: AxisName | None = None) -> jax.Array:
+def all_finite(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
     """Return whether all floating-point elements of a tree are finite.
 
     Use it for other values than gradients, which `with_loss_scaling` checks itself, or
@@ -136,7 +136,7 @@ def _sums_show_nan() -> bool:
         return bool(np.array_equal(jax.device_get(flags), [True, False, False]))
 
 
-def max_magnitude(tree: Any, axis_name: AxisName | None = None) -> jax.Array:
+def max_magnitude(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
     """Return the largest absolute value of the floating-point elements of a tree.
 
     Use it if you call the ``update`` of a rule such as `HeadroomLossScale` yourself.

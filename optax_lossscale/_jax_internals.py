@@ -13,6 +13,7 @@ from jax.interpreters import ad
 # The names of effect classes, which jax does not export.
 COLLECTIVE = "NamedAxisEffect"
 DEBUGGING = frozenset({"DebugEffect", "OrderedDebugEffect"})
+MUTABLE_ARRAYS = frozenset({"ReadEffect", "WriteEffect", "AccumEffect"})
 
 
 def without_constants(closed_jaxpr: ClosedJaxpr) -> Jaxpr:

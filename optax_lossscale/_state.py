@@ -19,7 +19,7 @@ class LossScaleState(NamedTuple):
     Attributes:
         loss_scale: float32, the scale that multiplies the next loss.
         growth_tracker: int32, the number of finite steps in a row that count toward the
-            next growth.
+            next growth; at most 1 in a rule that measures the gradients.
         hysteresis_tracker: int32, the number of non-finite steps until the scale backs
             off; -1 if it never does.
         grads_finite: bool, whether the last step was applied: the gradients were

@@ -63,7 +63,7 @@ def test_with_an_axis_name_the_members_keep_together(axis_name, kept):
     new, state = jnp.array([[1.0, 2.0], [jnp.nan, 3.0]]), after(GOOD)
 
     def member(new):
-        return ls.keep_if_applied(state, new, jnp.zeros(2), axis_name)
+        return ls.keep_if_applied(state, new, jnp.zeros(2), axis_name=axis_name)
 
     np.testing.assert_array_equal(jax.vmap(member, axis_name="i")(new), kept)
 

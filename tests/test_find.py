@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib as contrib
 import pytest
 from helpers import assert_same_bits
 
@@ -19,6 +20,10 @@ SCALE = (
     lambda state: ls.scale_loss(1.0, state),
     lambda state: ls.unscale_grads(1.0, state),
 )
+
+
+def loss_fn(params):
+    return jnp.sum(params["w"] ** 2)
 
 
 @pytest.mark.parametrize(
@@ -80,3 +85,64 @@ def test_states_of_no_run_and_of_many_are_read_but_do_not_scale(use):
     assert ls.get_loss_scale(ensemble).shape == (3,)
     with pytest.raises(ValueError, match="of one run, got .*inside `jax.vmap`"):
         use(ensemble)
+
+
+SCALED, ADAM, CLIP = ls.with_loss_scaling, optax.adamw(1e-3), optax.clip(1.0)
+OUTSIDE = {
+    "after": optax.chain(SCALED(CLIP), ADAM),
+    "before": optax.chain(optax.trace(0.9), SCALED(CLIP)),
+    "named": optax.named_chain(("scaled", SCALED(CLIP)), ("adam", ADAM)),
+    "nested": optax.chain(optax.chain(SCALED(optax.identity())), optax.chain(ADAM)),
+    "beside moments inside": optax.chain(SCALED(ADAM), optax.ema(0.9)),
+    "injected": optax.chain(SCALED(CLIP), optax.inject_hyperparams(optax.adam)(1e-3)),
+    "master weights": optax.chain(SCALED(CLIP), ls.with_master_weights(ADAM)),
+}
+HARMLESS = {
+    "all inside": SCALED(optax.chain(CLIP, ADAM)),
+    "clipping before": optax.chain(CLIP, SCALED(ADAM)),
+    "schedules": optax.chain(SCALED(CLIP), optax.sgd(lambda count: 0.1)),
+    "hyperparameters": optax.inject_hyperparams(lambda lr: SCALED(optax.adam(lr)))(0.1),
+    "no moments at all": optax.chain(SCALED(CLIP), optax.sgd(0.1)),
+    "reduce on plateau": optax.chain(SCALED(ADAM), contrib.reduce_on_plateau()),
+}
+if hasattr(optax, "snapshot"):  # not in optax 0.2.5
+    HARMLESS["monitors"] = optax.chain(
+        optax.snapshot("before", lambda updates: updates),
+        optax.monitor({"before, too": lambda updates: updates}),
+        SCALED(ADAM),
+    )
+OTHER_STATE = optax.adam(1e-3).init({"w": jnp.ones((5, 5))})
+HELD = {  # beside it in what a user passes
+    "parameters": lambda state: {"opt_state": state, "params": PARAMS, "ema": PARAMS},
+    "another optimizer": lambda state: {"ours": state, "other": OTHER_STATE},
+    "the state of the scale": lambda state: (state.scale_state, state.inner_state),
+}
+
+
+@pytest.mark.parametrize("tx", OUTSIDE.values(), ids=OUTSIDE)
+def test_moments_outside_of_the_wrapper_are_warned_of_once_a_trace(tx):
+    step = jax.jit(lambda params, state: ls.value_and_grad(loss_fn, state)(params))
+    with pytest.warns(UserWarning, match="Put the whole optimizer inside") as record:
+        step(PARAMS, tx.init(PARAMS))
+        step(PARAMS, tx.init(PARAMS))
+    assert [w.filename for w in record] == [__file__]
+
+
+@pytest.mark.parametrize("tx", HARMLESS.values(), ids=HARMLESS)
+def test_what_a_skipped_step_may_leave_outside_is_not_warned_of(tx):
+    _, state = tx.update(PARAMS, tx.init(PARAMS), PARAMS, value=1.0)
+    ls.grad(loss_fn, state)(PARAMS)  # warnings are errors
+
+
+@pytest.mark.parametrize("held", HELD.values(), ids=HELD)
+def test_what_is_not_chained_is_not_warned_of(held):
+    ls.grad(loss_fn, held(SCALED(ADAM).init(PARAMS)))(PARAMS)
+
+
+def test_moments_outside_take_skipped_steps():
+    """What the warning says."""
+    tx = optax.chain(SCALED(CLIP), optax.adam(1e-3))
+    state = tx.init(PARAMS)
+    for gradient in (1.0, jnp.nan):
+        updates, state = tx.update({"w": jnp.full(2, gradient)}, state, PARAMS)
+    assert not ls.was_applied(state) and updates["w"].any()

@@ -108,7 +108,7 @@ def test_along_named_axes_every_member_gets_the_same_answer():
     x = jnp.ones((2, 3)).at[1, 2].set(jnp.inf)
 
     def mapped(check, names):
-        inner = jax.vmap(lambda x: check(x, names), axis_name="j")
+        inner = jax.vmap(lambda x: check(x, axis_name=names), axis_name="j")
         return jax.vmap(inner, axis_name="i")(x)
 
     for names, finite in (("j", [True, False]), (("i", "j"), [False, False])):
@@ -122,9 +122,9 @@ def test_along_named_axes_every_member_gets_the_same_answer():
 def test_an_unbound_axis_name_is_explained(check, axis_name):
     message = "`axis_name` must name an axis .* got " + re.escape(repr(axis_name))
     with pytest.raises(ValueError, match=message):
-        check(jnp.ones(2), axis_name)
+        check(jnp.ones(2), axis_name=axis_name)
     with pytest.raises(ValueError, match=message):
-        jax.vmap(lambda x: check(x, axis_name), axis_name="i")(jnp.ones(2))
+        jax.vmap(lambda x: check(x, axis_name=axis_name), axis_name="i")(jnp.ones(2))
 
 
 @pytest.mark.usefixtures("compiler")
@@ -132,7 +132,10 @@ def test_an_unbound_axis_name_is_explained(check, axis_name):
 def test_the_check_is_the_same_over_sharded_arrays(dtype):
     mesh = jax.make_mesh((8,), ("data",))  # axes are explicit by default
     apart = jax.shard_map(
-        lambda x: ls.all_finite(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P()
+        lambda x: ls.all_finite(x, axis_name="data"),
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P(),
     )
     good = jnp.ones((16, 4), dtype)
     for x, expected in ((good, True), (good.at[11, 2].set(jnp.nan), False)):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from .._tree import dtype_of, scale_loss_by, unscale
 from .._validation import check, describe
+from . import nnx_objects
 
 
 def at_scale(
@@ -30,6 +31,9 @@ def at_scale(
     def differentiated(
         scale: jax.Array, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any, Any]:
+        if value_and_grad is jax.value_and_grad:
+            nnx_objects.check_no_modules((args, kwargs))
+
         @functools.wraps(fun, updated=())
         def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
             output = fun(*args, **kwargs)
@@ -65,8 +69,9 @@ def warn_of_narrow_loss(value: Any) -> None:
     dtype = dtype_of(value)
     if float(jnp.finfo(dtype).max) <= 65504.0:
         warnings.warn(
-            f"The loss is {dtype}. A loss scale of 2**16 is infinite in that type, and "
-            "then so are all gradients. Return the loss in float32: use "
-            "`loss.astype(jnp.float32)` before the last mean or sum.",
+            f"The loss is {dtype}. A loss scale of 2**16, to which the default grows "
+            "first, is infinite in that type, and then so are all gradients. Cast what "
+            "goes into the loss, as in `loss_fn(logits.astype(jnp.float32), labels)`. "
+            "A cast of the loss itself is too late.",
             stacklevel=3,  # the line that computes the gradients
         )

@@ -31,6 +31,18 @@ def objects_in(tree: Any) -> list[Any]:
     return [x for x in jax.tree.leaves(tree, is_leaf=_is_object) if _is_object(x)]
 
 
+def check_no_modules(arguments: Any) -> None:
+    """Raise if jax would differentiate a copy of a module, whose changes are lost."""
+    module = getattr(_nnx(), "Module", ())
+    for x in jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, module)):
+        if isinstance(x, module):
+            raise TypeError(
+                "`value_and_grad` must be `nnx.value_and_grad` for an `nnx.Module`, "
+                f"got `jax.value_and_grad` for a {type(x).__name__}, whose statistics "
+                "would never change. Pass `value_and_grad=nnx.value_and_grad`."
+            )
+
+
 def update_objects(old: Any, new: Any) -> Any:
     """Update the objects of the old tree, and return the new tree with them in it."""
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 from .._find import get_effective_state, replace_loss_scale_state, scale_state_in_use
 from .._finite import all_finite, check_agreement
-from .._jax_internals import waiting_for, zeros_like_aval
+from .._jax_internals import MUTABLE_ARRAYS, effect_names, waiting_for, zeros_like_aval
 from .._precision import SMALLEST_SCALE
 from .._validation import AxisName, check
 from . import nnx_objects
 from .at_scale import at_scale, warn_of_narrow_loss
-from .traced_call import TracedCall, check_axes, evaluate, traced_call
+from .traced_call import TracedCall, check_axes, evaluate, refuse_effects, traced_call
 
 
 def value_and_grad_with_retries(
@@ -65,7 +65,8 @@ def value_and_grad_with_retries(
     Raises:
         ValueError: as `value_and_grad`; if ``max_retries`` or ``backoff_factor`` is out
             of range; when called, if devices would decide differently.
-        TypeError: as `value_and_grad`.
+        TypeError: as `value_and_grad`; when called, if ``fun`` reads or changes a
+            ``jax.Ref`` from outside.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -95,12 +96,14 @@ def value_and_grad_with_retries(
                 objects = nnx_objects.objects_in((args, kwargs))
                 output, grads = differentiated(scale, args, kwargs)
                 value = output[0] if has_aux else output
-                finite, sound = (all_finite(x, axis_name) for x in (grads, value))
+                is_finite = functools.partial(all_finite, axis_name=axis_name)
+                finite, sound = is_finite(grads), is_finite(value)
                 changed = nnx_objects.as_arrays((objects, output))
                 return sound & ~finite, changed, grads
 
             program = traced_call(attempt, jnp.asarray(scale_state.loss_scale))
             check_axes(program.jaxpr, axis_name)
+            refuse_effects(effect_names(program.jaxpr) & MUTABLE_ARRAYS)
             attempts, scale, result = _retried(
                 program, max_retries, backoff_factor, axis_name
             )

@@ -17,7 +17,8 @@ from .._jax_internals import COLLECTIVE, DEBUGGING, effect_names, zeros_like_ava
 from .._precision import exact_power
 from .._tree import grad_dtype, is_inexact, multiply, wide_dtype
 from .._validation import AxisName, check, describe
-from .traced_call import check_axes, evaluate, traced_call
+from .reverse_mode import reverse_mode_only
+from .traced_call import check_axes, evaluate, refuse_effects, traced_call
 
 Arguments = ParamSpec("Arguments")
 Output = TypeVar("Output")
@@ -89,30 +90,12 @@ def scale_backward(
         caller = sys._getframe(1)
         where = (caller.f_code.co_filename, caller.f_lineno)
         block = traced_call(fun, *args, **kwargs)
-        _check_effects(block.jaxpr)
-        try:
-            outputs = _scaled(block.jaxpr, bound, axis_name, where)(*block.inputs)
-        except TypeError as error:
-            if "forward-mode" not in str(error):
-                raise
-            raise TypeError(
-                "`scale_backward` has no derivative in forward mode, which has no "
-                "backward pass to scale. Use reverse mode (`jax.grad`, `jax.vjp`, "
-                "`jax.jacrev`), or differentiate `fun` itself."
-            ) from error
-        return block.put_back(outputs)
+        refuse_effects(effect_names(block.jaxpr) - {COLLECTIVE, *DEBUGGING})
+        inputs = [reverse_mode_only(x) if is_inexact(x) else x for x in block.inputs]
+        scaled = _scaled(block.jaxpr, bound, axis_name, where)
+        return block.put_back(scaled(*inputs))
 
     return fun_scaled_backward
-
-
-def _check_effects(jaxpr: Jaxpr) -> None:
-    effects = effect_names(jaxpr) - {COLLECTIVE, *DEBUGGING}
-    if effects:
-        raise TypeError(
-            "`fun` must be free of effects other than those of `jax.debug`, got one "
-            f"with {sorted(effects)}. Move callbacks and mutable arrays out of the "
-            "block."
-        )
 
 
 def _scaled(
@@ -143,7 +126,7 @@ def _scaled(
             zeros_like_aval(x.aval) if isinstance(x, SymbolicZero) else x
             for x in filter(is_inexact, cotangents)
         ]
-        octaves = _octaves_below(_largest_sum(cotangents, axis_name), bound)
+        octaves = _octaves_below(_largest_sums(cotangents, axis_name), bound)
         scaled = multiply(cotangents, exact_power(octaves).astype)
         program = traced_call(pullback, scaled)
         check_axes(program.jaxpr, axis_name)
@@ -171,21 +154,32 @@ def _warn_of_underflow(
         )
 
 
-def _largest_sum(cotangents: Sequence[Any], axis_name: AxisName | None) -> jax.Array:
-    """Return the largest sum over the batch that gradients of parameters may be."""
+def _largest_sums(cotangents: Sequence[Any], axis_name: AxisName | None) -> jax.Array:
+    """Return the largest sum over the batch that gradients of parameters may be.
+
+    It comes twice, the second time 2**-64 as large, since a sum of finite numbers may
+    be infinite.
+    """
     devices = 1 if axis_name is None else jax.lax.psum(1, axis_name)
-    largest = jnp.zeros((), jnp.float32)
+    largest = jnp.zeros(2, jnp.float32)
     for x in cotangents:
-        x = jnp.abs(jax.lax.stop_gradient(x).astype(wide_dtype(x.dtype)))
+        x = jax.lax.stop_gradient(x).astype(wide_dtype(x.dtype))
         # The last axis holds the features, unless there is one number per example.
-        sums = jnp.sum(x, tuple(range(max(x.ndim - 1, min(x.ndim, 1)))))
-        largest = jnp.maximum(largest, jnp.max(sums, initial=0).astype(jnp.float32))
+        batch = tuple(range(max(x.ndim - 1, min(x.ndim, 1))))
+        sums = [jnp.sum(jnp.abs(x * factor), batch) for factor in (1.0, 2.0**-64)]
+        maxima = jnp.stack([jnp.max(x, initial=0) for x in sums])
+        largest = jnp.maximum(largest, maxima.astype(jnp.float32))
     return across(jax.lax.pmax, devices * largest, axis_name)
 
 
-def _octaves_below(magnitude: jax.Array, bound: float) -> jax.Array:
-    """Return how many whole octaves a magnitude is below a bound; 0 for NaN and inf."""
+def _octaves_below(magnitudes: jax.Array, bound: float) -> jax.Array:
+    """Return how many whole octaves the first magnitude is below a bound.
+
+    It is 0 for NaN and inf. The second, 2**-64 as large, counts if the first is inf.
+    """
     # The bits of a positive float from the 24th on count its octaves.
-    bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32)
+    bits = jax.lax.bitcast_convert_type(magnitudes, jnp.int32)
     octaves = (int(np.float32(bound).view(np.int32)) - bits) >> 23
-    return jnp.where(jnp.isfinite(magnitude), jnp.clip(octaves, -126, 126), 0)
+    octaves = jnp.clip(octaves - jnp.array([0, 64]), -126, 126)
+    octaves = jnp.where(jnp.isfinite(magnitudes), octaves, 0)
+    return jnp.where(jnp.isfinite(magnitudes[0]), octaves[0], octaves[1])

@@ -60,6 +60,14 @@ def traced_call(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> TracedCal
     return TracedCall(without_constants(closed_jaxpr), arrays, put_back)
 
 
+def refuse_effects(effects: set[str]) -> None:
+    if effects:
+        raise TypeError(
+            f"`fun` must be free of effects such as {sorted(effects)}. Move callbacks "
+            "and mutable arrays (`jax.Ref`) out of it, and return what they would hold."
+        )
+
+
 def check_axes(jaxpr: Jaxpr, axis_name: AxisName | None) -> None:
     """Raise if devices that compute at different scales would communicate."""
     if axis_name is not None:

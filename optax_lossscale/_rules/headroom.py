@@ -122,21 +122,32 @@ class HeadroomLossScale(LossScale):
         mantissa, octaves = math.frexp(largest)
         # Without the margin, an inexact division could cost another octave.
         margin = 1 - 2.0**-12
-        unseen = _magnitude(
-            margin * min(largest, 2.0**127) / (scale * self.backoff_factor)
-        )
+
+        def magnitude_for(scale: jax.Array) -> jax.Array:
+            return _magnitude(margin * min(largest, 2.0**127) / scale)
+
+        def scale_for(magnitude: jax.Array) -> jax.Array:
+            scale = _scale_for(magnitude, _rounded_down(mantissa), octaves)
+            scale = jnp.clip(scale, self.min_scale, self.max_scale)
+            return jnp.where(magnitude > 0, scale, self.init_scale)
+
+        # Retries found the scale if it is lower than the remembered one.
+        overflowed = state.growth_tracker <= 0
+        found = overflowed & (scale < scale_for(remembered))
+        remembered = jnp.where(found, magnitude_for(scale), remembered)
+        unseen = magnitude_for(scale * self.backoff_factor)
         magnitude = jnp.where(
             new_state.grads_finite,
             jnp.maximum(remembered * 0.5 ** (1 / self.half_life), seen),
             jnp.maximum(remembered, unseen),
         )
-        target = _scale_for(magnitude, _rounded_down(mantissa), octaves)
-        target = jnp.clip(target, self.min_scale, self.max_scale)
-        target = jnp.where(magnitude > 0, target, self.init_scale)
+        target = scale_for(magnitude)
         lowered = jnp.minimum(target, backed_off(self, scale))
         loss_scale = jnp.where(new_state.grads_finite, target, lowered)
         return new_state._replace(
-            loss_scale=loss_scale, rule_state=HeadroomState(magnitude)
+            loss_scale=loss_scale,
+            growth_tracker=new_state.grads_finite.astype(jnp.int32),
+            rule_state=HeadroomState(magnitude),
         )
 
 

@@ -130,10 +130,18 @@ class LogNormalLossScale(LossScale):
         fast, slow = self.beta1, self.beta2
         magnitude = jnp.asarray(max_magnitude, jnp.float32)
         magnitude = jnp.clip(magnitude, SMALLEST_SCALE, jnp.finfo(jnp.float32).max)
-        x = jnp.where(new_state.grads_finite, jnp.log2(magnitude), self.nonfinite_log)
-        known = ~new_state.grads_finite | (jnp.asarray(max_magnitude) > 0)
+        seen = jnp.log2(magnitude)
 
         old = _sound(state.rule_state)
+        scale = jnp.clip(state.loss_scale, self.min_scale, self.max_scale)
+        # Retries found it if it is lower than the scale of the averages. Then gradients
+        # just fit, whatever was measured.
+        overflowed = state.growth_tracker <= 0
+        found = overflowed & (scale < self._scale_for(old))
+        seen = jnp.where(found, jnp.maximum(seen, self.log_max - jnp.log2(scale)), seen)
+        x = jnp.where(new_state.grads_finite, seen, self.nonfinite_log)
+        known = ~new_state.grads_finite | (jnp.asarray(max_magnitude) > 0)
+
         # Python subtracts and the result is rounded once, as in OpenSeq2Seq.
         averages = LogNormalState(
             fast_mean=fast * old.fast_mean + (1 - fast) * x,
@@ -143,18 +151,26 @@ class LogNormalLossScale(LossScale):
             slow_weight=slow * old.slow_weight,
         )
         averages = select(known, averages, old)
+        excess = jnp.log2(self._scale_for(averages) / scale)
+        averages = _shifted(averages, jnp.where(found, jnp.maximum(excess, 0), 0))
+        return new_state._replace(
+            loss_scale=self._scale_for(averages),
+            growth_tracker=new_state.grads_finite.astype(jnp.int32),
+            rule_state=averages,
+        )
 
-        mean = averages.fast_mean / (1 - averages.fast_weight)
-        slow_mean = averages.slow_mean / (1 - averages.slow_weight)
-        square = averages.slow_square / (1 - averages.slow_weight)
+    def _scale_for(self, averages: LogNormalState) -> jax.Array:
+        started = averages.fast_weight < 1
+        weights = averages.fast_weight, averages.slow_weight
+        fast, slow = (jnp.where(started, 1 - x, 1) for x in weights)
+        mean = averages.fast_mean / fast
+        slow_mean = averages.slow_mean / slow
+        square = averages.slow_square / slow
         deviation = jnp.sqrt(jnp.maximum(square - slow_mean * slow_mean, 0))
         power = self.log_max - (mean + self.overflow_std_dev * deviation)
         scale = power_of_two(power) if self.power_of_two else jnp.exp2(power)
         scale = jnp.clip(scale, self.min_scale, self.max_scale)
-        started = averages.fast_weight < 1
-        return new_state._replace(
-            loss_scale=jnp.where(started, scale, self.init_scale), rule_state=averages
-        )
+        return jnp.where(started, scale, self.init_scale)
 
 
 def _sound(averages: LogNormalState) -> LogNormalState:
@@ -162,6 +178,17 @@ def _sound(averages: LogNormalState) -> LogNormalState:
     weights = jnp.stack([averages.fast_weight, averages.slow_weight])
     sound = all_finite(averages) & jnp.all((weights >= 0) & (weights <= 1))
     return select(sound, averages, _first_state())
+
+
+def _shifted(averages: LogNormalState, octaves: jax.Array) -> LogNormalState:
+    """Move the mean, and keep the deviation."""
+    weight = 1 - averages.slow_weight
+    mean = averages.slow_mean
+    return averages._replace(
+        fast_mean=averages.fast_mean + octaves * (1 - averages.fast_weight),
+        slow_mean=mean + octaves * weight,
+        slow_square=averages.slow_square + octaves * (2 * mean + octaves * weight),
+    )
 
 
 def _first_state() -> LogNormalState:

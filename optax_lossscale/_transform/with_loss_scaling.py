@@ -152,7 +152,9 @@ def with_loss_scaling(
             if not loss_scale.uses_max_magnitude:
                 return next_state(loss_scale, scale_state, grads_finite)
             # Nobody needs its derivative, which is NaN in a skipped step.
-            magnitude = max_magnitude(jax.lax.stop_gradient(updates), axis_name)
+            magnitude = max_magnitude(
+                jax.lax.stop_gradient(updates), axis_name=axis_name
+            )
             return next_state(loss_scale, scale_state, grads_finite, magnitude)
 
         def inner_update(updates: optax.Updates, extra_args: dict[str, Any]) -> Any:
@@ -180,7 +182,7 @@ def with_loss_scaling(
         grads_finite = everywhere(grads_finite, axis_name)
         if (value := extra_args.get("value")) is not None:
             check("value", value)
-            value_finite = all_finite(value, axis_name)
+            value_finite = all_finite(value, axis_name=axis_name)
         apply = grads_finite & value_finite
         check_agreement(apply, scale_state.loss_scale, axis_name)
         applied, new_updates, inner_state = masked_update(

@@ -164,6 +164,37 @@ def test_a_function_that_is_kept_follows_an_optimizer_that_changes(make):
     assert ls.was_applied(optimizer) and ls.get_loss_scale(optimizer) < 2.0**11
 
 
+ARGUMENTS = {
+    "the first": lambda model: ((model, X), {}),
+    "inside of a tree": lambda model: (({"model": [model]}, X), {}),
+    "by keyword": lambda model: ((jnp.ones(3), X), {"model": model}),
+}
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS.values(), ids=ARGUMENTS)
+@pytest.mark.parametrize(
+    "make", [ls.value_and_grad, ls.grad, ls.value_and_grad_with_retries]
+)
+def test_a_module_that_jax_would_copy_is_refused(make, arguments):
+    args, kwargs = arguments(Tied(nnx.Rngs(0)))
+    fun = make(lambda *args, **kwargs: jnp.zeros(()), HIGH)
+    message = (
+        "got `jax.value_and_grad` for a Tied.* Pass `value_and_grad=nnx.value_and_grad`"
+    )
+    with pytest.raises(TypeError, match=message):
+        fun(*args, **kwargs)
+
+
+def test_what_jax_differentiates_well_is_accepted():
+    graph, params, rest = nnx.split(nnx.Linear(8, 1, rngs=nnx.Rngs(0)), nnx.Param, ...)
+
+    def split_loss(params, rest):
+        return steep(nnx.merge(graph, params, rest)(X))
+
+    ours = ls.grad(split_loss, TX.init(params))(params, rest)
+    assert jax.tree.structure(ours) == jax.tree.structure(params)
+
+
 def test_flax_without_pytree_has_objects(monkeypatch):
     """As Flax 0.10."""
     monkeypatch.setattr(nnx, "Object", nnx.Pytree)

@@ -4,6 +4,7 @@ import functools
 import sys
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -19,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import optax_lossscale as ls
 
 RULE = ls.DynamicLossScale(growth_interval=5)
+MEASURING = ls.HeadroomLossScale(), ls.LogNormalLossScale()
 W, KEY = jnp.ones(3), jax.random.key(5)
 MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
@@ -92,6 +94,45 @@ def test_every_rule_goes_on_from_the_scale_that_was_found(rule):
     # As from any state: the rule has no memory of the scale that was tried first.
     args = (jnp.float32(6e4),) if rule.uses_max_magnitude else ()
     assert_same_bits(next_state.scale_state, rule.update(new, True, *args))
+
+
+def steep_inside(w):
+    """A gradient of 1 by way of 2**12: it overflows long before it looks large."""
+    y = w.astype(jnp.float16) * jnp.float16(2.0**-12)
+    return 2.0**12 * jnp.sum(y.astype(jnp.float32))
+
+
+def scales_found(rule, steps, measured=()):
+    """The scales that a rule gives, and those found at them, after what it measured."""
+    tx = ls.with_loss_scaling(optax.sgd(1e-9), rule)
+
+    def measure(state, magnitude):
+        return rule.update(state, True, magnitude), None
+
+    @jax.jit
+    def step(opt_state, _):
+        before = ls.get_loss_scale(opt_state)
+        fun = ls.value_and_grad_with_retries(steep_inside, opt_state, max_retries=20)
+        _, grads, opt_state = fun(W)
+        found = ls.get_loss_scale(opt_state)
+        return tx.update(grads, opt_state, W)[1], (before, found)
+
+    state, _ = jax.lax.scan(measure, rule.init(), jnp.asarray(measured))
+    opt_state = tx.init(W)._replace(scale_state=state)
+    opt_state, scales = jax.lax.scan(step, opt_state, length=steps)
+    assert ls.get_loss_scale_state(opt_state).skipped_steps == 0
+    return np.log2(scales)
+
+
+@pytest.mark.parametrize("rule", MEASURING, ids=repr)
+@pytest.mark.parametrize("measured", [0, 2000])
+def test_a_rule_that_measures_remembers_the_scale_that_was_found(rule, measured):
+    noise = jax.random.normal(jax.random.key(0), (measured,))
+    before, found = scales_found(rule, 100, jnp.exp2(noise / 2))
+    retries = before - found
+    assert retries[0] > 7 and found[0] == 3
+    # What was measured is far smaller, so the memory fades and is refreshed.
+    assert retries[1:20].sum() <= 2 and retries[1:].sum() <= 10
 
 
 STATES = {
@@ -296,6 +337,36 @@ def test_forward_mode_works_and_reverse_mode_is_refused_by_jax():
     np.testing.assert_allclose((out, tangent), (np.cos(1.0), -np.sin(1.0)), rtol=1e-6)
     with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
         jax.grad(slope)(1.0)
+
+
+def test_a_step_can_be_exported_for_all_platforms():
+    tx = ls.with_loss_scaling(optax.sgd(0.5), RULE)
+
+    @jax.jit
+    def step(w, opt_state, slope):
+        fun = ls.value_and_grad_with_retries(loss_fn, opt_state)
+        value, grads, opt_state = fun(w, slope)
+        updates, opt_state = tx.update(grads, opt_state, w)
+        return optax.apply_updates(w, updates), opt_state, value
+
+    args = W, tx.init(W), jnp.float32(15.0)
+    exported = jax.export.export(step, platforms=("cpu", "cuda", "tpu"))(*args)
+    assert_same_bits(exported.call(*args), step(*args))
+
+
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="jax gives it another name")
+@pytest.mark.parametrize("closed_over", [True, False])
+def test_a_function_that_changes_mutable_arrays_is_refused(closed_over):
+    calls = jax.new_ref(jnp.zeros(()))
+
+    def counting(w, calls=calls):
+        calls[...] += 1.0
+        return loss_fn(w, 1.0)
+
+    fun = ls.value_and_grad_with_retries(counting, at_scale(1.0))
+    with pytest.raises(TypeError, match=r"`fun` must be free .*\['ReadEffect', 'W"):
+        fun(W) if closed_over else fun(W, calls)
+    assert calls[...] == 0
 
 
 def test_no_tracer_outlives_its_trace():

@@ -152,6 +152,13 @@ def test_the_scale_is_the_one_that_is_suggested_for_sums_over_the_batch(options,
         np.testing.assert_array_equal(seen, suggested.loss_scale)
 
 
+def test_finite_cotangents_whose_sum_is_infinite_are_scaled_down():
+    cotangents = np.full((2, 64), 3e38)
+    cotangents[1] /= 8
+    octaves = np.floor(np.log2(65504 / 2**6 / cotangents.sum(1, keepdims=True)))
+    np.testing.assert_array_equal(scales(cotangents), 2.0**octaves + 0 * cotangents)
+
+
 def test_nan_and_infinity_pass_at_scale_1_and_zeros_stay_zero():
     seen = scales([[np.inf, 1e-9], [-np.inf, 1e-9], [np.nan, 1e-9], [0.0, 0.0]])
     np.testing.assert_array_equal(seen[:, 1], [1, 1, 1, np.nan])
@@ -324,10 +331,6 @@ def printing(w, x):
     return w
 
 
-def forward(block):
-    return jax.jvp(lambda w: block(w, X), (W,), (W,))
-
-
 def traced(headroom):
     return ls.scale_backward(single, headroom=headroom)(W, X)
 
@@ -338,8 +341,6 @@ REFUSED = {
     "`headroom` must be .* 0 to 126": lambda: ls.scale_backward(single, headroom=-1),
     "`headroom` must be a plain number": lambda: jax.jit(traced)(6.0),
     "`dtype` must be a floating": lambda: ls.scale_backward(single, dtype="int8"),
-    "no derivative in forward mode.*Use reverse mode": lambda: forward(BLOCK),
-    "forward-mode": lambda: forward(jax.jit(BLOCK)),
     r"effects .* \['IOEffect'\]": lambda: ls.scale_backward(printing)(W, X),
     r"must not change its .*kwargs\)\[0\]\[1\]\[0\]`": lambda: CHANGING(W, [X]),
     "an axis of the surrounding": lambda: tiny_gradient(by_axis(single)),
@@ -350,6 +351,30 @@ REFUSED = {
 def test_what_cannot_work_is_refused(message, use):
     with pytest.raises((TypeError, ValueError), match=message):
         use()
+
+
+PUT_AROUND = {
+    "nothing": lambda block: block,
+    "jit": jax.jit,
+    "vmap": lambda block: jax.vmap(block, (None, 0)),
+    "checkpoint": jax.checkpoint,
+    "scan": lambda block: lambda w, _: scan(block, w[None]),
+    "cond": lambda block: lambda *args: jax.lax.cond(True, block, block, *args),
+}
+FORWARD_MODES = {
+    "jvp": lambda f: jax.jvp(f, (W,), (W,)),
+    "jit of jvp": jax.jit(lambda f: jax.jvp(f, (W,), (W,)), static_argnums=0),
+    "linearize": lambda f: jax.linearize(f, W)[1](W),
+    "jacfwd": lambda f: jax.jacfwd(f)(W),
+}
+
+
+@pytest.mark.parametrize("around", PUT_AROUND.values(), ids=PUT_AROUND)
+@pytest.mark.parametrize("evaluate", FORWARD_MODES.values(), ids=FORWARD_MODES)
+def test_forward_mode_is_refused_with_the_way_out(evaluate, around):
+    block = around(BLOCK)
+    with pytest.raises(TypeError, match="no derivative in forward .* Use reverse mode"):
+        evaluate(lambda w: block(w, X))
 
 
 def test_an_axis_is_needed_only_where_the_block_is_differentiated():

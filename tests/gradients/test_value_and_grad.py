@@ -95,6 +95,24 @@ def test_a_float16_loss_warns_once_while_tracing(make):
     assert losses[0].dtype == jnp.float16
 
 
+@pytest.mark.filterwarnings("ignore:The loss is float16")
+def test_the_cast_that_the_warning_names_is_the_one_that_helps():
+    def library_loss(logits):
+        return -jnp.mean(jax.nn.log_softmax(logits)[:, 0])
+
+    casts = {
+        "none": lambda logits: library_loss(logits),
+        "of the loss": lambda logits: library_loss(logits).astype(jnp.float32),
+        "of its input": lambda logits: library_loss(logits.astype(jnp.float32)),
+    }
+    grown = RULE.init()._replace(loss_scale=jnp.float32(2.0**16))
+    finite = {
+        name: bool(ls.all_finite(ls.grad(loss, grown)(jnp.ones((8, 3), jnp.float16))))
+        for name, loss in casts.items()
+    }
+    assert finite == {"none": False, "of the loss": False, "of its input": True}
+
+
 def test_derivatives_of_gradients_are_right_and_the_scale_is_a_constant_to_them():
     assert float(jax.grad(ls.grad(cube, STATE))(2.0)) == 12.0
 

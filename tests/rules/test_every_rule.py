@@ -228,3 +228,30 @@ def test_a_constant_rule_that_follows_another_may_be_compiled_as_a_constant(cons
     state = constant.update(PATIENT.init(), True)
     loss, _ = jax.jit(ls.value_and_grad(lambda x: x**2, state))(3.0)
     assert loss == 9.0
+
+
+MEASURING = {name: rule for name, rule in RULES.items() if rule.uses_max_magnitude}
+
+
+@pytest.mark.parametrize("rule", MEASURING.values(), ids=MEASURING)
+def test_a_scale_that_retries_found_is_kept_and_one_set_by_hand_is_not(rule):
+    noise = jnp.exp2(jax.random.normal(jax.random.key(0), (500,)) / 2)
+
+    def run(state, magnitudes):
+        def step(state, magnitude):
+            state = rule.update(state, True, magnitude)
+            return state, state.loss_scale
+
+        return jax.lax.scan(step, state, magnitudes)
+
+    state, scales = jax.jit(run)(rule.init(), noise)
+    found = scales[-1] / 64
+    by_hand = state._replace(loss_scale=found)
+    assert rule.update(by_hand, True, 1.0).loss_scale > 16 * found
+    by_retries = by_hand._replace(growth_tracker=jnp.int32(0))
+    _, scales = run(by_retries, noise[:50])
+    assert scales[0] > found / 2
+    np.testing.assert_array_less(scales, found * 1.0001)
+    # The limits of the rule hold, whatever retries found.
+    below = by_retries._replace(loss_scale=jnp.float32(2.0**-100))
+    assert rule.update(below, True, 1.0).loss_scale >= rule.min_scale

@@ -94,7 +94,7 @@ def test_an_overflow_never_raises_a_scale_from_below_the_limits():
     rule = ls.HeadroomLossScale(min_scale=1.0)
     state = rule.init()._replace(loss_scale=jnp.float32(0.25))
     assert float(rule.update(state, False).loss_scale) == 0.25
-    assert float(rule.update(state, True, 1.0).loss_scale) == 2.0**12
+    assert float(rule.update(state, True, 1.0).loss_scale) == 1.0
 
 
 def test_the_headroom_rule_learns_nothing_of_zero_gradients():
