@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ROOT, page
+from helpers import ROOT, page, worker_environment
 
 BENCHMARKS = ROOT / "tests" / "benchmarks"
 RECIPES = [
@@ -37,6 +37,25 @@ def test_the_benchmark_measures_every_recipe(tmp_path):
             assert 0 < low <= result["ratio"] <= high
             assert result["milliseconds"] > 0 < result["compile_seconds"]
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_one_command_measures_the_device_that_is_here_and_goes_on_if_stopped(tmp_path):
+    pytest.importorskip("jmp")
+    parts = ["update by sgd", "step in float16", "tests of test_finite.py"]
+    for number in (1, 3):
+        subprocess.run(
+            [sys.executable, BENCHMARKS / "on_device.py"]
+            + ["--json", tmp_path / "found.json", "--parts", *parts[:number]],
+            env=worker_environment(JAX_PLATFORMS="cpu"),
+            check=True,
+        )
+        found = json.loads((tmp_path / "found.json").read_text())["parts"]
+        assert list(found) == parts[:number]
+    assert found["step in float16"][0]["tokens_per_second"] > 0
+    assert " passed" in found[parts[2]][0]["outcome"]
+    tables = (tmp_path / "found.md").read_text()
+    assert tables.count("| plain | ") == 2 and "| retries | " in tables
 
 
 def figures(text):
