@@ -22,7 +22,6 @@ import hypothesis  # noqa: E402
 collect_ignore = [
     "faults.py",
     "benchmarks",
-    "integration/process_worker.py",
     "integration/wrap_optax.py",
 ]
 

@@ -1,65 +1,126 @@
-"""One of several processes that train together; run by `test_processes`.
+"""Training in several processes, which `test_processes` kills and starts again.
 
-``python process_worker.py PORT PROCESSES PROCESS OUT``
+``python process_worker.py PORT PROCESSES PROCESS FOLDER [KILLED VICTIM]``
+
+It goes on from the last checkpoint in ``FOLDER``. With ``KILLED``, which is ``step`` or
+``save``, the process ``VICTIM`` says when it is in the middle of that, and stays there.
 """
 
+import signal
 import sys
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
+from helpers import float16_loss, make_step, train
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from orbax.checkpoint.multihost import get_barrier_sync_fn
 
 import optax_lossscale as ls
 
-PORT, PROCESSES, PROCESS = map(int, sys.argv[1:4])
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-# Before anything makes an array.
-jax.distributed.initialize(f"127.0.0.1:{PORT}", PROCESSES, PROCESS)
-
-from devices import ADAM, BAD_X, PARAMS, RULE, loss_fn, vary  # noqa: E402
-from helpers import make_step, train  # noqa: E402
-
-MESH = jax.make_mesh((jax.device_count(),), ("d",), axis_types=(AxisType.Auto,))
-SPLIT, EVERYWHERE = NamedSharding(MESH, P("d")), NamedSharding(MESH, P())
-ROWS = np.split(np.asarray(BAD_X), PROCESSES, axis=1)[PROCESS]
+STEPS, SAVED_EVERY, KILLED_STEP, KILLED_SAVE = 16, 4, 6, 12
+# The rows with a NaN, by step. Each of the four devices has four of 16 rows.
+BAD_ROWS = {3: 13, 4: 1, 6: 10, 9: 0, 14: 15}
+RULE = ls.DynamicLossScale(init_scale=2.0**10, growth_interval=2, hysteresis=2)
+INNER = ls.with_master_weights(optax.adam(1e-2))
+TX = ls.with_loss_scaling(INNER, RULE)
+NAMED_TX = ls.with_loss_scaling(INNER, RULE, axis_name="d")
 
 
-def global_batch(x):
-    return jax.make_array_from_process_local_data(SPLIT, x)
+def start():
+    w = jax.random.normal(jax.random.key(0), (8, 4), jnp.float16)
+    params = {"w": w, "b": jnp.zeros(4, jnp.float16)}
+    return params, TX.init(params)
 
 
-def run(mapped):
-    """The parameters and states of all steps, gathered from all processes."""
-    tx = ls.with_loss_scaling(ADAM, RULE, axis_name="d" if mapped else None)
+def make_target(mesh):
+    """What `start` makes, as types, and split as far as it can be."""
 
-    def mapped_step(params, state, x):
-        _, grads = ls.value_and_grad(loss_fn, state)(vary(params, "d"), x)
-        local_flag = ls.all_finite(grads)
-        grads = jax.lax.pmean(grads, "d")
-        updates, state = tx.update(grads, state, params, grads_finite=local_flag)
-        return optax.apply_updates(params, updates), state
+    def on_mesh(leaf):
+        sharding = NamedSharding(mesh, P("d") if leaf.ndim else P())
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-    step = make_step(tx, loss_fn)
-    if mapped:
-        step = jax.shard_map(
-            mapped_step, mesh=MESH, in_specs=(P(), P(), P("d")), out_specs=(P(), P())
-        )
-    shardings = {"w": EVERYWHERE if mapped else SPLIT, "b": EVERYWHERE}
-    params = jax.jit(lambda: PARAMS, out_shardings=shardings)()
-    state = jax.jit(tx.init)(params)
-    reached = train(jax.jit(step), params, state, map(global_batch, ROWS))
-    return multihost_utils.process_allgather(reached, tiled=True)
+    return jax.tree.map(on_mesh, jax.eval_shape(start))
 
 
-results = {
-    f"{mapped}{jax.tree_util.keystr(path)}": leaf
-    for mapped in (False, True)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(run(mapped))
-}
-# As if the batch with the NaN were gradients.
-report = ls.gradient_report({"x": global_batch(ROWS[2])}, loss_scale=2.0**15)
-results |= {"nan": np.isnan(ROWS).any(), "report": ls.format_report(report)}
-np.savez(sys.argv[4], **results)
+def batch(step):
+    x = np.random.default_rng(step).normal(size=(16, 8)).astype(np.float32)
+    if step in BAD_ROWS:
+        x[BAD_ROWS[step], 3] = np.nan
+    return x
+
+
+def mapped_step(params, state, x):
+    from devices import vary  # It makes arrays; the processes have to meet before.
+
+    _, grads = ls.value_and_grad(float16_loss, state)(vary(params, "d"), x)
+    local_flag = ls.all_finite(grads)
+    grads = jax.lax.pmean(grads, "d")
+    updates, state = NAMED_TX.update(grads, state, params, grads_finite=local_flag)
+    return optax.apply_updates(params, updates), state
+
+
+def main():
+    port, processes, process = map(int, sys.argv[1:4])
+    killed, victim = sys.argv[5:] or ("", "0")
+    dies_in = killed if process == int(victim) else ""
+    signal.alarm(180)  # It ends even if the test has been killed.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
+    mesh = jax.make_mesh((jax.device_count(),), ("d",), axis_types=(AxisType.Auto,))
+
+    def global_batch(step):
+        x, split = batch(step), NamedSharding(mesh, P("d"))
+        return jax.make_array_from_callback(x.shape, split, lambda rows: x[rows])
+
+    def barrier(key, timeout_ms):
+        if dies_in == "save" and key.endswith(f"write_complete.{KILLED_SAVE}"):
+            print("in the save", flush=True)
+            input()
+        get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
+
+    target = make_target(mesh)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
+    options = ocp.CheckpointManagerOptions(
+        save_interval_steps=SAVED_EVERY,
+        async_options=ocp.AsyncOptions(barrier_sync_fn=barrier),
+    )
+    with ocp.CheckpointManager(Path(sys.argv[4]) / "saved", options=options) as manager:
+        first = manager.latest_step() or 0
+        print("from step", first, flush=True)
+        run = jax.jit(start, out_shardings=shardings)()
+        if first:
+            run = manager.restore(first, args=ocp.args.StandardRestore(target))
+        step = jax.jit(make_step(TX, float16_loss), out_shardings=shardings)
+        for i in range(first, STEPS):
+            if killed == "step" and i == KILLED_STEP:
+                manager.wait_until_finished()
+                if dies_in:
+                    print("in the step", flush=True)
+                else:
+                    input()  # The victim waits for it in a collective.
+            run = step(*run, global_batch(i))
+            manager.save(i + 1, args=ocp.args.StandardSave(run))
+
+    mapped = jax.shard_map(
+        mapped_step, mesh=mesh, in_specs=(P(), P(), P("d")), out_specs=P()
+    )
+    batches = map(global_batch, range(STEPS))
+    mapped_run = train(jax.jit(mapped), *jax.jit(start)(), batches)
+    # As if the batch with the NaN were gradients.
+    report = ls.gradient_report({"x": global_batch(3)}, loss_scale=2.0**15)
+    reached = multihost_utils.process_allgather((run, mapped_run), tiled=True)
+    np.savez(
+        Path(sys.argv[4]) / f"{process}.npz",
+        *jax.tree.leaves(reached),
+        report=ls.format_report(report),
+    )
+
+
+if __name__ == "__main__":
+    main()

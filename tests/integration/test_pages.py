@@ -53,6 +53,12 @@ def test_a_checkpoint_is_restored_with_the_same_bits_and_under_another_mesh():
     assert scale.sharding.is_fully_replicated
 
 
+def test_a_sharded_run_that_goes_on_equals_one_that_never_stopped(tmp_path):
+    guide = run("guides/many_devices")
+    assert guide["printed"] == "from step 0\nfrom step 8\n"
+    assert_same_bits(guide["resumed"], guide["train"](tmp_path, 20))
+
+
 def test_float16_parameters_are_the_rounded_master_weights_and_resume():
     guide = run("guides/float16_parameters")
     rounded = jax.tree.map(jnp.float16, guide["weights"])
