@@ -9,7 +9,7 @@ import numpy as np
 from .._finite import across
 from .._tree import dtype_of, is_inexact
 from .._validation import AxisName, check_limits, check_scale, describe
-from .counting import measure
+from .counting import measure, summed
 
 
 class GradientReport(NamedTuple):
@@ -48,10 +48,11 @@ class GradientReport(NamedTuple):
     @property
     def totals(self) -> "GradientReport":
         """The report of all leaves together: summed counts, the largest ``max_abs``."""
-        leaves = map(jax.tree.leaves, self)
-        columns = GradientReport(*(jnp.asarray(x, jnp.float32) for x in leaves))
-        sums = GradientReport(*(jnp.sum(x, axis=0) for x in columns))
-        return sums._replace(max_abs=jnp.max(columns.max_abs, axis=0, initial=0))
+        rows = zip(*map(jax.tree.leaves, self), strict=True)
+        counts = [[jnp.asarray(x, jnp.float32) for x in row] for row in rows]
+        nothing = [jnp.zeros((), jnp.float32)] * len(self)
+        named = [dict(zip(self._fields, x, strict=True)) for x in counts or [nothing]]
+        return GradientReport(**summed(named))
 
 
 def exact_totals(report: GradientReport) -> GradientReport:
@@ -105,11 +106,13 @@ def gradient_report(
     leaves, structure = jax.tree.flatten(grads)
     if not leaves:
         return GradientReport(*[grads] * len(GradientReport._fields))
-    measured = measure(grads, loss_scale, limits)
-    max_abs = across(jax.lax.pmax, measured.pop("max_abs"), axis_name)
-    columns = across(jax.lax.psum, measured, axis_name) | {"max_abs": max_abs}
-    fields = [columns[name] for name in GradientReport._fields]
-    return GradientReport(*(jax.tree.unflatten(structure, list(x)) for x in fields))
+    counts = measure(grads, loss_scale, limits)
+    fields = {name: [x[name] for x in counts] for name in GradientReport._fields}
+    max_abs = across(jax.lax.pmax, fields.pop("max_abs"), axis_name)
+    fields = across(jax.lax.psum, fields, axis_name) | {"max_abs": max_abs}
+    return GradientReport(
+        **{name: jax.tree.unflatten(structure, x) for name, x in fields.items()}
+    )
 
 
 def check_gradients(name: str, tree: Any) -> None:
