@@ -8,6 +8,10 @@ import optax
 
 from ._validation import check_flag, describe
 
+# The default `max_scale`. A scale that has grown so far has met no overflow in float16,
+# unless all gradients are below 0.004.
+CEILING = 2.0**24
+
 # So that one run, such as a start from a high scale, takes `skip_rate` to 0.22 at most.
 _COUNTED_SKIPS = 25
 
@@ -32,7 +36,8 @@ class LossScaleState(NamedTuple):
             one; saturates.
         skip_rate: float32, the share of skipped steps of late, an exponential moving
             average over about 100 steps; 0 in a healthy run. Of the skips in a row,
-            only the first 25 count.
+            only the first 25 count. It starts at 0.01 if the first scale is 2**24 or
+            more, which is meant to overflow.
         rule_state: what else a rule remembers, a ``NamedTuple`` of strongly typed
             arrays. It is an empty tuple, which adds no leaf, for most rules.
 
@@ -75,14 +80,15 @@ class LossScaleState(NamedTuple):
             >>> ls.LossScaleState.create(128.0).loss_scale
             Array(128., dtype=float32)
         """
+        loss_scale = jnp.asarray(loss_scale, jnp.float32)
         return cls(
-            loss_scale=jnp.asarray(loss_scale, jnp.float32),
+            loss_scale=loss_scale,
             growth_tracker=jnp.zeros((), jnp.int32),
             hysteresis_tracker=jnp.asarray(hysteresis, jnp.int32),
             grads_finite=jnp.ones((), jnp.bool_),
             skipped_steps=jnp.zeros((), jnp.int32),
             consecutive_skips=jnp.zeros((), jnp.int32),
-            skip_rate=jnp.zeros((), jnp.float32),
+            skip_rate=jnp.where(loss_scale < CEILING, 0, 0.01).astype(jnp.float32),
             rule_state=rule_state,
         )
 
