@@ -124,14 +124,13 @@ def recorded(
     consecutive_skips = optax.safe_increment(state.consecutive_skips)
     # A checkpoint may hold anything, and NaN would stay forever.
     skip_rate = jnp.where(abs(state.skip_rate) <= 1, state.skip_rate, 0)
-    skipped_rate = jnp.where(
-        consecutive_skips <= _COUNTED_SKIPS, 0.99 * skip_rate + 0.01, skip_rate
-    )
+    counts = grads_finite | (consecutive_skips <= _COUNTED_SKIPS)
+    new_rate = 0.99 * skip_rate + jnp.where(grads_finite, 0, 0.01)
     return state._replace(
         grads_finite=grads_finite,
         skipped_steps=jnp.where(grads_finite, state.skipped_steps, skipped_steps),
         consecutive_skips=jnp.where(grads_finite, 0, consecutive_skips),
-        skip_rate=jnp.where(grads_finite, 0.99 * skip_rate, skipped_rate),
+        skip_rate=jnp.where(counts, new_rate, skip_rate),
     )
 
 

@@ -126,8 +126,8 @@ def watch_loss_scale(
         check_gradients("grads", grads)
         if shape := jnp.shape(get_loss_scale(state)):
             raise ValueError(
-                "`grads` must be left out for the state of an ensemble, got both, with "
-                f"loss scales of shape {shape}. Or call this inside `jax.vmap`."
+                "`grads` must be left out for the state of an ensemble, got loss "
+                f"scales of shape {shape}. Or call this inside `jax.vmap`."
             )
     if axis_name is not None:
         check_axis_name(axis_name)
@@ -164,23 +164,20 @@ def _guard(
 
     due = _is_due(state, limit, every)
     if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((due, grads))):
-        if any(fetched := jax.device_get(due)):
+        if (fetched := jax.device_get(due)).any():
             tell_host(fetched, state, shown())
         return
     if axis_name is not None:
-        first = jax.lax.axis_index(axis_name) == 0
-        due = due[0] & first, due[1] & first
+        due &= jax.lax.axis_index(axis_name) == 0
     jax.lax.cond(
-        due[0] | due[1],
+        due.any(),
         lambda: jax.debug.callback(tell_host, due, state, shown()),
         lambda: None,
     )
 
 
 @functools.partial(jax.jit, static_argnames=("limit", "every"))
-def _is_due(
-    state: LossScaleState, limit: int, every: int
-) -> tuple[jax.Array, jax.Array]:
+def _is_due(state: LossScaleState, limit: int, every: int) -> jax.Array:
     """Return whether training has stopped, and whether the scale is of no use.
 
     The first is reported at the first skip beyond the limit, then every few; the second
@@ -193,4 +190,4 @@ def _is_due(
     unused = (state.loss_scale >= CEILING) & (state.growth_tracker == 0)
     unused &= (state.skipped_steps == 0) & (state.skip_rate == 0)
     unused &= (state.hysteresis_tracker >= 0) & (not jax.tree.leaves(state.rule_state))
-    return jnp.any(in_a_row | often), jnp.any(unused)
+    return jnp.stack([jnp.any(in_a_row | often), jnp.any(unused)])

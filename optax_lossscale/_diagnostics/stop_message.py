@@ -1,5 +1,6 @@
 """Say what has happened, its likeliest causes, and the way out of each."""
 
+import functools
 import textwrap
 
 import jax
@@ -28,12 +29,10 @@ _INTERVAL = """The scale grows too soon and overflows again. Raise `growth_inter
 See notebooks/start/rules.md."""
 _TOO_HIGH = f"""The scale is too high, and is fixed or still falling. Start from what \
 `suggest_loss_scale` returns. {_OVERFLOW}"""
-_OLD_STATE = f"""The gradient function was built once, from an earlier state, and \
-keeps that scale. Call `value_and_grad(loss_fn, opt_state)` inside the step, with the \
-state that is passed to the step. {_STOPPED}"""
-_OUTSIDE = """A transformation outside `with_loss_scaling`, such as \
-`optax.MultiSteps`, keeps a NaN in its state. Put `with_loss_scaling` around it. See \
-notebooks/guides/wrappers.md."""
+_OLD_STATE = f"""The gradient function was built once, from an earlier state. Call \
+`value_and_grad(loss_fn, opt_state)` in the step, with the step's state. {_STOPPED}"""
+_OUTSIDE = """A transformation outside `with_loss_scaling`, such as `MultiSteps`, \
+keeps a NaN. Put `with_loss_scaling` around it. See notebooks/guides/wrappers.md."""
 _RESULTS = """With `check_updates=True`, the optimizer turns finite gradients into NaN \
 or inf. Clip the gradients, raise `eps`, or use `with_master_weights`. See \
 notebooks/guides/float16_parameters.md."""
@@ -47,9 +46,9 @@ _SMALL = "All gradients are below 0.004. Then all is well."
 def listed(what: str, causes: list[str]) -> str:
     """Return numbered causes below what has happened, in lines of up to 80 columns."""
     numbered = [f"{i}. {cause}" for i, cause in enumerate(causes, start=1)]
+    fill = functools.partial(textwrap.fill, width=80, break_on_hyphens=False)
     return "\n".join(
-        textwrap.fill(x, 80, subsequent_indent=indent, break_on_hyphens=False)
-        for x, indent in [(what, ""), *((x, "   ") for x in numbered)]
+        [fill(what), *(fill(x, subsequent_indent="   ") for x in numbered)]
     )
 
 
@@ -70,14 +69,11 @@ def stop_message(
     worst = np.unravel_index(np.argmax(skips), skips.shape)
     state = jax.tree.map(lambda x: np.asarray(x)[worst], state)
     member = f" of member {', '.join(map(str, worst))}" if worst else ""
-    what = (
-        f"The last {state.consecutive_skips} steps{member} were all skipped, more than "
-        f"`max_consecutive_skips`={limit}."
-        if in_a_row
-        else f"Of late, {state.skip_rate:.0%} of the steps{member} were skipped."
-    )
-    what += f" The loss scale is {state.loss_scale:g}, {state.skipped_steps} steps "
-    what += "were skipped in all."
+    what = f"Of late, {state.skip_rate:.0%} of the steps{member} were skipped. "
+    if in_a_row:
+        what = f"The last {state.consecutive_skips} steps{member} were all skipped, "
+        what += f"more than `max_consecutive_skips`={limit}. "
+    what += f"Loss scale {state.loss_scale:g}, {state.skipped_steps} skipped in all."
     causes = _causes(state, report) if in_a_row else [_BATCHES, _FORWARD, _INTERVAL]
     message = listed(what, causes)
     if report is not None:

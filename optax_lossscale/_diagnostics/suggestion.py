@@ -10,7 +10,6 @@ from .._rules.headroom import HeadroomLossScale
 from .._validation import check, check_limits, check_order
 from .counting import measure, summed
 from .gradient_report import check_gradients
-from .table import repr_of
 
 
 class SuggestedLossScale(NamedTuple):
@@ -36,7 +35,7 @@ class SuggestedLossScale(NamedTuple):
     informative: jax.Array
 
     def __repr__(self) -> str:
-        return repr_of(self, _table)
+        return "\n".join(f"{name:11}  {x!s}" for name, x in self._asdict().items())
 
 
 def suggest_loss_scale(
@@ -103,14 +102,6 @@ def suggest_loss_scale(
     # A scale below 1 loses more than no scale, and rescues nothing.
     rescued = jnp.maximum(before["underflow"] - lost, 0) / elements
     return SuggestedLossScale(loss_scale, rescued, lost / elements, informative)
-
-
-def _table(suggested: SuggestedLossScale) -> str:
-    octaves, informative = math.log2(suggested.loss_scale), suggested.informative
-    return (
-        f"loss_scale   2**{octaves:g}\nrescued      {float(suggested.rescued):.2%}\n"
-        f"lost         {float(suggested.lost):.2%}\ninformative  {bool(informative)}"
-    )
 
 
 def _powers_of_two(min_scale: float, max_scale: float) -> tuple[float, float]:

@@ -1,7 +1,6 @@
 """A report on gradients, and its table."""
 
 import unicodedata
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -51,16 +50,19 @@ class GradientReport(NamedTuple):
     size: Any
 
     def __repr__(self) -> str:
-        return repr_of(self, format_report)
+        try:
+            return format_report(self)
+        except Exception:  # it is traced or abstract, or that of an ensemble
+            fields = (f"{name}={x!r}" for name, x in self._asdict().items())
+            return f"GradientReport({', '.join(fields)})"
 
     @property
     def totals(self) -> "GradientReport":
         """The report of all leaves together: summed counts, the largest ``max_abs``."""
         rows = zip(*map(jax.tree.leaves, self), strict=True)
-        counts = [[jnp.asarray(x, jnp.float32) for x in row] for row in rows]
-        nothing = [jnp.zeros((), jnp.float32)] * len(self)
-        named = [dict(zip(self._fields, x, strict=True)) for x in counts or [nothing]]
-        return GradientReport(**summed(named))
+        counts = [GradientReport(*map(jnp.float32, x))._asdict() for x in rows]
+        nothing = dict.fromkeys(self._fields, jnp.float32(0))
+        return GradientReport(**summed(counts or [nothing]))
 
 
 def exact_totals(report: GradientReport) -> GradientReport:
@@ -68,15 +70,6 @@ def exact_totals(report: GradientReport) -> GradientReport:
     columns = GradientReport(*map(jax.tree.leaves, jax.device_get(report)))
     sums = GradientReport(*(sum(map(int, x)) for x in columns))
     return sums._replace(max_abs=max(map(float, columns.max_abs), default=0.0))
-
-
-def repr_of(x: Any, table: Callable[[Any], str]) -> str:
-    """Return a table, or the fields of what is traced, abstract or an ensemble."""
-    try:
-        return table(x)
-    except Exception:
-        fields = (f"{name}={value!r}" for name, value in x._asdict().items())
-        return f"{type(x).__name__}({', '.join(fields)})"
 
 
 class Table(str):

@@ -13,16 +13,16 @@ from helpers import ROOT
 import optax_lossscale as ls
 
 MESSAGE = """\
-The last 3 steps were all skipped, more than `max_consecutive_skips`=2. The loss
-scale is 1, 4 steps were skipped in all.
+The last 3 steps were all skipped, more than `max_consecutive_skips`=2. Loss
+scale 1, 4 skipped in all.
 1. The forward pass overflows: an activation is above 65504, the largest
    float16, so the loss and nearly all gradients are NaN or inf. No loss scale
    helps. Find the block, and compute it in float32. See
    notebooks/guides/finding_the_overflow.md.
 2. """
 FORWARD, LAYER, DATA = "The forward pass", "The backward pass", "The batch or the"
-TOO_HIGH, OLD_STATE = "The scale is too high", "was built once, from an earlier state"
-OUTSIDE, RESULTS = "outside `with_loss_scaling`", "With `check_updates=True`"
+TOO_HIGH, OLD_STATE = "The scale is too high", "The gradient function was built once"
+OUTSIDE, RESULTS = "A transformation outside", "With `check_updates=True`"
 BATCHES, GROWS = "Some batches hold", "grows too soon"
 NAMES = [FORWARD, LAYER, DATA, TOO_HIGH, OLD_STATE, OUTSIDE, RESULTS, BATCHES, GROWS]
 
@@ -128,7 +128,7 @@ def test_a_share_of_skipped_steps_stops_too_and_names_the_batches():
     # About every tenth of the hundred skipped steps, once the average is above 1/4.
     assert 5 <= len(errors) <= 20
     text = message(state)
-    assert text.startswith("Of late, 44% of the steps were skipped. The loss scale")
+    assert text.startswith("Of late, 44% of the steps were skipped. Loss scale 1,")
     assert causes(text) == [BATCHES, FORWARD, GROWS]
     assert causes(str(errors[-1])) == causes(text)
     ls.check_loss_scale(epoch(state, jnp.ones(100)))
@@ -153,7 +153,7 @@ def test_of_an_ensemble_the_message_names_the_member_and_its_numbers():
     states = states._replace(loss_scale=jnp.array([[1.0, 2.0], [4.0, 8.0]]))
     first, second, *_ = message(states).split(". ")
     assert first.startswith("The last 7 steps of member 1, 0 were all skipped, more")
-    assert " ".join(second.split()).startswith("The loss scale is 4, 8 steps were")
+    assert " ".join(second.split()).startswith("Loss scale 4, 8 skipped in all")
     rates = jnp.array([[0.0, 0.3], [0.1, 0.0]])
     text = message(states._replace(consecutive_skips=0 * skips, skip_rate=rates))
     assert text.startswith("Of late, 30% of the steps of member 0, 1 were skipped.")
