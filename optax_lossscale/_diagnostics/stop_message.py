@@ -18,9 +18,9 @@ _STOPPED = "See notebooks/guides/training_has_stopped.md."
 _FORWARD = f"""The forward pass overflows: an activation is above 65504, the largest \
 float16, so the loss and nearly all gradients are NaN or inf. No loss scale helps. \
 Find the block, and compute it in float32. {_OVERFLOW}"""
-_LAYER = f"""The backward pass overflows in the last layer before the loss that has \
-NaN or inf below. Compute it in float32, wrap it with `scale_backward`, or raise its \
-`headroom`. {_OVERFLOW}"""
+_LAYER = f"""The backward pass makes NaN or inf in or behind the layer with them that \
+is closest to the loss. Compute it in float32, wrap it with `scale_backward`, or raise \
+its `headroom`. {_OVERFLOW}"""
 _DATA = f"""The batch or the parameters hold NaN or inf. Check both with `all_finite`. \
 If training has diverged, lower the learning rate. {_STOPPED}"""
 _BATCHES = f"""Some batches hold NaN or inf. Find them with `all_finite`, and pass \
@@ -47,9 +47,8 @@ def listed(what: str, causes: list[str]) -> str:
     """Return numbered causes below what has happened, in lines of up to 80 columns."""
     numbered = [f"{i}. {cause}" for i, cause in enumerate(causes, start=1)]
     fill = functools.partial(textwrap.fill, width=80, break_on_hyphens=False)
-    return "\n".join(
-        [fill(what), *(fill(x, subsequent_indent="   ") for x in numbered)]
-    )
+    filled = [fill(what), *(fill(x, subsequent_indent="   ") for x in numbered)]
+    return "\n".join(filled)
 
 
 CEILING_MESSAGE = listed(
