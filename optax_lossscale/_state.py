@@ -12,9 +12,6 @@ from ._validation import check_flag, describe
 # unless all gradients are below 0.004.
 CEILING = 2.0**24
 
-# So that one run, such as a start from a high scale, takes `skip_rate` to 0.22 at most.
-_COUNTED_SKIPS = 25
-
 
 class LossScaleState(NamedTuple):
     """The loss scale, its counters, and whether the last step was applied.
@@ -124,7 +121,8 @@ def recorded(
     consecutive_skips = optax.safe_increment(state.consecutive_skips)
     # A checkpoint may hold anything, and NaN would stay forever.
     skip_rate = jnp.where(abs(state.skip_rate) <= 1, state.skip_rate, 0)
-    counts = grads_finite | (consecutive_skips <= _COUNTED_SKIPS)
+    # So one run, such as a start from a high scale, takes the rate to 0.22 at most.
+    counts = grads_finite | (consecutive_skips <= 25)
     new_rate = 0.99 * skip_rate + jnp.where(grads_finite, 0, 0.01)
     return state._replace(
         grads_finite=grads_finite,

@@ -12,7 +12,7 @@ from .._find import get_loss_scale, get_loss_scale_state
 from .._state import CEILING, LossScaleState
 from .._validation import AxisName, check, check_axis_name, check_concrete, describe
 from .gradient_report import check_gradients, gradient_report
-from .stop_message import CEILING_MESSAGE, MOST_SKIPPED, stop_message
+from .stop_message import CEILING_MESSAGE, stop_message
 from .table import GradientReport, check_report
 
 
@@ -186,7 +186,8 @@ def _is_due(state: LossScaleState, limit: int, every: int) -> jax.Array:
     """
     beyond = state.consecutive_skips - limit
     in_a_row = (beyond > 0) & ((beyond - 1) % every == 0)
-    often = (state.skip_rate > MOST_SKIPPED) & (state.skipped_steps % every == 0)
+    # Only a fault skips more: a rule overflows once in its growth interval.
+    often = (state.skip_rate > 0.25) & (state.skipped_steps % every == 0)
     unused = (state.loss_scale >= CEILING) & (state.growth_tracker == 0)
     unused &= (state.skipped_steps == 0) & (state.skip_rate == 0)
     unused &= (state.hysteresis_tracker >= 0) & (not jax.tree.leaves(state.rule_state))

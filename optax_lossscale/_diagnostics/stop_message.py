@@ -9,18 +9,15 @@ import numpy as np
 from .._state import LossScaleState
 from .table import GradientReport, format_report
 
-# A share that only a fault exceeds: a rule overflows once in its growth interval.
-MOST_SKIPPED = 0.25
-
 _OVERFLOW = "See notebooks/guides/finding_the_overflow.md."
 _STOPPED = "See notebooks/guides/training_has_stopped.md."
 
 _FORWARD = f"""The forward pass overflows: an activation is above 65504, the largest \
 float16, so the loss and nearly all gradients are NaN or inf. No loss scale helps. \
 Find the block, and compute it in float32. {_OVERFLOW}"""
-_LAYER = f"""The backward pass makes NaN or inf in or behind the layer with them that \
-is closest to the loss. Compute it in float32, wrap it with `scale_backward`, or raise \
-its `headroom`. {_OVERFLOW}"""
+_LAYER = f"""The backward pass overflows or divides by zero. Of the arrays with NaN or \
+inf, take the one closest to the loss: the fault is in its layer or right behind it. \
+Compute that in float32, or wrap it with `scale_backward`. {_OVERFLOW}"""
 _DATA = f"""The batch or the parameters hold NaN or inf. Check both with `all_finite`. \
 If training has diverged, lower the learning rate. {_STOPPED}"""
 _BATCHES = f"""Some batches hold NaN or inf. Find them with `all_finite`, and pass \
@@ -43,16 +40,16 @@ See notebooks/start/do_i_need_it.md."""
 _SMALL = "All gradients are below 0.004. Then all is well."
 
 
-def listed(what: str, causes: list[str]) -> str:
-    """Return numbered causes below what has happened, in lines of up to 80 columns."""
+def listed(what: list[str], causes: list[str]) -> str:
+    """Return what happened and the numbered causes, in lines of up to 80 columns."""
     numbered = [f"{i}. {cause}" for i, cause in enumerate(causes, start=1)]
     fill = functools.partial(textwrap.fill, width=80, break_on_hyphens=False)
-    filled = [fill(what), *(fill(x, subsequent_indent="   ") for x in numbered)]
+    filled = [*map(fill, what), *(fill(x, subsequent_indent="   ") for x in numbered)]
     return "\n".join(filled)
 
 
 CEILING_MESSAGE = listed(
-    "The loss scale has grown to 2**24 or more, and no step was ever skipped.",
+    ["The loss scale has grown to 2**24 or more, and no step was ever skipped."],
     [_NOT_SCALED, _NOT_FLOAT16, _SMALL],
 )
 
@@ -68,13 +65,13 @@ def stop_message(
     worst = np.unravel_index(np.argmax(skips), skips.shape)
     state = jax.tree.map(lambda x: np.asarray(x)[worst], state)
     member = f" of member {', '.join(map(str, worst))}" if worst else ""
-    what = f"Of late, {state.skip_rate:.0%} of the steps{member} were skipped. "
+    what = f"Of late, {state.skip_rate:.0%} of the steps{member} were skipped."
     if in_a_row:
         what = f"The last {state.consecutive_skips} steps{member} were all skipped, "
-        what += f"more than `max_consecutive_skips`={limit}. "
-    what += f"Loss scale {state.loss_scale:g}, {state.skipped_steps} skipped in all."
+        what += f"more than `max_consecutive_skips`={limit}."
+    so_far = f"Loss scale: {state.loss_scale:g}. Skipped in all: {state.skipped_steps}."
     causes = _causes(state, report) if in_a_row else [_BATCHES, _FORWARD, _INTERVAL]
-    message = listed(what, causes)
+    message = listed([what, so_far], causes)
     if report is not None:
         message += f"\nThe last gradients:\n{format_report(report, limit=5)}"
     return message
@@ -83,13 +80,14 @@ def stop_message(
 def _causes(state: LossScaleState, report: GradientReport | None) -> list[str]:
     """Return the likeliest causes of a run of skipped steps."""
     fixed, scale = state.hysteresis_tracker < 0, state.loss_scale
-    # An overflow resets the tracker. Had the scale been halved in each of these steps,
-    # it would be lower.
-    finite = state.growth_tracker > 0
-    kept = fixed or finite or np.log2(scale) + state.consecutive_skips > 126
+    finite = state.growth_tracker > 0  # an overflow resets it
+    # Had the scale been halved in each of these steps, it would be lower.
+    high = scale > 1 and np.log2(scale) + state.consecutive_skips > 126
+    kept = fixed or finite or high
     bad = np.ones(1) if report is None else _nonfinite(report)
     if not bad.any():
-        return [_RESULTS, _OUTSIDE, _DATA] if kept else [_OLD_STATE, _OUTSIDE, _RESULTS]
+        others = [_OUTSIDE, _DATA] if fixed or finite else [_OLD_STATE, _OUTSIDE]
+        return [_RESULTS, *others] if kept else [*others, _RESULTS]
     causes = [_FORWARD if bad.mean() > 0.9 else _LAYER]
     if scale > 1 and not finite:
         causes.append(_TOO_HIGH if fixed or not kept else _RESULTS)
