@@ -114,7 +114,7 @@ def watch_loss_scale(
         >>> state, _ = jax.lax.scan(step, rule.init(), flags)
         >>> jax.effects_barrier()
         >>> print(errors[0])
-        The last 101 steps were all skipped, more than `max_consecutive_skips`=100, ...
+        The last 101 steps were all skipped, ...
     """
     every = check("every", every)
     if on_error is not None and not callable(on_error):
