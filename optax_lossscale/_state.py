@@ -8,10 +8,6 @@ import optax
 
 from ._validation import check_flag, describe
 
-# The default `max_scale`. A scale that has grown so far has met no overflow in float16,
-# unless all gradients are below 0.004.
-CEILING = 2.0**24
-
 
 class LossScaleState(NamedTuple):
     """The loss scale, its counters, and whether the last step was applied.
@@ -33,8 +29,8 @@ class LossScaleState(NamedTuple):
             one; saturates.
         skip_rate: float32, the share of skipped steps of late, an exponential moving
             average over about 100 steps; 0 in a healthy run. Of the skips in a row,
-            only the first 25 count. It starts at 0.01 if the first scale is 2**24 or
-            more, which is meant to overflow.
+            only the first 25 count. It is negative if no step was ever skipped although
+            the scale stayed at 2**24 or above for a whole growth interval.
         rule_state: what else a rule remembers, a ``NamedTuple`` of strongly typed
             arrays. It is an empty tuple, which adds no leaf, for most rules.
 
@@ -77,15 +73,14 @@ class LossScaleState(NamedTuple):
             >>> ls.LossScaleState.create(128.0).loss_scale
             Array(128., dtype=float32)
         """
-        loss_scale = jnp.asarray(loss_scale, jnp.float32)
         return cls(
-            loss_scale=loss_scale,
+            loss_scale=jnp.asarray(loss_scale, jnp.float32),
             growth_tracker=jnp.zeros((), jnp.int32),
             hysteresis_tracker=jnp.asarray(hysteresis, jnp.int32),
             grads_finite=jnp.ones((), jnp.bool_),
             skipped_steps=jnp.zeros((), jnp.int32),
             consecutive_skips=jnp.zeros((), jnp.int32),
-            skip_rate=jnp.where(loss_scale < CEILING, 0, 0.01).astype(jnp.float32),
+            skip_rate=jnp.zeros((), jnp.float32),
             rule_state=rule_state,
         )
 
@@ -122,13 +117,14 @@ def recorded(
     # A checkpoint may hold anything, and NaN would stay forever.
     skip_rate = jnp.where(abs(state.skip_rate) <= 1, state.skip_rate, 0)
     # So one run, such as a start from a high scale, takes the rate to 0.22 at most.
-    counts = grads_finite | (consecutive_skips <= 25)
-    new_rate = 0.99 * skip_rate + jnp.where(grads_finite, 0, 0.01)
+    counts = consecutive_skips <= 25
+    skipped_rate = jnp.maximum(skip_rate, 0) * 0.99 + 0.01
+    skipped_rate = jnp.where(counts, skipped_rate, skip_rate)
     return state._replace(
         grads_finite=grads_finite,
         skipped_steps=jnp.where(grads_finite, state.skipped_steps, skipped_steps),
         consecutive_skips=jnp.where(grads_finite, 0, consecutive_skips),
-        skip_rate=jnp.where(counts, new_rate, skip_rate),
+        skip_rate=jnp.where(grads_finite, 0.99 * skip_rate, skipped_rate),
     )
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._find import get_loss_scale, get_loss_scale_state
-from .._state import CEILING, LossScaleState
+from .._state import LossScaleState
 from .._validation import AxisName, check, check_axis_name, check_concrete, describe
 from .gradient_report import check_gradients, gradient_report
 from .stop_message import CEILING_MESSAGE, stop_message
@@ -37,8 +37,8 @@ def check_loss_scale(
     If every step is skipped, training has stopped, but the loop runs on. Call this
     where you log. It waits for the device. In a compiled loop, use `watch_loss_scale`.
 
-    It warns if the scale has grown to 2**24 without a skipped step: mostly, the step
-    does not call `value_and_grad`, or nothing computes in float16.
+    It warns if the scale was 2**24 or more for a growth interval, and no step was ever
+    skipped: the step does not call `value_and_grad`, or nothing computes in float16.
 
     Args:
         state: an optimizer state, not traced, as for `get_loss_scale_state`.
@@ -162,8 +162,11 @@ def _guard(
                 raise error
             on_error(error)
 
-    due = _is_due(state, limit, every)
-    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((due, grads))):
+    eager = not any(
+        isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, grads))
+    )
+    due = _is_due(state, limit, every, eager)
+    if eager:
         if (fetched := jax.device_get(due)).any():
             tell_host(fetched, state, shown())
         return
@@ -176,19 +179,16 @@ def _guard(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("limit", "every"))
-def _is_due(state: LossScaleState, limit: int, every: int) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("limit", "every", "eager"))
+def _is_due(state: LossScaleState, limit: int, every: int, eager: bool) -> jax.Array:
     """Return whether training has stopped, and whether the scale is of no use.
 
     The first is reported at the first skip beyond the limit, then every few; the second
-    when the scale has just grown. Rules with a ``rule_state`` have a scale that follows
-    the gradients, and may be high without an overflow.
+    in a compiled loop once in a growth interval.
     """
     beyond = state.consecutive_skips - limit
     in_a_row = (beyond > 0) & ((beyond - 1) % every == 0)
     # Only a fault skips more: a rule overflows once in its growth interval.
     often = (state.skip_rate > 0.25) & (state.skipped_steps % every == 0)
-    unused = (state.loss_scale >= CEILING) & (state.growth_tracker == 0)
-    unused &= (state.skipped_steps == 0) & (state.skip_rate == 0)
-    unused &= (state.hysteresis_tracker >= 0) & (not jax.tree.leaves(state.rule_state))
+    unused = (state.skip_rate < 0) & (eager | (state.growth_tracker == 0))
     return jnp.stack([jnp.any(in_a_row | often), jnp.any(unused)])

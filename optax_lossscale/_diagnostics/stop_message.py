@@ -49,7 +49,7 @@ def listed(what: list[str], causes: list[str]) -> str:
 
 
 CEILING_MESSAGE = listed(
-    ["The loss scale has grown to 2**24 or more, and no step was ever skipped."],
+    ["The loss scale has grown to 2**24 and stayed there. No step was ever skipped."],
     [_NOT_SCALED, _NOT_FLOAT16, _SMALL],
 )
 
