@@ -34,10 +34,10 @@ finite, and lets a rule change the scale.
 
 from . import plots, presets
 from ._applied import applied_steps, keep_if_applied, was_applied
-from ._diagnostics.gradient_report import GradientReport, gradient_report
+from ._diagnostics.gradient_report import gradient_report
 from ._diagnostics.guard import LossScaleError, check_loss_scale, watch_loss_scale
 from ._diagnostics.suggestion import SuggestedLossScale, suggest_loss_scale
-from ._diagnostics.table import format_report
+from ._diagnostics.table import GradientReport, format_report
 from ._find import get_loss_scale, get_loss_scale_state
 from ._finite import all_finite, max_magnitude
 from ._gradients.by_hand import scale_loss, unscale_grads

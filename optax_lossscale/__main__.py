@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
 
     from ._demo import report, task, train
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     train_on, held_out = positions = task.load_positions()
     true_words = float(task.labels(held_out).sum(axis=1).mean())
     console.print(

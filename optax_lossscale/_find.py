@@ -105,7 +105,7 @@ def get_effective_state(state: Any) -> LossScaleState:
 def scale_state_in_use(state: Any) -> LossScaleState:
     """Return the effective state, and warn if it is a constant of the program."""
     scale_state = get_effective_state(state)
-    concrete = not any(isinstance(x, jax.core.Tracer) for x in scale_state[:6])
+    concrete = not any(isinstance(x, jax.core.Tracer) for x in scale_state[:-1])
     if concrete and is_in_jit() and jax.device_get(scale_state.hysteresis_tracker) >= 0:
         warnings.warn(
             f"The loss scale, {jax.device_get(scale_state.loss_scale):g}, is a "

@@ -27,6 +27,10 @@ class LossScaleState(NamedTuple):
         skipped_steps: int32, the number of skipped steps in total; saturates.
         consecutive_skips: int32, the number of skipped steps since the last applied
             one; saturates.
+        skip_rate: float32, the share of skipped steps of late, an exponential moving
+            average over about 100 steps; 0 in a healthy run. Of the skips in a row,
+            only the first 25 count. It is negative if no step was ever skipped although
+            the scale stayed at 2**24 or above for a whole growth interval.
         rule_state: what else a rule remembers, a ``NamedTuple`` of strongly typed
             arrays. It is an empty tuple, which adds no leaf, for most rules.
 
@@ -43,6 +47,7 @@ class LossScaleState(NamedTuple):
     grads_finite: jax.Array
     skipped_steps: jax.Array
     consecutive_skips: jax.Array
+    skip_rate: jax.Array
     rule_state: Any = ()
 
     @classmethod
@@ -75,6 +80,7 @@ class LossScaleState(NamedTuple):
             grads_finite=jnp.ones((), jnp.bool_),
             skipped_steps=jnp.zeros((), jnp.int32),
             consecutive_skips=jnp.zeros((), jnp.int32),
+            skip_rate=jnp.zeros((), jnp.float32),
             rule_state=rule_state,
         )
 
@@ -85,8 +91,8 @@ class LossScaleState(NamedTuple):
             grads_finite: one boolean; False if the step is skipped.
 
         Returns:
-            The state with new values of ``grads_finite``, ``skipped_steps`` and
-            ``consecutive_skips``.
+            The state with new values of ``grads_finite``, ``skipped_steps``,
+            ``consecutive_skips`` and ``skip_rate``.
 
         Raises:
             ValueError: if ``grads_finite`` is not one boolean.
@@ -108,10 +114,17 @@ def recorded(
     grads_finite = jnp.asarray(grads_finite)
     skipped_steps = optax.safe_increment(state.skipped_steps)
     consecutive_skips = optax.safe_increment(state.consecutive_skips)
+    # A checkpoint may hold anything, and NaN would stay forever.
+    skip_rate = jnp.where(abs(state.skip_rate) <= 1, state.skip_rate, 0)
+    # So one run, such as a start from a high scale, takes the rate to 0.22 at most.
+    counts = consecutive_skips <= 25
+    skipped_rate = jnp.maximum(skip_rate, 0) * 0.99 + 0.01
+    skipped_rate = jnp.where(counts, skipped_rate, skip_rate)
     return state._replace(
         grads_finite=grads_finite,
         skipped_steps=jnp.where(grads_finite, state.skipped_steps, skipped_steps),
         consecutive_skips=jnp.where(grads_finite, 0, consecutive_skips),
+        skip_rate=jnp.where(grads_finite, 0.99 * skip_rate, skipped_rate),
     )
 
 
@@ -122,7 +135,7 @@ def canonical(state: LossScaleState) -> LossScaleState:
     to float16 makes the scale float16, in which 2**16 is infinite.
     """
     dtypes = (jnp.float32, jnp.int32, jnp.int32, jnp.bool_, jnp.int32, jnp.int32)
-    pairs = zip(state[:6], dtypes, strict=True)
+    pairs = zip(state[:-1], (*dtypes, jnp.float32), strict=True)
     new_state = LossScaleState._make(
         [*(_as_type(x, dtype) for x, dtype in pairs), state.rule_state]
     )
@@ -138,7 +151,7 @@ def check_state(state: Any) -> LossScaleState:
             f"{describe(state)}. `get_loss_scale_state` returns the one inside an "
             "optimizer state."
         )
-    for name, x in zip(state._fields[:6], state, strict=False):
+    for name, x in zip(state._fields[:-1], state, strict=False):
         number = isinstance(x, int | float) or hasattr(x, "dtype")
         if not number or isinstance(x, jax.ShapeDtypeStruct):
             raise ValueError(

@@ -18,11 +18,13 @@ DYNAMIC = NAMES[3]
 
 def results(folder, *arguments):
     """What the program prints, and what it saves."""
-    plot, figures = folder / "plot.png", folder / "figures.json"
+    plot, figures = folder / "plot.png", folder / "run[final].json"
     arguments += ("--plot", plot, "--json", figures)
     command = [sys.executable, *WARNINGS_ARE_ERRORS, "-m", "optax_lossscale"]
     printed = subprocess.check_output([*command, *arguments], text=True)
     assert plot.read_bytes().startswith(b"\x89PNG")
+    # Rich takes words in brackets for markup.
+    assert "run[final].json" in "".join(printed.split())
     saved = json.loads(figures.read_text())
     assert list(saved["runs"]) == NAMES and all(name in printed for name in NAMES)
     return " ".join(printed.split()), saved

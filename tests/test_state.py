@@ -19,6 +19,7 @@ TYPES = {
     "grads_finite": jnp.bool_,
     "skipped_steps": jnp.int32,
     "consecutive_skips": jnp.int32,
+    "skip_rate": jnp.float32,
 }
 RULES = [
     ls.FixedLossScale(),
@@ -43,13 +44,13 @@ def test_every_leaf_is_a_strongly_typed_scalar(rule, jit, x64):
         init, update = rule.init, rule.update
         state = (jax.jit(init) if jit else init)()
         for grads_finite in (True, False, jnp.bool_(True), np.bool_(False)):
-            assert state._fields[:6] == tuple(TYPES)
+            assert state._fields[:-1] == tuple(TYPES)
             for name, dtype in TYPES.items():
                 leaf = getattr(state, name)
                 assert isinstance(leaf, jax.Array)
                 assert (leaf.shape, leaf.dtype) == ((), dtype), name
                 assert not leaf.weak_type, name
-            for leaf in jax.tree.leaves(state[6:]):
+            for leaf in jax.tree.leaves(state[-1]):
                 assert (leaf.shape, leaf.weak_type) == ((), False)
                 assert leaf.dtype in (jnp.float32, jnp.int32)
             state = (jax.jit(update) if jit else update)(state, grads_finite)
@@ -58,7 +59,7 @@ def test_every_leaf_is_a_strongly_typed_scalar(rule, jit, x64):
 def test_a_rule_state_is_empty_by_default_and_adds_no_leaf():
     state = ls.DynamicLossScale().init()
     assert state.rule_state == () and len(jax.tree.leaves(state)) == len(TYPES)
-    assert ls.LossScaleState(*state[:6]) == state
+    assert ls.LossScaleState(*state[:-1]) == state
     own = (jnp.zeros(()),)
     assert ls.LossScaleState.create(8.0, rule_state=own).rule_state is own
 
@@ -76,6 +77,33 @@ def test_a_finite_step_ends_the_run_of_skips_and_keeps_the_total():
     for grads_finite in (False, False, True, False):
         state = rule.update(state, grads_finite)
     assert (int(state.skipped_steps), int(state.consecutive_skips)) == (3, 1)
+
+
+HEALTHY = {
+    "a start from 2^24 that skips 14 steps": [False] * 14 + [True] * 500,
+    "one skip in 2000": ([True] * 1999 + [False]) * 3,
+    "a growth interval of 20": [False] * 14 + ([True] * 20 + [False]) * 50,
+    "one long run of skips": [False] * 90 + [True] * 500,
+}
+LOSING = {
+    "NaN in every second batch": [True, False] * 200,
+    "NaN in two of three batches": [False, False, True] * 200,
+    "NaN in every third batch": [False, True, True] * 200,
+}
+
+
+@pytest.mark.parametrize("name", [*HEALTHY, *LOSING])
+def test_the_skip_rate_is_above_a_quarter_only_if_every_third_step_is_lost(name):
+    rule, flags = ls.FixedLossScale(), (HEALTHY | LOSING)[name]
+
+    def step(state, flag):
+        state = rule.update(state, flag)
+        return state, state.skip_rate
+
+    _, rates = jax.lax.scan(step, rule.init(), jnp.array(flags))
+    assert (max(rates) > 0.25) == (name in LOSING)
+    if name in LOSING:
+        assert float(rates[-1]) == pytest.approx(1 - np.mean(flags), abs=0.03)
 
 
 def test_field_names_are_unique_among_optax_states():

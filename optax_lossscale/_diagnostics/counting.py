@@ -15,29 +15,41 @@ from .._tree import dtype_of, is_inexact, wide_dtype
 # What an element can be, from zero upwards.
 _KINDS = ("nan", "inf", "zero", "underflow", "subnormal", "normal", "overflow")
 
+# Numbers by their names, float32 arrays of shape ``()``.
+Counts = dict[str, jax.Array]
+
 _INF = int(np.float32(np.inf).view(np.int32))
 
 
 def measure(
     grads: Any, loss_scale: jax.typing.ArrayLike, limits: Limits
-) -> dict[str, jax.Array]:
-    """Return ``size``, ``max_abs`` and the count of each kind, as float32 per leaf."""
+) -> list[Counts]:
+    """Return ``size``, ``max_abs`` and the count of each kind, per leaf."""
     nothing = np.zeros(0, np.float32)
     leaves = [x if is_inexact(x) else nothing for x in jax.tree.leaves(grads)]
-    return _measure(leaves or [nothing], jnp.asarray(loss_scale, jnp.float32), limits)
+    scale = jnp.asarray(loss_scale, jnp.float32)
+    # XLA compiles many arrays in quadratic time, so each has a program of its own.
+    return [_measure_leaf(x, scale, limits) for x in leaves or [nothing]]
+
+
+def summed(counts: list[Counts]) -> Counts:
+    """Return the sums, which pairs make exact for longest, and the largest maximum."""
+    while len(counts) > 1:
+        pairs = (counts[i : i + 2] for i in range(0, len(counts), 2))
+        counts = [functools.reduce(_joined, pair) for pair in pairs]
+    return counts[0]
+
+
+@jax.jit
+def _joined(a: Counts, b: Counts) -> Counts:
+    sums = {name: a[name] + b[name] for name in a}
+    return sums | {"max_abs": jnp.maximum(a["max_abs"], b["max_abs"])}
 
 
 @functools.partial(jax.jit, static_argnames="limits")
-def _measure(leaves: Any, scale: jax.Array, limits: Limits) -> dict[str, jax.Array]:
+def _measure_leaf(x: Any, scale: jax.Array, limits: Limits) -> Counts:
     # Where the gradients are differentiated, the result is a constant.
-    leaves, scale = jax.lax.stop_gradient((leaves, scale))
-    measured = [_measure_leaf(x, scale, limits) for x in leaves]
-    return jax.tree.map(lambda *numbers: jnp.stack(numbers), *measured)
-
-
-# Jitted so that arrays of one shape are traced only once.
-@functools.partial(jax.jit, static_argnames="limits")
-def _measure_leaf(x: Any, scale: jax.Array, limits: Limits) -> dict[str, jax.Array]:
+    x, scale = jax.lax.stop_gradient((x, scale))
     x = jnp.asarray(x, wide_dtype(dtype_of(x)))
     parts = [jnp.abs(y) for y in ([x.real, x.imag] if jnp.iscomplexobj(x) else [x])]
     bits = functools.reduce(jnp.maximum, map(_float32_bits, parts))

@@ -1,6 +1,6 @@
 """Report, per leaf, what a narrow type would lose of the gradients."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,55 +10,7 @@ from .._finite import across
 from .._tree import dtype_of, is_inexact
 from .._validation import AxisName, check_limits, check_scale, describe
 from .counting import measure
-
-
-class GradientReport(NamedTuple):
-    """The result of `gradient_report`: one number per leaf of the gradients.
-
-    Each field is a tree with the structure of the gradients and float32 leaves of shape
-    ``()``. Counts are exact up to 2**24, and within a relative error of 1e-6 beyond.
-
-    Attributes:
-        nan: elements that are NaN.
-        inf: infinite elements.
-        zero: zeros.
-        underflow: nonzero elements that round to zero in ``dtype`` after scaling.
-        subnormal: elements that become subnormal there, and so lose digits.
-        overflow: finite elements that become infinite or NaN there.
-        max_abs: the largest finite absolute value before scaling; 0 if there is none.
-        size: all elements; 0 for leaves that are not floating-point.
-
-    Examples:
-        >>> import jax.numpy as jnp
-        >>> import optax_lossscale as ls
-        >>> report = ls.gradient_report({"w": jnp.array([1.0, jnp.nan])})
-        >>> int(report.nan["w"]), int(report.totals.nan)
-        (1, 1)
-    """
-
-    nan: Any
-    inf: Any
-    zero: Any
-    underflow: Any
-    subnormal: Any
-    overflow: Any
-    max_abs: Any
-    size: Any
-
-    @property
-    def totals(self) -> "GradientReport":
-        """The report of all leaves together: summed counts, the largest ``max_abs``."""
-        leaves = map(jax.tree.leaves, self)
-        columns = GradientReport(*(jnp.asarray(x, jnp.float32) for x in leaves))
-        sums = GradientReport(*(jnp.sum(x, axis=0) for x in columns))
-        return sums._replace(max_abs=jnp.max(columns.max_abs, axis=0, initial=0))
-
-
-def exact_totals(report: GradientReport) -> GradientReport:
-    """Return the totals as Python numbers, whose sums are exact."""
-    columns = GradientReport(*map(jax.tree.leaves, jax.device_get(report)))
-    sums = GradientReport(*(sum(map(int, x)) for x in columns))
-    return sums._replace(max_abs=max(map(float, columns.max_abs), default=0.0))
+from .table import GradientReport
 
 
 def gradient_report(
@@ -105,11 +57,13 @@ def gradient_report(
     leaves, structure = jax.tree.flatten(grads)
     if not leaves:
         return GradientReport(*[grads] * len(GradientReport._fields))
-    measured = measure(grads, loss_scale, limits)
-    max_abs = across(jax.lax.pmax, measured.pop("max_abs"), axis_name)
-    columns = across(jax.lax.psum, measured, axis_name) | {"max_abs": max_abs}
-    fields = [columns[name] for name in GradientReport._fields]
-    return GradientReport(*(jax.tree.unflatten(structure, list(x)) for x in fields))
+    counts = measure(grads, loss_scale, limits)
+    fields = {name: [x[name] for x in counts] for name in GradientReport._fields}
+    max_abs = across(jax.lax.pmax, fields.pop("max_abs"), axis_name)
+    fields = across(jax.lax.psum, fields, axis_name) | {"max_abs": max_abs}
+    return GradientReport(
+        **{name: jax.tree.unflatten(structure, x) for name, x in fields.items()}
+    )
 
 
 def check_gradients(name: str, tree: Any) -> None:

@@ -1,17 +1,19 @@
 """Guards that detect, on the host or in a compiled loop, that training has stopped."""
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .._find import get_loss_scale_state
+from .._find import get_loss_scale, get_loss_scale_state
+from .._state import LossScaleState
 from .._validation import AxisName, check, check_axis_name, check_concrete, describe
-from .gradient_report import GradientReport, check_gradients, gradient_report
-from .stop_message import stop_message
-from .table import check_report
+from .gradient_report import check_gradients, gradient_report
+from .stop_message import CEILING_MESSAGE, stop_message
+from .table import GradientReport, check_report
 
 
 class LossScaleError(RuntimeError):
@@ -30,10 +32,13 @@ def check_loss_scale(
     max_consecutive_skips: int = 100,
     report: GradientReport | None = None,
 ) -> None:
-    """Raise an error if too many steps in a row were skipped.
+    """Raise an error if too many steps were skipped, in a row or of late.
 
     If every step is skipped, training has stopped, but the loop runs on. Call this
     where you log. It waits for the device. In a compiled loop, use `watch_loss_scale`.
+
+    It warns if the scale was 2**24 or more for a growth interval, and no step was ever
+    skipped: the step does not call `value_and_grad`, or nothing computes in float16.
 
     Args:
         state: an optimizer state, not traced, as for `get_loss_scale_state`.
@@ -41,7 +46,8 @@ def check_loss_scale(
         report: the `gradient_report` of the last gradients, to show in the error.
 
     Raises:
-        LossScaleError: if more steps in a row were skipped.
+        LossScaleError: if more steps in a row were skipped, or if ``skip_rate``, the
+            share of skipped steps of late, is above 1/4.
         ValueError: as `get_loss_scale_state`, or if an argument is not as described.
 
     Examples:
@@ -73,12 +79,13 @@ def watch_loss_scale(
     on_error: Callable[[LossScaleError], None] | None = None,
     axis_name: AxisName | None = None,
 ) -> None:
-    """Raise an error from a compiled loop if too many steps in a row were skipped.
+    """Raise an error from a compiled loop if too many steps were skipped.
 
     Use it where many steps run in one ``jax.lax.scan``. The device decides, and calls
     the host only if training has stopped. Without ``on_error``, the program then ends
     with a ``jax.errors.JaxRuntimeError`` that quotes the `LossScaleError`, and its
-    results are lost. Outside compiled functions it does what `check_loss_scale` does.
+    results are lost. It warns, and acts outside compiled functions, as
+    `check_loss_scale` does.
 
     Args:
         state: the optimizer state after the update, as for `get_loss_scale_state`.
@@ -91,8 +98,9 @@ def watch_loss_scale(
             same everywhere. Only the first device along it calls the host.
 
     Raises:
-        LossScaleError: outside compiled functions, if more steps were skipped.
-        ValueError: as `check_loss_scale`.
+        LossScaleError: outside compiled functions, as `check_loss_scale`.
+        ValueError: as `check_loss_scale`, or if the state is that of an ensemble and
+            ``grads`` are passed.
 
     Examples:
         >>> import jax
@@ -106,7 +114,7 @@ def watch_loss_scale(
         >>> state, _ = jax.lax.scan(step, rule.init(), flags)
         >>> jax.effects_barrier()
         >>> print(errors[0])
-        The last 101 steps were all skipped, more than `max_consecutive_skips`=100, ...
+        The last 101 steps were all skipped, ...
     """
     every = check("every", every)
     if on_error is not None and not callable(on_error):
@@ -116,6 +124,11 @@ def watch_loss_scale(
         )
     if grads is not None:
         check_gradients("grads", grads)
+        if shape := jnp.shape(get_loss_scale(state)):
+            raise ValueError(
+                "`grads` must be left out for the state of an ensemble, got loss "
+                f"scales of shape {shape}. Or call this inside `jax.vmap`."
+            )
     if axis_name is not None:
         check_axis_name(axis_name)
     _guard(state, max_consecutive_skips, every, grads, None, on_error, axis_name)
@@ -140,28 +153,42 @@ def _guard(
         return gradient_report(grads, loss_scale=state.loss_scale)
 
     def tell_host(due: Any, state: Any, report: GradientReport | None) -> None:
-        if due:  # it may be another member under ``jax.vmap``
+        stopped, unused = due  # both False for another member under ``jax.vmap``
+        if unused:
+            warnings.warn(CEILING_MESSAGE, stacklevel=4)
+        if stopped:
             error = LossScaleError(stop_message(state, limit, report))
             if on_error is None:
                 raise error
             on_error(error)
 
-    due = _is_due(state.consecutive_skips, limit, every)
-    if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((due, grads))):
-        if jax.device_get(due):
-            tell_host(True, state, shown())
+    eager = not any(
+        isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, grads))
+    )
+    due = _is_due(state, limit, every, eager)
+    if eager:
+        if (fetched := jax.device_get(due)).any():
+            tell_host(fetched, state, shown())
         return
     if axis_name is not None:
         due &= jax.lax.axis_index(axis_name) == 0
     jax.lax.cond(
-        due,
+        due.any(),
         lambda: jax.debug.callback(tell_host, due, state, shown()),
         lambda: None,
     )
 
 
-@functools.partial(jax.jit, static_argnames=("limit", "every"))
-def _is_due(consecutive_skips: jax.Array, limit: int, every: int) -> jax.Array:
-    """Return whether to report: at the first skip beyond the limit, then every few."""
-    beyond = consecutive_skips - limit
-    return jnp.any((beyond > 0) & ((beyond - 1) % every == 0))
+@functools.partial(jax.jit, static_argnames=("limit", "every", "eager"))
+def _is_due(state: LossScaleState, limit: int, every: int, eager: bool) -> jax.Array:
+    """Return whether training has stopped, and whether the scale is of no use.
+
+    The first is reported at the first skip beyond the limit, then every few; the second
+    in a compiled loop once in a growth interval.
+    """
+    beyond = state.consecutive_skips - limit
+    in_a_row = (beyond > 0) & ((beyond - 1) % every == 0)
+    # Only a fault skips more: a rule overflows once in its growth interval.
+    often = (state.skip_rate > 0.25) & (state.skipped_steps % every == 0)
+    unused = (state.skip_rate < 0) & (eager | (state.growth_tracker == 0))
+    return jnp.stack([jnp.any(in_a_row | often), jnp.any(unused)])

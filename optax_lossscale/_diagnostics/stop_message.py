@@ -1,55 +1,101 @@
-"""Say that training has stopped, and what to do."""
+"""Say what has happened, its likeliest causes, and the way out of each."""
+
+import functools
+import textwrap
 
 import jax
 import numpy as np
 
 from .._state import LossScaleState
-from .gradient_report import GradientReport, exact_totals
-from .table import format_report
+from .table import GradientReport, format_report
 
-_BAD_LOSS = """If it is NaN or inf, the scale is not the problem. Check the data and \
-the parameters, or lower the learning rate."""
-_BAD_UPDATES = """the optimizer turns finite gradients into NaN or inf, and \
-`check_updates=True` skips these steps. The scale is not the problem. Clip the \
-gradients, raise `eps`, keep the moments in float32, or wrap the optimizer of float16 \
-parameters with `with_master_weights`."""
-_ADVICE = f"""
-Check the loss before it is scaled.
-- {_BAD_LOSS}
-- If it is finite and the scale is at its minimum, do the same.
-- If it is finite and the scale is still falling, start from a lower scale.
-- If it is finite and the scale is fixed, lower the scale. If it is 1 and blocks are \
-wrapped with `scale_backward`, raise their `headroom`.
-- If it is finite and the scale is above its minimum and has not fallen, {_BAD_UPDATES}
-- If it is finite but multiplied by an earlier scale, the gradient function was built \
-from an earlier state, and the compiled program holds that scale as a constant. Build \
-it inside the step, from the state that is passed to the step."""
-_ADVICE_WITHOUT_OVERFLOW = f"""
-The scale has not fallen in these steps, so it is not the problem. Check the loss.
-- {_BAD_LOSS}
-- If it is finite, {_BAD_UPDATES}"""
+_OVERFLOW = "See notebooks/guides/finding_the_overflow.md."
+_STOPPED = "See notebooks/guides/training_has_stopped.md."
+
+_FORWARD = f"""The forward pass overflows: an activation is above 65504, the largest \
+float16, so the loss and nearly all gradients are NaN or inf. No loss scale helps. \
+Find the block, and compute it in float32. {_OVERFLOW}"""
+_LAYER = f"""The backward pass overflows or divides by zero. Of the arrays with NaN or \
+inf, take the one closest to the loss: the fault is in its layer or right behind it. \
+Compute that in float32, or wrap it with `scale_backward`. {_OVERFLOW}"""
+_DATA = f"""The batch or the parameters hold NaN or inf. Check both with `all_finite`. \
+If training has diverged, lower the learning rate. {_STOPPED}"""
+_BATCHES = f"""Some batches hold NaN or inf. Find them with `all_finite`, and pass \
+`value=loss` to `update`, so that they do not lower the scale. {_STOPPED}"""
+_INTERVAL = """The scale grows too soon and overflows again. Raise `growth_interval`. \
+See notebooks/start/rules.md."""
+_TOO_HIGH = f"""The scale is too high, and is fixed or still falling. Start from what \
+`suggest_loss_scale` returns. {_OVERFLOW}"""
+_OLD_STATE = f"""The gradient function was built once, from an earlier state. Call \
+`value_and_grad(loss_fn, opt_state)` in the step, with the step's state. {_STOPPED}"""
+_OUTSIDE = """A transformation outside `with_loss_scaling`, such as `MultiSteps`, \
+keeps a NaN. Put `with_loss_scaling` around it. See notebooks/guides/wrappers.md."""
+_RESULTS = """With `check_updates=True`, the optimizer turns finite gradients into NaN \
+or inf. Clip the gradients, raise `eps`, or use `with_master_weights`. See \
+notebooks/guides/float16_parameters.md."""
+_NOT_SCALED = """The loss is not scaled: the step calls `jax.value_and_grad`. Call \
+`value_and_grad(loss_fn, opt_state)` of this package. See notebooks/index.md."""
+_NOT_FLOAT16 = """Nothing is computed in float16. Then `FixedLossScale(1.0)` suffices. \
+See notebooks/start/do_i_need_it.md."""
+_SMALL = "All gradients are below 0.004. Then all is well."
+
+
+def listed(what: list[str], causes: list[str]) -> str:
+    """Return what happened and the numbered causes, in lines of up to 80 columns."""
+    numbered = [f"{i}. {cause}" for i, cause in enumerate(causes, start=1)]
+    fill = functools.partial(textwrap.fill, width=80, break_on_hyphens=False)
+    filled = [*map(fill, what), *(fill(x, subsequent_indent="   ") for x in numbered)]
+    return "\n".join(filled)
+
+
+CEILING_MESSAGE = listed(
+    ["The loss scale has grown to 2**24 and stayed there. No step was ever skipped."],
+    [_NOT_SCALED, _NOT_FLOAT16, _SMALL],
+)
 
 
 def stop_message(
     scale_state: LossScaleState, limit: int, report: GradientReport | None
 ) -> str:
-    """Return how many steps were skipped, the possible causes, and what to do."""
+    """Return what has happened, at most three causes, and the report."""
     state = jax.device_get(scale_state._replace(rule_state=()))
-    # In an ensemble, the member that has skipped the most steps in a row.
-    skips = np.asarray(state.consecutive_skips)
+    in_a_row = bool(np.any(state.consecutive_skips > limit))
+    # In an ensemble, the member that has skipped the most steps.
+    skips = np.asarray(state.consecutive_skips if in_a_row else state.skip_rate)
     worst = np.unravel_index(np.argmax(skips), skips.shape)
     state = jax.tree.map(lambda x: np.asarray(x)[worst], state)
-    # Every rule resets its count of finite steps when gradients overflow.
-    overflowed = state.growth_tracker <= 0
-    table = ""
-    if report is not None:
-        totals = exact_totals(report)
-        overflowed &= totals.nan + totals.inf > 0
-        table = f"\nThe last gradients:\n{format_report(report, limit=5)}"
     member = f" of member {', '.join(map(str, worst))}" if worst else ""
-    return (
-        f"The last {state.consecutive_skips} steps{member} were all skipped, more than "
-        f"`max_consecutive_skips`={limit}, and {state.skipped_steps} in total. The "
-        f"loss scale is {state.loss_scale:g}."
-        f"{_ADVICE if overflowed else _ADVICE_WITHOUT_OVERFLOW}{table}"
-    )
+    what = f"Of late, {state.skip_rate:.0%} of the steps{member} were skipped."
+    if in_a_row:
+        what = f"The last {state.consecutive_skips} steps{member} were all skipped, "
+        what += f"more than `max_consecutive_skips`={limit}."
+    so_far = f"Loss scale: {state.loss_scale:g}. Skipped in all: {state.skipped_steps}."
+    causes = _causes(state, report) if in_a_row else [_BATCHES, _FORWARD, _INTERVAL]
+    message = listed([what, so_far], causes)
+    if report is not None:
+        message += f"\nThe last gradients:\n{format_report(report, limit=5)}"
+    return message
+
+
+def _causes(state: LossScaleState, report: GradientReport | None) -> list[str]:
+    """Return the likeliest causes of a run of skipped steps."""
+    fixed, scale = state.hysteresis_tracker < 0, state.loss_scale
+    finite = state.growth_tracker > 0  # an overflow resets it
+    # Had the scale been halved in each of these steps, it would be lower.
+    high = scale > 1 and np.log2(scale) + state.consecutive_skips > 126
+    kept = fixed or finite or high
+    bad = np.ones(1) if report is None else _nonfinite(report)
+    if not bad.any():
+        others = [_OUTSIDE, _DATA] if fixed or finite else [_OLD_STATE, _OUTSIDE]
+        return [_RESULTS, *others] if kept else [*others, _RESULTS]
+    causes = [_FORWARD if bad.mean() > 0.9 else _LAYER]
+    if scale > 1 and not finite:
+        causes.append(_TOO_HIGH if fixed or not kept else _RESULTS)
+    return [*causes, _DATA, _RESULTS if kept else _OLD_STATE][:3]
+
+
+def _nonfinite(report: GradientReport) -> np.ndarray:
+    """Return for each array with elements whether it has NaN or inf."""
+    fields = (report.nan, report.inf, report.size)
+    nan, inf, size = map(np.array, map(jax.tree.leaves, jax.device_get(fields)))
+    return (nan + inf)[size > 0] > 0

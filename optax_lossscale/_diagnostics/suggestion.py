@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from .._rules.headroom import HeadroomLossScale
 from .._validation import check, check_limits, check_order
-from .counting import measure
+from .counting import measure, summed
 from .gradient_report import check_gradients
 
 
@@ -33,6 +33,9 @@ class SuggestedLossScale(NamedTuple):
     rescued: jax.Array
     lost: jax.Array
     informative: jax.Array
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{name:11}  {x!s}" for name, x in self._asdict().items())
 
 
 def suggest_loss_scale(
@@ -87,15 +90,17 @@ def suggest_loss_scale(
     )
     limits = check_limits(dtype)
     check_gradients("grads", grads)
-    elements, lost_before, magnitude = _summed(measure(grads, 1.0, limits))
+    before = summed(measure(grads, 1.0, limits))
+    elements = before["underflow"] + before["subnormal"]
+    elements += before["normal"] + before["overflow"]
     informative = elements > 0
     # The rule ignores a magnitude of 0, and keeps its first scale.
-    magnitude = jnp.where(informative, magnitude, 0)
+    magnitude = jnp.where(informative, before["max_abs"], 0)
     loss_scale = rule.update(rule.init(), True, magnitude).loss_scale
-    _, lost, _ = _summed(measure(grads, loss_scale, limits))
+    lost = summed(measure(grads, loss_scale, limits))["underflow"]
     elements = jnp.maximum(elements, 1)
     # A scale below 1 loses more than no scale, and rescues nothing.
-    rescued = jnp.maximum(lost_before - lost, 0) / elements
+    rescued = jnp.maximum(before["underflow"] - lost, 0) / elements
     return SuggestedLossScale(loss_scale, rescued, lost / elements, informative)
 
 
@@ -108,12 +113,3 @@ def _powers_of_two(min_scale: float, max_scale: float) -> tuple[float, float]:
     least = 2.0 ** (1 - math.frexp(1 / min_scale)[1])
     largest = 2.0 ** (math.frexp(max_scale)[1] - 1)
     return (least, largest) if least <= largest else (min_scale, max_scale)
-
-
-@jax.jit
-def _summed(measured: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return how many finite nonzero elements, and underflows, and the maximum."""
-    sums = {name: jnp.sum(counts) for name, counts in measured.items()}
-    underflow = sums["underflow"]
-    elements = underflow + sums["subnormal"] + sums["normal"] + sums["overflow"]
-    return elements, underflow, jnp.max(measured["max_abs"])

@@ -1,17 +1,76 @@
-"""Format a report on gradients as a table."""
+"""A report on gradients, and its table."""
 
-from typing import Any
+import unicodedata
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from .._validation import check, check_concrete, describe
-from .gradient_report import GradientReport, exact_totals
+from .counting import summed
 
 _COUNTS = ("nan", "inf", "zero", "underflow", "subnormal", "overflow")
 
 # The path of an array, and its numbers by the fields of the report.
 _Row = dict[str, Any]
+
+
+class GradientReport(NamedTuple):
+    """The result of `gradient_report`: one number per leaf of the gradients.
+
+    Each field is a tree with the structure of the gradients and float32 leaves of shape
+    ``()``. Counts are exact up to 2**24, and within a relative error of 1e-6 beyond. An
+    interactive session shows the table of `format_report`.
+
+    Attributes:
+        nan: elements that are NaN.
+        inf: infinite elements.
+        zero: zeros.
+        underflow: nonzero elements that round to zero in ``dtype`` after scaling.
+        subnormal: elements that become subnormal there, and so lose digits.
+        overflow: finite elements that become infinite or NaN there.
+        max_abs: the largest finite absolute value before scaling; 0 if there is none.
+        size: all elements; 0 for leaves that are not floating-point.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import optax_lossscale as ls
+        >>> report = ls.gradient_report({"w": jnp.array([1.0, jnp.nan])})
+        >>> int(report.nan["w"]), int(report.totals.nan)
+        (1, 1)
+    """
+
+    nan: Any
+    inf: Any
+    zero: Any
+    underflow: Any
+    subnormal: Any
+    overflow: Any
+    max_abs: Any
+    size: Any
+
+    def __repr__(self) -> str:
+        try:
+            return format_report(self)
+        except Exception:  # it is traced or abstract, or that of an ensemble
+            fields = (f"{name}={x!r}" for name, x in self._asdict().items())
+            return f"GradientReport({', '.join(fields)})"
+
+    @property
+    def totals(self) -> "GradientReport":
+        """The report of all leaves together: summed counts, the largest ``max_abs``."""
+        rows = zip(*map(jax.tree.leaves, self), strict=True)
+        counts = [GradientReport(*map(jnp.float32, x))._asdict() for x in rows]
+        nothing = dict.fromkeys(self._fields, jnp.float32(0))
+        return GradientReport(**summed(counts or [nothing]))
+
+
+def exact_totals(report: GradientReport) -> GradientReport:
+    """Return the totals as Python numbers, whose sums are exact."""
+    columns = GradientReport(*map(jax.tree.leaves, jax.device_get(report)))
+    sums = GradientReport(*(sum(map(int, x)) for x in columns))
+    return sums._replace(max_abs=max(map(float, columns.max_abs), default=0.0))
 
 
 class Table(str):
@@ -58,9 +117,14 @@ def format_report(report: GradientReport, limit: int = 20) -> str:
         ["", "size", "NaN", *_COUNTS[1:], "max |g|"],
         *map(_cells, [*rows[:limit], total]),
     ]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    widths = [max(map(_width, column)) for column in zip(*table, strict=True)]
     lines = [
-        "  ".join([path.ljust(widths[0]), *map(str.rjust, cells, widths[1:])])
+        "  ".join(
+            [
+                path + " " * (widths[0] - _width(path)),
+                *map(str.rjust, cells, widths[1:]),
+            ]
+        )
         for path, *cells in table
     ]
     if len(rows) > limit:
@@ -104,6 +168,12 @@ def _badness(row: _Row) -> tuple[float, ...]:
 def _cells(row: _Row) -> list[str]:
     counts = [_count_and_share(row[name], row["size"]) for name in _COUNTS]
     return [row["path"], f"{row['size']:,.0f}", *counts, f"{row['max_abs']:.3g}"]
+
+
+def _width(text: str) -> int:
+    """Return how many columns of a terminal the text takes."""
+    wide = sum(unicodedata.east_asian_width(x) in "WF" for x in text)
+    return len(text) + wide - sum(map(bool, map(unicodedata.combining, text)))
 
 
 def _count_and_share(count: float, size: float) -> str:

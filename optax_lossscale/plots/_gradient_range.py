@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from .._diagnostics.gradient_report import GradientReport, exact_totals, gradient_report
+from .._diagnostics.gradient_report import gradient_report
+from .._diagnostics.table import GradientReport, exact_totals
 from .._precision import limits_of
 from .._tree import dtype_of, is_inexact, wide_dtype
 from .._validation import check_concrete

@@ -176,6 +176,21 @@ def test_under_shard_map_counts_are_added_up_along_the_axis_named(check_vma):
     assert alone.tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
 
 
+def test_more_arrays_of_the_same_shapes_compile_nothing_more(caplog):
+    """XLA compiles one program of many arrays in quadratic time."""
+
+    def look(layers):
+        grads = [{"w": jnp.ones((7, 3)), "b": jnp.ones(3)}] * layers
+        ls.suggest_loss_scale(grads)
+        return ls.gradient_report(grads).totals
+
+    look(1)
+    with jax.log_compiles():
+        totals = look(50)
+    compiled = [x for x in caplog.messages if x.startswith("Compiling")]
+    assert totals.size == 50 * (7 * 3 + 3) and not compiled
+
+
 def test_nothing_waits_for_the_device():
     with jax.transfer_guard_device_to_host("disallow"):
         grads = {"w": jnp.ones(3)}

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from every_rule import RULES
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ls
@@ -62,6 +63,64 @@ NO_AXIS = "`axis_name` must name an axis of the surrounding"
 def test_an_argument_that_a_guard_cannot_use_is_refused(guard, name, value, message):
     with pytest.raises(ValueError, match=message):
         guard(**{"state": RULE.init(), name: value})
+
+
+def test_the_gradients_of_an_ensemble_are_refused_and_not_blamed_on_the_scale():
+    states = jax.vmap(lambda _: RULE.init())(jnp.arange(3))
+    ls.watch_loss_scale(states)
+    with pytest.raises(ValueError, match="`grads` must be left out for the state"):
+        ls.watch_loss_scale(states, grads={"w": jnp.ones((3, 2))})
+
+
+def trained(rule, steps, differentiate):
+    """The state after steps, the scale of each of which is watched, or not."""
+    tx = ls.with_loss_scaling(optax.sgd(1e-3), rule)
+
+    def loss(w):
+        return jnp.sum((w.astype(jnp.float16) * 3).astype(jnp.float32)) ** 2
+
+    def step(carry, _):
+        w, state = carry
+        grads = differentiate(loss, state)(w)
+        updates, state = tx.update(grads, state, w)
+        ls.watch_loss_scale(state)
+        return (optax.apply_updates(w, updates), state), None
+
+    w = jnp.ones(2)
+    (_, state), _ = jax.jit(lambda carry: jax.lax.scan(step, carry, length=steps))(
+        (w, tx.init(w))
+    )
+    jax.effects_barrier()
+    return state
+
+
+@pytest.mark.parametrize("interval", [1, 7])
+def test_a_scale_that_reached_its_ceiling_without_a_skip_is_of_no_use(interval):
+    """The second line is forgotten, or nothing is computed in float16."""
+    rule = ls.DynamicLossScale(growth_interval=interval)
+    steps = 10 * interval  # to the ceiling, and one interval there
+    with pytest.warns(UserWarning, match="has grown to 2") as warned:
+        state = trained(rule, steps, lambda loss, state: jax.grad(loss))
+    text = " ".join(str(warned[0].message).split())
+    for cause in ("the step calls `jax.value_and_grad`", "`FixedLossScale(1.0)` suff"):
+        assert cause in text
+    assert max(map(len, str(warned[0].message).splitlines())) <= 80
+    with pytest.warns(UserWarning, match="1. The loss is not scaled") as checked:
+        ls.check_loss_scale(state)
+    assert checked[0].filename == __file__
+    assert ls.get_loss_scale(trained(rule, steps, ls.grad)) < 2.0**15
+    # One that has just arrived may overflow next.
+    trained(rule, steps - interval, lambda loss, state: jax.grad(loss))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_no_rule_warns_of_its_first_scale_or_of_one_that_follows_the_gradients(name):
+    rule = RULES[name]
+    args = (1e-9,) if rule.uses_max_magnitude else ()
+    state = rule.init()
+    for _ in range(2):
+        ls.check_loss_scale(state)
+        state = rule.update(state, True, *args)
 
 
 def test_inside_of_a_compiled_function_check_refers_to_watch():

@@ -100,3 +100,18 @@ def test_a_few_elements_among_billions_of_zeros_decide():
     row = np.zeros(2**15 + 1, np.float32)
     row[:4] = 1.0, 2.0**-30, 2.0**-30, 2.0**-60
     assert host(suggested(row)) == (2.0**12, 0.5, 0.25, True)
+
+
+def test_a_suggestion_shows_a_table_even_of_traced_and_abstract_numbers():
+    grads = [jnp.array([0.0, 2e-5, 2e-2]), jnp.array([1e-9, 2e-6, 2e-3])]
+    assert repr(ls.suggest_loss_scale(grads)).splitlines() == [
+        "loss_scale   262144.0",
+        "rescued      0.2",
+        "lost         0.0",
+        "informative  True",
+    ]
+    traced = []
+    jax.jit(lambda g: traced.append(repr(ls.suggest_loss_scale(g))))(grads)
+    assert traced[0].startswith("loss_scale   ")
+    abstract = jax.eval_shape(ls.suggest_loss_scale, grads)
+    assert repr(abstract).startswith("loss_scale   ShapeDtypeStruct(")

@@ -66,7 +66,7 @@ def of(prefix):
 
 
 TRAININGS = [
-    Training("pytorch"),
+    Training("pytorch", backoff=1.0),  # `value=loss` is not finite
     Training("keras"),
     Training("tensorflow"),
     Training("tensorflow", *of("graph")),

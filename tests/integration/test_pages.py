@@ -67,9 +67,13 @@ def test_float16_parameters_are_the_rounded_master_weights_and_resume():
     assert_same_bits(resumed.inner_state, state.inner_state)
 
 
-def test_the_report_is_what_its_block_prints():
-    (table,) = code_blocks(page("guides/finding_the_overflow"), "text")
-    assert table in run("guides/finding_the_overflow")["printed"]
+def test_the_tables_are_what_their_blocks_print_and_each_recipe_finds_the_block():
+    printed = run("guides/finding_the_overflow")["printed"]
+    for table in code_blocks(page("guides/finding_the_overflow"), "text"):
+        assert table in printed
+    infinite = re.findall(r"^(\S.*): inf$", printed, re.M)
+    assert infinite == ["block 1", "['layers_1']['__call__'][0]", "layer 1"]
+    assert "invalid value (inf) encountered in dot_general" in printed
 
 
 def test_every_step_reaches_tensorboard_and_the_scan_prints():
