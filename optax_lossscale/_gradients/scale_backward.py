@@ -12,11 +12,13 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Jaxpr
 
+from .._find import scale_state_in_use
 from .._finite import across
 from .._jax_internals import COLLECTIVE, DEBUGGING, effect_names, zeros_like_aval
 from .._precision import exact_power
 from .._tree import grad_dtype, is_inexact, multiply, wide_dtype
-from .._validation import AxisName, check, describe
+from .._validation import AxisName, check, check_scale, describe
+from . import nnx_objects
 from .reverse_mode import reverse_mode_only
 from .traced_call import check_axes, evaluate, refuse_effects, traced_call
 
@@ -27,14 +29,22 @@ Output = TypeVar("Output")
 def scale_backward(
     fun: Callable[Arguments, Output],
     *,
+    scale: Any = None,
     dtype: Any = jnp.float16,
     headroom: float = 6.0,
     axis_name: AxisName | None = None,
 ) -> Callable[Arguments, Output]:
-    """Create a function whose backward pass runs at a loss scale of its own.
+    """Create a function whose backward pass runs at a loss scale.
 
-    Use it around each block of a network, for example each layer, if the gradients span
-    more octaves than float16 has, so that one scale for all of them is a compromise::
+    Values and gradients stay true, and any function may differentiate it, such as the
+    ``jax.grad``, ``nnx.value_and_grad`` or ``eqx.filter_value_and_grad`` of a trainer
+    that takes your loss. With ``scale``, put it around the loss::
+
+        jax.value_and_grad(ls.scale_backward(loss_fn, scale=opt_state))(params, batch)
+
+    Without ``scale``, put it around each block of a network, for example each layer, if
+    the gradients span more octaves than float16 has, so that one scale for all of them
+    is a compromise::
 
         @ls.scale_backward
         def layer(params, x):  # float32 in, float32 out, float16 inside
@@ -47,7 +57,11 @@ def scale_backward(
 
     Args:
         fun: a function of pytrees, traced as under ``jax.jit``. It must not change its
-            arguments, nor have effects other than those of ``jax.debug``.
+            arguments, but with ``scale`` Flax NNX modules may change. It must not have
+            effects other than those of ``jax.debug``.
+        scale: an optimizer state, as for `value_and_grad`, an ``nnx.Optimizer``, or a
+            number above 0. Without it, each backward pass chooses a scale of its own,
+            and the arguments below say how.
         dtype: the floating-point type in which ``fun`` computes, or its name.
         headroom: how many octaves (factors of two) to leave free for gradients that
             grow inside ``fun``, from 0 to 126.
@@ -55,18 +69,21 @@ def scale_backward(
             It is needed if ``fun`` or its gradient communicates along an axis.
 
     Returns:
-        A function with the values and, up to rounding, the gradients of ``fun``.
+        A function with the values and, up to rounding, the gradients of ``fun``. With
+        ``scale`` they are those of `value_and_grad` bit for bit, but each gradient has
+        the type of its parameter, float16 as well.
 
     Raises:
-        TypeError: if ``fun`` is not a function; when called, if it has effects; when
-            differentiated in forward mode.
+        TypeError: if ``fun`` is not a function; when called, if it has effects; without
+            ``scale``, when differentiated in forward mode.
         ValueError: if ``dtype`` or ``headroom`` is out of range; when called, if
-            ``fun`` changes its arguments; when differentiated, if ``axis_name`` is not
-            bound or lacks an axis.
+            ``scale`` has no loss scale, or ``fun`` changes its arguments; when
+            differentiated, if ``axis_name`` is not bound or lacks an axis.
 
     Warns:
-        UserWarning: when differentiated, if gradients enter or leave the block in
-            float16 or float8. They are not scaled there.
+        UserWarning: when differentiated, if gradients enter or leave in float16 or
+            float8, where they may underflow; when called, as `value_and_grad` if the
+            state is a constant.
 
     Examples:
         >>> import jax
@@ -86,6 +103,27 @@ def scale_backward(
     bound = float(jnp.finfo(check("dtype", dtype)).max) / 2.0**headroom
 
     @functools.wraps(fun, updated=())
+    def fun_at_given_scale(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
+        caller = sys._getframe(1)
+        where = (caller.f_code.co_filename, caller.f_lineno)
+
+        def call(arrays: Any) -> Any:
+            args, kwargs = nnx_objects.with_objects(arrays, copies=True)
+            objects = nnx_objects.objects_in((args, kwargs))
+            return nnx_objects.as_arrays((objects, fun(*args, **kwargs)))
+
+        # Read now: a Flax NNX optimizer may have changed since.
+        factor = jax.lax.stop_gradient(_given(scale))
+        with nnx_objects.changes_transferred():
+            # What `fun` closes over is an input, too.
+            program = traced_call(call, nnx_objects.as_arrays((args, kwargs)))
+            inputs = _hooked("takes", program.inputs, 1 / factor, where)
+            outputs = evaluate(program.jaxpr, *inputs)
+            changed = program.put_back(_hooked("returns", outputs, factor, where))
+            _, output = nnx_objects.with_objects(changed, copies=False)
+        return output
+
+    @functools.wraps(fun, updated=())
     def fun_scaled_backward(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
         caller = sys._getframe(1)
         where = (caller.f_code.co_filename, caller.f_lineno)
@@ -95,7 +133,33 @@ def scale_backward(
         scaled = _scaled(block.jaxpr, bound, axis_name, where)
         return block.put_back(scaled(*inputs))
 
-    return fun_scaled_backward
+    return fun_scaled_backward if scale is None else fun_at_given_scale
+
+
+def _given(scale: Any) -> jax.Array:
+    """Return a scale that is a number, or that of a state."""
+    if isinstance(scale, float | int | np.generic | jax.Array):
+        check_scale("scale", scale)
+        return jnp.asarray(scale, jnp.float32)
+    return scale_state_in_use(scale).loss_scale
+
+
+def _hooked(
+    verb: str, arrays: Sequence[Any], factor: jax.Array, where: tuple[str, int]
+) -> Sequence[Any]:
+    """Return the same arrays, but multiply their derivatives by a factor."""
+
+    @jax.custom_jvp
+    def hooked(x: Any, factor: jax.Array) -> Any:
+        return x
+
+    @hooked.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        x, factor = map(jnp.asarray, primals)
+        _warn_of_underflow(verb, [x], where)
+        return x, multiply(tangents[0], factor.astype)
+
+    return [hooked(x, factor) if is_inexact(x) else x for x in arrays]
 
 
 def _scaled(
