@@ -102,11 +102,11 @@ def scale_backward(
     headroom = check("headroom", headroom)
     bound = float(jnp.finfo(check("dtype", dtype)).max) / 2.0**headroom
 
+    caller = sys._getframe(1)  # the function that differentiates calls what we return
+    made_at = (caller.f_code.co_filename, caller.f_lineno)
+
     @functools.wraps(fun, updated=())
     def fun_at_given_scale(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
-        caller = sys._getframe(1)
-        where = (caller.f_code.co_filename, caller.f_lineno)
-
         def call(arrays: Any) -> Any:
             args, kwargs = nnx_objects.with_objects(arrays, copies=True)
             objects = nnx_objects.objects_in((args, kwargs))
@@ -117,9 +117,9 @@ def scale_backward(
         with nnx_objects.changes_transferred():
             # What `fun` closes over is an input, too.
             program = traced_call(call, nnx_objects.as_arrays((args, kwargs)))
-            inputs = _hooked("takes", program.inputs, 1 / factor, where)
+            inputs = _hooked("takes", program.inputs, 1 / factor, made_at)
             outputs = evaluate(program.jaxpr, *inputs)
-            changed = program.put_back(_hooked("returns", outputs, factor, where))
+            changed = program.put_back(_hooked("returns", outputs, factor, made_at))
             _, output = nnx_objects.with_objects(changed, copies=False)
         return output
 

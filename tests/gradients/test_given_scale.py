@@ -1,0 +1,212 @@
+"""`scale_backward` at a given scale: `value_and_grad`, by any differentiator."""
+
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from helpers import assert_same_bits
+from jax.sharding import PartitionSpec as P
+
+import optax_lossscale as ls
+
+X = jax.random.normal(jax.random.key(0), (16, 8))
+PARAMS = {"w": jax.random.normal(jax.random.key(1), (8, 4)), "b": jnp.zeros(4)}
+TX = ls.with_loss_scaling(optax.adamw(3e-2))
+STATE = TX.init(PARAMS)
+
+
+def loss_fn(params, x):
+    """Its gradients are 0 without a scale, and inf at 2**24."""
+    params, x = jax.tree.map(lambda a: a.astype(jnp.float16), (params, x))
+    y = jnp.tanh(x @ params["w"] + params["b"])
+    return 2.0**-20 * jnp.mean(y.astype(jnp.float32) ** 2)
+
+
+class Model(eqx.Module):
+    layer: eqx.nn.Linear
+    activation: callable = jnp.tanh
+
+    def __call__(self, x):
+        y = jax.vmap(self.layer)(x.astype(jnp.float16))
+        return jnp.mean(self.activation(y.astype(jnp.float32)) ** 2)
+
+
+def by_vjp(fun):
+    def value_and_grad(*args):
+        value, pullback = jax.vjp(fun, *args)
+        return value, pullback(jnp.ones_like(value))[0]
+
+    return value_and_grad
+
+
+SCALES = {
+    "optimizer state": lambda state: state,
+    "scale state": lambda state: state.scale_state,
+    "array": ls.get_loss_scale,
+    "number": lambda state: 2.0**15,
+}
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+@pytest.mark.parametrize("differentiate", [jax.value_and_grad, by_vjp])
+def test_gradients_are_those_of_value_and_grad(differentiate, scale, jit):
+    def ours(params, state, x):
+        return differentiate(ls.scale_backward(loss_fn, scale=scale(state)))(params, x)
+
+    def expected(params, state, x):
+        return ls.value_and_grad(loss_fn, state)(params, x)
+
+    args = PARAMS, STATE, X
+    value, grads = (jax.jit(ours) if jit else ours)(*args)
+    assert all(jnp.any(g != 0) for g in jax.tree.leaves(grads))
+    assert_same_bits((value, grads), (jax.jit(expected) if jit else expected)(*args))
+
+
+def test_an_equinox_module_has_the_gradients_of_value_and_grad():
+    model = Model(eqx.nn.Linear(8, 4, key=jax.random.key(0)))
+
+    def fun(model, x):
+        return model(x)
+
+    ours = eqx.filter_value_and_grad(ls.scale_backward(fun, scale=STATE))(model, X)
+    options = {"value_and_grad": eqx.filter_value_and_grad}
+    expected = ls.value_and_grad(fun, STATE, **options)(model, X)
+    assert_same_bits(*(eqx.filter(x, eqx.is_array) for x in (ours, expected)))
+
+
+class Net(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.first = nnx.Linear(8, 16, dtype=jnp.float16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, momentum=0.9, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+        self.last = nnx.Linear(16, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.dropout(self.norm(self.first(x))))
+
+
+@pytest.mark.parametrize("argnums", [0, nnx.DiffState(0, nnx.Param)])
+def test_an_nnx_module_changes_in_place_under_the_differentiator_of_nnx(argnums):
+    def fun(model, x):
+        return jnp.mean(model(x).astype(jnp.float32) ** 2), model.norm.mean[...]
+
+    options = {"argnums": argnums, "has_aux": True}
+
+    def ours(model, optimizer, x):
+        scaled = ls.scale_backward(fun, scale=optimizer)
+        return nnx.value_and_grad(scaled, **options)(model, x)
+
+    def expected(model, optimizer, x):
+        options_ = {**options, "value_and_grad": nnx.value_and_grad}
+        return ls.value_and_grad(fun, optimizer, **options_)(model, x)
+
+    results = []
+    for differentiate in (ours, expected):
+        model = Net()
+        tx = ls.with_loss_scaling(optax.adamw(3e-2), ls.DynamicLossScale(2.0**10))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer, x, differentiate=differentiate):
+            output, grads = differentiate(model, optimizer, x)
+            optimizer.update(model, grads)
+            return output
+
+        outputs = [step(model, optimizer, x) for x in (X, 2 * X, jnp.nan * X)]
+        assert ls.get_loss_scale(optimizer) == 2.0**9
+        results.append((outputs, nnx.state(model), nnx.state(optimizer)))
+    assert_same_bits(*results)
+
+
+def test_parameters_that_the_function_closes_over_have_true_gradients():
+    def closed(params):
+        return ls.scale_backward(lambda: loss_fn(params, X), scale=STATE)()
+
+    assert_same_bits(jax.grad(closed)(PARAMS), ls.grad(loss_fn, STATE)(PARAMS, X))
+
+
+def micro_batches(gradient):
+    def add(total, x):
+        return jax.tree.map(jnp.add, total, gradient(PARAMS, x)), None
+
+    zeros = jax.tree.map(jnp.zeros_like, PARAMS)
+    return jax.lax.scan(add, zeros, X.reshape(4, 4, 8))[0]
+
+
+def sharded(gradient):
+    def local(params, x):
+        grads = gradient(params, x)
+        return jax.tree.map(lambda g: jax.lax.pmean(g, "i"), grads)
+
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": (P(), P("i")), "out_specs": P()}
+    return jax.shard_map(local, mesh=mesh, **specs)(PARAMS, X)
+
+
+AROUND = {
+    "micro-batches": micro_batches,
+    "vmap": lambda gradient: jax.vmap(gradient, (None, 0))(PARAMS, X[:, None]),
+    "devices": sharded,
+}
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+def test_it_works_in_a_trainers_own_loops(around):
+    def ours(state):
+        return jax.grad(jax.checkpoint(ls.scale_backward(loss_fn, scale=state)))
+
+    def expected(state):
+        return ls.grad(jax.checkpoint(loss_fn), state)
+
+    found = [jax.jit(lambda s, f=f: around(f(s)))(STATE) for f in (ours, expected)]
+    assert_same_bits(*found)
+
+
+def test_it_has_forward_mode_and_second_derivatives():
+    cube = ls.scale_backward(lambda x: x**3, scale=2.0**10)
+    assert jax.jvp(cube, (2.0,), (1.0,)) == (8.0, 12.0)
+    assert jax.hessian(cube)(2.0) == jax.jacrev(jax.jacrev(cube))(2.0) == 12.0
+
+
+def test_an_overflow_in_the_backward_pass_is_not_hidden():
+    grads = jax.grad(ls.scale_backward(loss_fn, scale=2.0**60))(PARAMS, X)
+    assert not ls.all_finite(grads)
+
+
+def test_a_float16_parameter_has_a_float16_gradient_and_a_warning_says_so():
+    w = jnp.ones(8, jnp.float16)
+    scaled = ls.scale_backward(lambda w, x: jnp.float32(w @ x), scale=2.0**10)
+    with pytest.warns(UserWarning, match=r"takes an array of dtype float16") as warned:
+        assert jax.grad(scaled)(w, w).dtype == jnp.float16
+    assert warned[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaled(w, w)
+        jax.grad(scaled)(w.astype(jnp.float32), w)
+
+
+@pytest.mark.parametrize(
+    "scale, message",
+    [
+        (0.0, "`scale` must be one number above 0"),
+        (True, "`scale` must be one number above 0"),
+        (jnp.ones(2), "`scale` must be one number above 0"),
+        (TX, "pass what its `init"),
+        ({"w": 1.0}, "`state` must contain a LossScaleState"),
+    ],
+)
+def test_what_is_no_scale_is_refused(scale, message):
+    with pytest.raises(ValueError, match=message):
+        ls.scale_backward(loss_fn, scale=scale)(PARAMS, X)
+
+
+def test_a_state_that_is_a_constant_of_the_program_is_warned_of():
+    step = jax.jit(jax.grad(ls.scale_backward(loss_fn, scale=STATE)))
+    with pytest.warns(UserWarning, match="is a constant of the function"):
+        step(PARAMS, X)
