@@ -83,7 +83,7 @@ SIGNATURES = {
     "with_master_weights": "inner dtype",
     **dict.fromkeys(("value_and_grad", "grad"), f"fun state * {OPTIONS}"),
     "value_and_grad_with_retries": f"fun state * {RETRIES} {OPTIONS}",
-    "scale_backward": "fun * dtype headroom=6.0 axis_name",
+    "scale_backward": "fun * scale dtype headroom=6.0 axis_name",
     "scale_loss": "loss state",
     "unscale_grads": "grads state",
     **dict.fromkeys(("get_loss_scale", "get_loss_scale_state"), "state"),
@@ -143,7 +143,7 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize("name", {*ELSEWHERE, *_public.ELSEWHERE})
+@pytest.mark.parametrize("name", sorted(ELSEWHERE | _public.ELSEWHERE))
 def test_the_name_of_another_system_leads_to_ours(name):
     assert not hasattr(ls, name) and name not in dir(ls)
     with pytest.raises(AttributeError) as error:
