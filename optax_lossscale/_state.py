@@ -29,8 +29,8 @@ class LossScaleState(NamedTuple):
             one; saturates.
         skip_rate: float32, the share of skipped steps of late, an exponential moving
             average over about 100 steps; 0 in a healthy run. Of the skips in a row,
-            only the first 25 count. It is negative if no step was ever skipped although
-            the scale stayed at 2**24 or above for a whole growth interval.
+            only the first 25 count. It is -0.0 if no step was ever skipped although the
+            scale stayed at 2**24 or above for a whole growth interval.
         rule_state: what else a rule remembers, a ``NamedTuple`` of strongly typed
             arrays. It is an empty tuple, which adds no leaf, for most rules.
 
@@ -115,10 +115,12 @@ def recorded(
     skipped_steps = optax.safe_increment(state.skipped_steps)
     consecutive_skips = optax.safe_increment(state.consecutive_skips)
     # A checkpoint may hold anything, and NaN would stay forever.
-    skip_rate = jnp.where(abs(state.skip_rate) <= 1, state.skip_rate, 0)
+    skip_rate = jnp.where(
+        (state.skip_rate >= 0) & (state.skip_rate <= 1), state.skip_rate, 0
+    )
     # So one run, such as a start from a high scale, takes the rate to 0.22 at most.
     counts = consecutive_skips <= 25
-    skipped_rate = jnp.maximum(skip_rate, 0) * 0.99 + 0.01
+    skipped_rate = skip_rate * 0.99 + 0.01
     skipped_rate = jnp.where(counts, skipped_rate, skip_rate)
     return state._replace(
         grads_finite=grads_finite,

@@ -190,5 +190,5 @@ def _is_due(state: LossScaleState, limit: int, every: int, eager: bool) -> jax.A
     in_a_row = (beyond > 0) & ((beyond - 1) % every == 0)
     # Only a fault skips more: a rule overflows once in its growth interval.
     often = (state.skip_rate > 0.25) & (state.skipped_steps % every == 0)
-    unused = (state.skip_rate < 0) & (eager | (state.growth_tracker == 0))
+    unused = jnp.signbit(state.skip_rate) & (eager | (state.growth_tracker == 0))
     return jnp.stack([jnp.any(in_a_row | often), jnp.any(unused)])
