@@ -70,6 +70,7 @@ def masked_update(
     The first result of this function is whether the step is applied.
     """
     structure: Any = None
+    leaves: Leaves | None = None
     given, sanitize, put_back = split(updates, extra_args)
     # In the types that sanitized inputs have.
     given = [as_varying(x, apply) for x in given]
@@ -78,23 +79,24 @@ def masked_update(
     def update(given: Leaves) -> Any:
         return inner_update(*put_back(given))
 
+    def evaluate(given: Leaves) -> Leaves:
+        nonlocal structure
+        leaves, structure = jax.tree.flatten(update(given))
+        return leaves
+
     if isinstance(apply, jax.core.Tracer) and is_staging():
         closed_jaxpr, shapes, leaks = stage(update, given)
-        if leaks:
-            # It records values for the caller's program, so give it some of these. XLA
-            # drops all that is computed only for this.
-            update(given)
-        structure = jax.tree.structure(shapes)
         jaxpr, consts = without_constants(closed_jaxpr), closed_jaxpr.consts
-        args = apply, given, consts, old
-        leaves = _staged(jaxpr, sanitize, is_checked, *args)
-    else:
-
-        def evaluate(given: Leaves) -> Leaves:
-            nonlocal structure
-            leaves, structure = jax.tree.flatten(update(given))
-            return leaves
-
+        names = set(_names(jaxpr))
+        # If it leaks, it records values for the caller's program, so it needs some of
+        # these. XLA drops all that is computed only for this, but not callbacks.
+        if leaks and not _has_callback(names):
+            update(given)
+        if not (leaks and _has_callback(names)):
+            structure = jax.tree.structure(shapes)
+            args = apply, given, consts, old
+            leaves = _staged(jaxpr, names, sanitize, is_checked, *args)
+    if leaves is None:
         leaves = _masked_last(evaluate, sanitize(apply, given, nonzeros), apply, old)
         if is_checked and any(isinstance(x, jax.core.Tracer) for x in leaves):
             # What the check has found must not be a NaN behind a mask.
@@ -120,14 +122,15 @@ def _masked_last(
 
 def _staged(
     jaxpr: Jaxpr,
+    names: set[str],
     sanitize: Callable[[jax.Array, Leaves, StandIn], Leaves],
     is_checked: bool,
     *args: Any,
 ) -> Leaves:
     """Evaluate the jaxpr of an update in the right layout.
 
-    ``args`` are whether to apply it, the leaves that may be non-finite, the constants
-    of the jaxpr, and the leaves of the old state.
+    ``names`` are those in the jaxpr. ``args`` are whether to apply it, the leaves that
+    may be non-finite, the constants of the jaxpr, and the leaves of the old state.
     """
 
     def first(
@@ -143,7 +146,7 @@ def _staged(
             apply &= jaxpr_as_fun(ClosedJaxpr(jaxpr, []))(*consts, *given)[0]
             given = [waiting_for(apply, x) for x in given]
         elif not is_safe:
-            given = sanitize(apply, given, zeros)
+            given = sanitize(apply, given, stand_in)
         return _masked_early(jaxpr, apply, [*consts, *given], old)
 
     def derived(apply: jax.Array, *args: Leaves) -> Leaves:
@@ -152,14 +155,14 @@ def _staged(
             apply = first(nonzeros, apply, *args)[0]
         return first(nonzeros, apply, *args)
 
-    names = set(_names(jaxpr))
+    # Code on the host may divide by what it is given.
+    stand_in = nonzeros if names & {"io_callback", "pure_callback"} else zeros
     if any(name.startswith("custom_vjp_call") for name in names):
         return first(nonzeros, *args)  # it has no forward mode
     if any(name.endswith("Effect") for name in names - {COLLECTIVE, *DEBUGGING}):
         return first(nonzeros, *args)  # mutable arrays, and callbacks that must happen
-    has_callback = any(name.endswith("callback") for name in names)
     unsafe = _UNSAFE | {"scan"} if is_checked else _UNSAFE  # which costs too much twice
-    is_safe = not (has_callback or names & unsafe)
+    is_safe = not (_has_callback(names) or names & unsafe)
     if is_safe or not is_checked:
         try:
             return _with_derivatives_of(derived, second)(*args)
@@ -172,7 +175,7 @@ def _staged(
                 "optimizer and the version of jax.",
                 stacklevel=4,  # the caller of `update`
             )
-    return _with_derivatives_of(derived, functools.partial(first, zeros))(*args)
+    return _with_derivatives_of(derived, functools.partial(first, stand_in))(*args)
 
 
 def _masked_early(
@@ -228,6 +231,10 @@ def _writes_rows(eqn: JaxprEqn) -> bool:
     """Return whether an equation is ``x.at[i].set(y)``, which drops what is outside."""
     mode = jax.lax.GatherScatterMode.FILL_OR_DROP
     return eqn.primitive.name == "scatter" and eqn.params["mode"] == mode
+
+
+def _has_callback(names: set[str]) -> bool:
+    return any(name.endswith("callback") for name in names)
 
 
 def _names(jaxpr: Jaxpr) -> Iterator[str]:
