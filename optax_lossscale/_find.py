@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
+from ._finite import all_finite
 from ._jax_internals import is_in_jit
 from ._state import LossScaleState, canonical, check_state
 from ._tree import is_inexact
@@ -23,7 +24,8 @@ _HIDING: dict[type, tuple[str, str]] = {
     ),
     optax.MultiStepsState: (
         "optax.MultiSteps",
-        f"Its accumulator keeps a NaN forever, and no step is applied again. {_AROUND}",
+        f"Its accumulator keeps a NaN forever, and no step is applied again. {_AROUND} "
+        "If a trainer adds it, turn off the trainer's accumulation.",
     ),
     optax.MaskedState: ("optax.masked", _UNCHECKED),
     optax.PartitionState: ("optax.partition", _UNCHECKED),
@@ -178,6 +180,12 @@ def _is_set_to_zero(state: Any) -> bool:
 
 def find_loss_scale_states(tree: Any) -> dict[str, LossScaleState]:
     return _nodes(tree, LossScaleState)
+
+
+def keeps_nan(state: Any) -> bool:
+    """Return whether a ``MultiSteps`` around a loss scale keeps NaN or inf."""
+    around = _nodes(state, optax.MultiStepsState).values()
+    return not all_finite([x.acc_grads for x in around if find_loss_scale_states(x)])
 
 
 def replace_loss_scale_state(state: Any, new: LossScaleState) -> Any:

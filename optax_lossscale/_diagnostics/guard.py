@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._find import get_loss_scale, get_loss_scale_state
+from .._find import get_loss_scale, get_loss_scale_state, keeps_nan
 from .._state import LossScaleState
 from .._validation import AxisName, check, check_axis_name, check_concrete, describe
 from .gradient_report import check_gradients, gradient_report
-from .stop_message import CEILING_MESSAGE, stop_message
+from .stop_message import ACCUMULATOR_MESSAGE, CEILING_MESSAGE, stop_message
 from .table import GradientReport, check_report
 
 
@@ -47,7 +47,8 @@ def check_loss_scale(
 
     Raises:
         LossScaleError: if more steps in a row were skipped, or if ``skip_rate``, the
-            share of skipped steps of late, is above 1/4.
+            share of skipped steps of late, is above 1/4; or if an ``optax.MultiSteps``
+            outside `with_loss_scaling` has accumulated NaN or inf.
         ValueError: as `get_loss_scale_state`, or if an argument is not as described.
 
     Examples:
@@ -67,6 +68,8 @@ def check_loss_scale(
     )
     if report is not None:
         check_report(report)
+    if keeps_nan(state):
+        raise LossScaleError(ACCUMULATOR_MESSAGE)
     _guard(state, max_consecutive_skips, report=report)
 
 

@@ -53,6 +53,11 @@ CEILING_MESSAGE = listed(
     [_NOT_SCALED, _NOT_FLOAT16, _SMALL],
 )
 
+ACCUMULATOR_MESSAGE = listed(
+    ["An accumulator holds NaN or inf and keeps it. No step is applied again."],
+    [_OUTSIDE],
+)
+
 
 def stop_message(
     scale_state: LossScaleState, limit: int, report: GradientReport | None

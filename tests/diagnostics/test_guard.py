@@ -72,6 +72,21 @@ def test_the_gradients_of_an_ensemble_are_refused_and_not_blamed_on_the_scale():
         ls.watch_loss_scale(states, grads={"w": jnp.ones((3, 2))})
 
 
+def test_an_accumulator_around_the_scale_that_keeps_a_nan_is_an_error_at_once():
+    def after(tx, *grads):
+        state = tx.init(jnp.ones(2))
+        for grad in grads:
+            _, state = tx.update(jnp.full(2, grad), state)
+        return state
+
+    scaled = ls.with_loss_scaling(optax.sgd(0.1), RULE)
+    ls.check_loss_scale(after(optax.MultiSteps(scaled, 4), 1.0))
+    inside = ls.with_loss_scaling(optax.MultiSteps(optax.sgd(0.1), 4), RULE)
+    ls.check_loss_scale(after(inside, 1.0, jnp.nan))
+    with pytest.raises(ls.LossScaleError, match="^An accumulator holds NaN or inf"):
+        ls.check_loss_scale(after(optax.MultiSteps(scaled, 4), 1.0, jnp.nan, 1.0))
+
+
 def trained(rule, steps, differentiate):
     """The state after steps, the scale of each of which is watched, or not."""
     tx = ls.with_loss_scaling(optax.sgd(1e-3), rule)

@@ -12,8 +12,8 @@ from helpers import PAGES, assert_same_bits, code_blocks, first_program, page, r
 
 import optax_lossscale as ls
 
-# The programs of frameworks and migration guides have tests of their own.
-ELSEWHERE = re.compile(r"frameworks/|coming_from/(?!index)")
+# The programs of frameworks, trainers and migration guides have tests of their own.
+ELSEWHERE = re.compile(r"frameworks/|guides/trainers|coming_from/(?!index)")
 NAMES = [
     name
     for path in sorted(PAGES.rglob("*.md"))

@@ -205,6 +205,26 @@ def test_reverse_mode_through_the_overflow_itself_is_nan():
     assert jnp.isnan(jax.jit(jax.grad(reached))(1.0))
 
 
+def test_reverse_mode_through_a_bad_batch_is_nan_once_parameters_depend_on_x():
+    def reached(rate, batches, wrap=ls.with_loss_scaling):
+        tx = wrap(optax.sgd(rate))
+        w, state = jnp.float32(0.5), tx.init(jnp.float32(0.5))
+        for batch in batches:
+            grad = jax.grad(lambda w, x: (x * w - 1) ** 2)(w, batch)
+            updates, state = tx.update(grad, state, w)
+            w = optax.apply_updates(w, updates)
+        return w
+
+    theirs = jax.grad(reached)(0.1, (1.0, 2.0), lambda tx: tx)
+    later, first = (1.0, jnp.inf, 2.0), (jnp.inf, 1.0, 2.0)
+    assert jnp.isnan(jax.grad(reached)(0.1, later))
+    for derivative in (
+        jax.jacfwd(reached)(0.1, later),
+        jax.grad(reached)(0.1, first),
+    ):
+        np.testing.assert_allclose(derivative, theirs, rtol=1e-6)
+
+
 SEARCHES = {
     "zoom": optax.lbfgs(),
     "backtracking": optax.chain(
