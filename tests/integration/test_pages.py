@@ -68,8 +68,8 @@ def test_float16_parameters_are_the_rounded_master_weights_and_resume():
 
 
 def test_the_tables_are_what_their_blocks_print_and_each_recipe_finds_the_block():
-    printed = run("guides/finding_the_overflow")["printed"]
-    for table in code_blocks(page("guides/finding_the_overflow"), "text"):
+    printed = run("troubleshooting")["printed"]
+    for table in code_blocks(page("troubleshooting"), "text"):
         assert table in printed
     infinite = re.findall(r"^(\S.*): inf$", printed, re.M)
     assert infinite == ["block 1", "['layers_1']['__call__'][0]", "layer 1"]
