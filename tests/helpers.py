@@ -72,9 +72,14 @@ def run_page(path: Path) -> dict[str, Any]:
     text, namespace = path.read_text(), {}
     if text.startswith("<!-- continues: index -->\n"):
         namespace = dict(first_program())
+    return run_blocks(code_blocks(text, "python"), path.name, namespace)
+
+
+def run_blocks(blocks: list[str], name: str, namespace: Any) -> dict[str, Any]:
+    """What the blocks define and print, one after the other."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        for block in code_blocks(text, "python"):
-            exec(compile(block, path.name, "exec"), namespace)
+        for block in blocks:
+            exec(compile(block, name, "exec"), namespace)
     return {**namespace, "printed": printed.getvalue()}
 
 

@@ -9,25 +9,24 @@ import numpy as np
 from .._state import LossScaleState
 from .table import GradientReport, format_report
 
-_OVERFLOW = "See notebooks/guides/finding_the_overflow.md."
-_STOPPED = "See notebooks/guides/training_has_stopped.md."
+_PAGE = "See notebooks/troubleshooting.md."
 
 _FORWARD = f"""The forward pass overflows: an activation is above 65504, the largest \
 float16, so the loss and nearly all gradients are NaN or inf. No loss scale helps. \
-Find the block, and compute it in float32. {_OVERFLOW}"""
+Find the block, and compute it in float32. {_PAGE}"""
 _LAYER = f"""The backward pass overflows or divides by zero. Of the arrays with NaN or \
 inf, take the one closest to the loss: the fault is in its layer or right behind it. \
-Compute that in float32, or wrap it with `scale_backward`. {_OVERFLOW}"""
+Compute that in float32, or wrap it with `scale_backward`. {_PAGE}"""
 _DATA = f"""The batch or the parameters hold NaN or inf. Check both with `all_finite`. \
-If training has diverged, lower the learning rate. {_STOPPED}"""
+If training has diverged, lower the learning rate. {_PAGE}"""
 _BATCHES = f"""Some batches hold NaN or inf. Find them with `all_finite`, and pass \
-`value=loss` to `update`, so that they do not lower the scale. {_STOPPED}"""
+`value=loss` to `update`, so that they do not lower the scale. {_PAGE}"""
 _INTERVAL = """The scale grows too soon and overflows again. Raise `growth_interval`. \
 See notebooks/start/rules.md."""
 _TOO_HIGH = f"""The scale is too high, and is fixed or still falling. Start from what \
-`suggest_loss_scale` returns. {_OVERFLOW}"""
+`suggest_loss_scale` returns. {_PAGE}"""
 _OLD_STATE = f"""The gradient function was built once, from an earlier state. Call \
-`value_and_grad(loss_fn, opt_state)` in the step, with the step's state. {_STOPPED}"""
+`value_and_grad(loss_fn, opt_state)` in the step, with the step's state. {_PAGE}"""
 _OUTSIDE = """A transformation outside `with_loss_scaling`, such as `MultiSteps`, \
 keeps a NaN. Put `with_loss_scaling` around it. See notebooks/guides/wrappers.md."""
 _RESULTS = """With `check_updates=True`, the optimizer turns finite gradients into NaN \

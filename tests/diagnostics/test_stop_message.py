@@ -18,7 +18,7 @@ Loss scale: 1. Skipped in all: 4.
 1. The forward pass overflows: an activation is above 65504, the largest
    float16, so the loss and nearly all gradients are NaN or inf. No loss scale
    helps. Find the block, and compute it in float32. See
-   notebooks/guides/finding_the_overflow.md.
+   notebooks/troubleshooting.md.
 2. """
 FORWARD, LAYER, DATA = "The forward pass", "The backward pass", "The batch or the"
 TOO_HIGH, OLD_STATE = "The scale is too high", "The gradient function was built once"

@@ -1,33 +1,44 @@
 """The migration guides, their programs, and how these train."""
 
-import contextlib
 import functools
+import re
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import PAGES, code_blocks, run_page
+from helpers import code_blocks, page, run_blocks
 
-PATHS = sorted(PAGES.glob("coming_from/*.md"))
-GUIDES = {path.stem: path for path in PATHS if path.stem != "index"}
+# By page, in the order of its headings "From ...".
+PARTS = {
+    "pytorch": ["pytorch"],
+    "keras_and_tensorflow": ["keras", "tensorflow"],
+    "mindspore": ["mindspore"],
+    "flax_and_jmp": ["flax_dynamic_scale", "jmp"],
+}
+GUIDES = {
+    name: text
+    for stem, names in PARTS.items()
+    for name, text in zip(
+        names,
+        re.split(r"^## From ", page(f"coming_from/{stem}"), flags=re.M)[-len(names) :],
+        strict=True,
+    )
+}
 every_guide = pytest.mark.parametrize("guide", GUIDES)
 
 
 @functools.cache
 def run(guide):
-    # Apex's page says that `O3` makes a warning.
-    warned = pytest.warns(UserWarning, match="keeps no float32 copies of them")
-    with warned if guide == "apex" else contextlib.nullcontext():
-        return run_page(GUIDES[guide])
+    return run_blocks(code_blocks(GUIDES[guide], "python"), guide, {})
 
 
 @functools.cache
 def run_theirs(guide, programs=1):
     """What the first of their programs define."""
     namespace: dict[str, Any] = {}
-    for code in code_blocks(GUIDES[guide].read_text(), "python theirs")[:programs]:
+    for code in code_blocks(GUIDES[guide], "python theirs")[:programs]:
         exec(compile(code, f"{guide}, theirs", "exec"), namespace)
     return namespace
 
@@ -47,12 +58,12 @@ class Training(NamedTuple):
 
     def data(self, bad=False):
         """A batch, or one that overflows, in PyTorch's in one micro-batch."""
-        page, index = run(self.guide), slice(64) if self.guide == "keras" else 0
-        first, *labels = (jnp.asarray(page[name][index]) for name in self.batch)
+        names, index = run(self.guide), slice(64) if self.guide == "keras" else 0
+        first, *labels = (jnp.asarray(names[name][index]) for name in self.batch)
         x = np.array(first)
         if bad:
             x.reshape(-1)[-1] = 1e6  # too much for float16 alone
-        like = page["shards"] if "parallel_state" in self.state else first
+        like = names["shards"] if "parallel_state" in self.state else first
         x = jax.device_put(x, like.sharding)
         return ((x, *labels),) if self.guide == "pytorch" else (x, *labels)
 
@@ -75,15 +86,6 @@ TRAININGS = [
     Training("flax_dynamic_scale", state=("state",), batch=("x",)),
     Training("flax_dynamic_scale", state=("parallel_state",), batch=("x",)),
     Training("jmp", batch=("x",)),
-    Training("apex"),
-    Training("apex", *of("half")),
-    Training("apex", *of("unscaled"), backoff=1.0),
-    Training("megatron_lm", backoff=1.0),
-    Training("deepspeed", backoff=1.0),
-    Training("deepspeed", *of("zero"), batch=("shards", "y"), backoff=1.0),
-    Training("fairseq"),
-    Training("fairseq", *of("metaseq")),
-    Training("mpx", state=("model", "opt_state"), batch=("x",)),
 ]
 every_training = pytest.mark.parametrize(
     "training", TRAININGS, ids=lambda t: f"{t.guide} {t.state[0]}"

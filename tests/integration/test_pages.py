@@ -1,7 +1,10 @@
 """Every block of every page runs, and does what the page says."""
 
 import functools
+import json
 import re
+import sys
+import types
 from pathlib import Path
 
 import jax
@@ -22,9 +25,27 @@ NAMES = [
 ]
 
 
+class Wandb(types.ModuleType):
+    """It notes what a page logs, instead of sending it to a server."""
+
+    def init(self, project, config):
+        assert json.dumps(config)
+        self.rows, self.finished = [], False
+        return self
+
+    def log(self, values, step):
+        assert json.dumps(values)
+        self.rows.append(step)
+
+    def finish(self):
+        self.finished = True
+
+
 @functools.cache
 def run(name):
-    return run_page(PAGES / f"{name}.md")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "wandb", Wandb("wandb"))
+        return run_page(PAGES / f"{name}.md")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -68,16 +89,17 @@ def test_float16_parameters_are_the_rounded_master_weights_and_resume():
 
 
 def test_the_tables_are_what_their_blocks_print_and_each_recipe_finds_the_block():
-    printed = run("guides/finding_the_overflow")["printed"]
-    for table in code_blocks(page("guides/finding_the_overflow"), "text"):
+    printed = run("troubleshooting")["printed"]
+    for table in code_blocks(page("troubleshooting"), "text"):
         assert table in printed
     infinite = re.findall(r"^(\S.*): inf$", printed, re.M)
     assert infinite == ["block 1", "['layers_1']['__call__'][0]", "layer 1"]
     assert "invalid value (inf) encountered in dot_general" in printed
 
 
-def test_every_step_reaches_tensorboard_and_the_scan_prints():
+def test_every_step_reaches_tensorboard_and_weights_and_biases_and_the_scan_prints():
     guide = run("guides/logging")
+    assert guide["wandb"].rows == [*range(200)] and guide["wandb"].finished
     assert "scale_state.loss_scale=32768" in guide["printed"]
     assert "step 199: gradient_norm " in guide["printed"]
     (events,) = Path(guide["writer"].logdir).iterdir()
@@ -99,3 +121,20 @@ def test_several_losses_have_a_scale_each_and_skip_together():
         "data": 2.0**14,
         "decay": 2.0**15,
     }
+
+
+@pytest.mark.parametrize("bad", ["real", "none"])
+def test_a_gan_skips_only_the_optimizer_whose_gradients_are_bad(bad):
+    guide = run("guides/several_losses")
+    real = guide["x"].at[0, 0].set(jnp.inf if bad == "real" else 1.0)
+    old = guide["generator"], guide["discriminator"]
+    new = guide["gan_step"](*old, guide["states"], real, guide["noise"])
+    applied = [bool(ls.was_applied(state)) for state in new[2]]
+    scales = [float(ls.get_loss_scale(state)) for state in new[2]]
+    assert applied == [True, bad == "none"] and scales == [2.0**15] * 2  # by `value`
+    *new, scale_state = guide["one_scale_step"](
+        *old, guide["states_of_one_scale"], guide["scale_state"], real, guide["noise"]
+    )
+    assert [bool(ls.was_applied(state)) for state in new[2]] == applied
+    assert scale_state.loss_scale == (2.0**14 if bad == "real" else 2.0**15)
+    assert ls.all_finite(new[:2])

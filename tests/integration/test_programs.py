@@ -7,13 +7,27 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import PAGES, assert_same_bits, code_blocks, kept, run_page, without_keys
+from helpers import (
+    PAGES,
+    assert_same_bits,
+    code_blocks,
+    kept,
+    run_blocks,
+    run_page,
+    without_keys,
+)
 
 import optax_lossscale as ls
 
 FOLDER = PAGES / "frameworks"
-PROGRAMS = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.md"))}
-PPO, INDEX = PROGRAMS.pop("reinforcement_learning"), PROGRAMS.pop("index")
+# By page and heading, as in a link.
+PROGRAMS = {
+    "plain_jax": "#plain-jax",
+    "flax_linen": "flax.md#flax-linen",
+    "flax_nnx": "flax.md#flax-nnx",
+    "equinox": "equinox.md",
+    "haiku": "haiku.md",
+}
 # What a program trains; that of the others is `state`.
 TRAINED = {
     "equinox": ("model", "opt_state", "kept"),
@@ -22,9 +36,20 @@ TRAINED = {
 slow = pytest.mark.slow
 
 
+def program_of(name):
+    file, _, heading = PROGRAMS[name].partition("#")
+    text = (FOLDER / (file or "index.md")).read_text()
+    sections = re.split("^## ", text, flags=re.M)
+    titles = [section.partition("\n")[0].lower() for section in sections]
+    if heading:
+        text = sections[titles.index(heading.replace("-", " "))]
+    (program,) = code_blocks(text, "python")
+    return program
+
+
 @pytest.fixture(scope="module", params=PROGRAMS)
 def page(request):
-    namespace = run_page(FOLDER / f"{request.param}.md")
+    namespace = run_blocks([program_of(request.param)], request.param, {})
     return {**namespace, "name": request.param}
 
 
@@ -100,7 +125,7 @@ def test_a_train_state_counts_skipped_steps_and_takes_a_loss_by_hand(page, tmp_p
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_two_statements_are_changed_and_the_page_marks_them(name):
-    (program,) = code_blocks(PROGRAMS[name], "python")
+    program = program_of(name)
     first, second = re.findall(r"^.*# changed.*$", program, re.M)
     assert first == "tx = ls.with_loss_scaling(tx)  # changed"
     differentiate = re.search(r"# changed, from ([\w.]+)\(", second)[1]
@@ -148,8 +173,13 @@ def test_the_guard_ends_a_run_that_has_stopped_training(monkeypatch):
 
 
 def test_the_table_names_every_program_with_its_line():
-    assert "(reinforcement_learning.md)" in INDEX
-    for name, text in PROGRAMS.items():
-        row = rf"^\| [^|]+ \| `(ls\.[^`]+)` \| \[[\w ]+\]\({name}.md\) \|$"
-        (line,) = re.findall(row, INDEX, re.M)
-        assert {*re.findall(r"[\w.=]+", line)} <= {*re.findall(r"[\w.=]+", text)}, line
+    index = (FOLDER / "index.md").read_text()
+    assert "(reinforcement_learning.md)" in index
+    assert len(PROGRAMS) == sum(
+        len(code_blocks(path.read_text(), "python")) for path in FOLDER.glob("[!r]*.md")
+    )
+    for name, address in PROGRAMS.items():
+        row = rf"^\| [^|]+ \| `(ls\.[^`]+)` \| \[[\w ]+\]\({address}\) \|$"
+        (line,) = re.findall(row, index, re.M)
+        program = {*re.findall(r"[\w.=]+", program_of(name))}
+        assert {*re.findall(r"[\w.=]+", line)} <= program, line

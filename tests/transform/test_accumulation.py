@@ -27,11 +27,12 @@ BAD_X = X.at[1, 2, 0, 0].set(1e6)  # overflows float16
 
 def by_scan(tx):
     """The guide's recipe: the whole window in one jitted step, one check."""
-    [recipe] = code_blocks(page("guides/accumulation"), "python")
+    blocks = code_blocks(page("guides/wrappers"), "python")
+    [recipe] = [block for block in blocks if "def accumulated_step" in block]
     namespace = {"jax": jax, "jnp": jnp, "optax": optax, "ls": ls}
     namespace |= {"loss_fn": float16_loss, "tx": tx, "batch": X[0].reshape(-1, 2)}
     namespace |= {"params": PARAMS, "opt_state": tx.init(PARAMS)}
-    exec(compile(recipe, "accumulation.md", "exec"), namespace)
+    exec(compile(recipe, "wrappers.md", "exec"), namespace)
     return lambda *arguments: namespace["accumulated_step"](*arguments)[:2]
 
 

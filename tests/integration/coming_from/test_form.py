@@ -3,8 +3,9 @@
 import ast
 import re
 
+import guides
 from guides import GUIDES, every_guide
-from helpers import PAGES
+from helpers import PAGES, page
 
 PARTS = re.compile(
     r"^```(?P<fence>(?:python|bash)(?: theirs)?)\n(?P<code>(?s:.*?))^```$"
@@ -16,7 +17,7 @@ PARTS = re.compile(
 def pairs(guide):
     """For each table of a page their program, ours, and the rows."""
     theirs = ours = None
-    for match in PARTS.finditer(GUIDES[guide].read_text()):
+    for match in PARTS.finditer(GUIDES[guide]):
         if match["table"]:
             rows = [row.strip("|").split(" | ") for row in match["table"].splitlines()]
             yield theirs, ours, rows[2:]
@@ -47,8 +48,9 @@ def statements(program):
 
 
 def test_the_index_names_every_guide():
-    named = re.findall(r"\]\((\w+)\.md\)", (PAGES / "coming_from/index.md").read_text())
-    assert {*named} == {*GUIDES}
+    named = re.findall(r"\]\((\w+)\.md[^)]*\)", page("coming_from/index"))
+    files = {path.stem for path in PAGES.glob("coming_from/*.md")} - {"index"}
+    assert {*named} == {*guides.PARTS} == files
 
 
 @every_guide
