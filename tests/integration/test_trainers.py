@@ -164,7 +164,7 @@ def test_a_closed_fit_trains_at_a_fixed_scale_and_skips(page):
 
 
 def test_around_a_whole_loss_without_a_scale_it_is_512():
-    seen = []
+    seen, w = [], jnp.float32(1.0)
     probe = jax.custom_vjp(lambda x: x)
 
     def backward(_, cotangent):
@@ -173,7 +173,7 @@ def test_around_a_whole_loss_without_a_scale_it_is_512():
 
     probe.defvjp(lambda x: (x, None), backward)
     for factor in (1.0, 1e-6, 1e6):
-        jax.grad(ls.scale_backward(lambda w, f=factor: probe(f * w)))(1.0)
+        jax.grad(ls.scale_backward(lambda w, f=factor: probe(f * w)))(w)
     jax.effects_barrier()
     assert seen == [2.0**9] * 3
 
