@@ -1,4 +1,4 @@
-"""A loss scale for each block of a network, chosen during the backward pass."""
+"""A backward pass at a scale: a given one, or its own for each block of a network."""
 
 import functools
 import sys
@@ -155,7 +155,7 @@ def _hooked(
 
     @hooked.defjvp
     def _(primals: Any, tangents: Any) -> Any:
-        x, factor = map(jnp.asarray, primals)
+        x, factor = primals
         _warn_of_underflow(verb, [x], where)
         return x, multiply(tangents[0], factor.astype)
 
@@ -206,7 +206,8 @@ def _warn_of_underflow(
     verb: str, arrays: Sequence[Any], where: tuple[str, int]
 ) -> None:
     """Warn if gradients cross the border of a block in a type that needs a scale."""
-    narrow = [x for x in filter(is_inexact, arrays) if grad_dtype(x.dtype) != x.dtype]
+    found = map(jnp.asarray, filter(is_inexact, arrays))
+    narrow = [x for x in found if grad_dtype(x.dtype) != x.dtype]
     if narrow:
         warnings.warn_explicit(
             "Gradients may underflow at the border of a block wrapped by "

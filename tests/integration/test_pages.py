@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import re
 import sys
 import types
@@ -10,6 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import PAGES, assert_same_bits, code_blocks, first_program, page, run_page
 
@@ -138,3 +140,60 @@ def test_a_gan_skips_only_the_optimizer_whose_gradients_are_bad(bad):
     assert [bool(ls.was_applied(state)) for state in new[2]] == applied
     assert scale_state.loss_scale == (2.0**14 if bad == "real" else 2.0**15)
     assert ls.all_finite(new[:2])
+
+
+def test_scaled_float16_gradients_are_averaged_at_half_the_bytes():
+    guide = run("guides/many_devices")
+    step, args = guide["half_bytes_step"], (guide["tx"], guide["batch"])
+    text = step.lower(*start(args[0]), args[1]).compile().as_text()
+    shapes = " ".join(re.findall(r"= (.*?) all-reduce\(", text))
+    elements = {"f16": 0, "f32": 0}
+    for dtype, shape in re.findall(r"(f\d+)\[([\d,]*)\]", shapes):
+        elements[dtype] += math.prod(map(int, shape.split(",")))
+    assert elements == {"f16": 9, "f32": 0}
+    params, state = start(args[0])
+    for _ in range(50):
+        params, state = step(params, state, args[1])
+    assert guide["loss_fn"](params, args[1]) < 0.4
+    # Eight devices: three octaves below what one of them could bear.
+    assert ls.get_loss_scale(state) < 2.0**15
+
+
+def start(tx):
+    params = {"w": jnp.zeros((8, 1)), "b": jnp.zeros(1)}
+    return params, tx.init(params)
+
+
+@pytest.mark.parametrize("half_precision", [True, False])
+def test_one_program_scales_and_skips_only_in_half_precision(half_precision):
+    (block,) = code_blocks(page("start/do_i_need_it"), "python")
+    namespace = dict(run("index"))
+    block = block.replace("half_precision = False", f"{half_precision = }")
+    exec(block, namespace)
+    params, state = start(namespace["tx"])
+    bad = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), params)
+    updates, new_state = namespace["tx"].update(bad, state, params)
+    assert ls.all_finite(updates) == half_precision
+    assert ls.get_loss_scale(state) == (2.0**15 if half_precision else 1.0)
+    skipped = ls.get_loss_scale_state(new_state).skipped_steps
+    assert int(skipped) == half_precision
+
+
+def test_a_loss_that_is_a_sum_loses_twelve_more_steps_to_the_first_scale():
+    x = jax.random.normal(jax.random.key(0), (4096, 8))
+
+    def skipped(reduce):
+        def loss_fn(w):
+            y = (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32)
+            return reduce((y - x[:, 0]) ** 2)
+
+        tx = ls.with_loss_scaling(optax.sgd(0.0))
+
+        def step(state, _):
+            _, grads = ls.value_and_grad(loss_fn, state)(jnp.zeros(8))
+            return tx.update(grads, state)[1], None
+
+        state, _ = jax.lax.scan(step, tx.init(jnp.zeros(8)), length=20)
+        return int(ls.get_loss_scale_state(state).skipped_steps)
+
+    assert skipped(jnp.sum) - skipped(jnp.mean) == 12

@@ -9,6 +9,7 @@ import optax
 import pytest
 import stand_ins
 from flax import jax_utils, nnx
+from flax.training.train_state import TrainState
 from helpers import PAGES, assert_same_bits, run_page
 
 import optax_lossscale as ls
@@ -41,7 +42,7 @@ def test_peft_trainer_learns_adapters_in_float16_and_resumes(page, tmp_path):
     trainer, batches = page["trainer"], page["batches"]
     assert trainer.train_steps == 100
     assert page["nnx_loss"](trainer.model, **batches[0]) < 0.3
-    fresh = nnx.state(page["Net"](nnx.Rngs(0)), nnx.Not(nnx.LoRAParam))
+    fresh = nnx.state(page["net"](), nnx.Not(nnx.LoRAParam))
     frozen = nnx.state(trainer.model, nnx.Not(nnx.LoRAParam))
     assert_same_bits(jax.tree.leaves(frozen), jax.tree.leaves(fresh))
     whole = page["train"](str(tmp_path), 100, batches)
@@ -71,7 +72,7 @@ def test_a_step_that_is_replaced_scales_as_one_that_is_overridden(page):
         kind = stand_ins.PeftTrainer if replaced else page["Float16Trainer"]
         tx = ls.with_loss_scaling(optax.adamw(3e-2))
         config = stand_ins.TrainingConfig(eval_every_n_steps=100, max_steps=10)
-        trainer = kind(page["Net"](nnx.Rngs(0)), tx, config)
+        trainer = kind(page["net"](), tx, config)
         trainer.with_loss_fn(tiny_loss)
         if replaced:
             page["at_loss_scale"](trainer)
@@ -86,7 +87,7 @@ def test_a_step_that_is_replaced_scales_as_one_that_is_overridden(page):
 def test_the_trainers_own_accumulation_is_refused(page, steps):
     tx = ls.with_loss_scaling(optax.adamw(3e-2))
     trainer = page["Float16Trainer"](
-        page["Net"](nnx.Rngs(0)),
+        page["net"](),
         tx,
         page["TrainingConfig"](
             eval_every_n_steps=100, max_steps=3, gradient_accumulation_steps=steps
@@ -151,8 +152,8 @@ def test_skip_bad_steps_belongs_inside(page, inside):
 
 
 def test_a_closed_fit_trains_at_a_fixed_scale_and_skips(page):
+    assert page["loss_fn"](page["fitted"], page["batch"]) < 0.3
     start = {"w": jnp.zeros((8, 1)), "b": jnp.zeros(1)}
-    assert page["loss_fn"](page["fitted"], page["batch"]) < 0.4
     tiny = ls.scale_backward(
         lambda *args: 2.0**-22 * page["loss_fn"](*args), scale=2.0**22
     )
@@ -163,7 +164,7 @@ def test_a_closed_fit_trains_at_a_fixed_scale_and_skips(page):
 
 
 def test_around_a_whole_loss_without_a_scale_it_is_512():
-    seen = []
+    seen, w = [], jnp.float32(1.0)
     probe = jax.custom_vjp(lambda x: x)
 
     def backward(_, cotangent):
@@ -172,7 +173,7 @@ def test_around_a_whole_loss_without_a_scale_it_is_512():
 
     probe.defvjp(lambda x: (x, None), backward)
     for factor in (1.0, 1e-6, 1e6):
-        jax.grad(ls.scale_backward(lambda w, f=factor: probe(f * w)))(1.0)
+        jax.grad(ls.scale_backward(lambda w, f=factor: probe(f * w)))(w)
     jax.effects_barrier()
     assert seen == [2.0**9] * 3
 
@@ -182,23 +183,21 @@ def test_pmap_keeps_synchronized_statistics_through_a_bad_batch(page, axis_name)
     def after(batches):
         tx = ls.with_loss_scaling(optax.adam(1e-2), axis_name=axis_name)
         net = page["Norm"]()
-        state = page["TrainState"].create(
-            apply_fn=net.apply, tx=tx, **net.init(jax.random.key(0), batches[0][0])
-        )
-        state = jax_utils.replicate(state)
+        variables = net.init(jax.random.key(0), batches[0][0])
+        state = TrainState.create(apply_fn=net.apply, tx=tx, params=variables["params"])
+        run = jax_utils.replicate((state, variables["batch_stats"]))
         for batch in batches:
             shards = jax.tree.map(lambda a: a.reshape(8, -1, *a.shape[1:]), batch)
-            state, _ = page["pmap_step"](state, *shards)
-        return state
+            *run, _ = page["pmap_step"](*run, *shards)
+        return run
 
     good = page["batch"]
-    ours, undisturbed = after([good, bad(good), good]), after([good, good])
-    assert not np.array_equal(
-        ours.batch_stats["BatchNorm_0"]["mean"], np.zeros((8, 32))
+    (ours, stats), (undisturbed, undisturbed_stats) = (
+        after(batches) for batches in ([good, bad(good), good], [good, good])
     )
-    for name in ("params", "batch_stats"):
-        assert_same_bits(getattr(ours, name), getattr(undisturbed, name))
-    assert np.all(ls.get_loss_scale(ours.opt_state) == 2.0**14)
+    assert not np.array_equal(stats["BatchNorm_0"]["mean"], np.zeros((8, 32)))
+    assert_same_bits((ours.params, stats), (undisturbed.params, undisturbed_stats))
+    assert np.all(ls.get_loss_scale_state(ours).loss_scale == 2.0**14)
 
 
 def test_a_log_of_the_learning_rate_finds_it_inside_or_outside():
