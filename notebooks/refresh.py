@@ -6,7 +6,8 @@ Run it after you change a notebook, or anything that a notebook shows::
 
 A name is that of a notebook in this folder, such as ``quickstart``. Without names, all
 are refreshed, the picture in the README, and the repository's address in CITATION.cff.
-The address in the Colab badges is that of pyproject.toml, too. You need what
+The address in the Colab badges and in the first cells is that of pyproject.toml, too.
+You need what
 ``pip install -e '.[test]'`` installs. The notebooks run on the CPU.
 """
 
@@ -28,6 +29,8 @@ ROOT = FOLDER.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 SOURCE = PROJECT["urls"]["Source"]
 PICTURE = FOLDER / "images" / "demonstration.png"
+# From the repository until there is a release. pip keeps the jax that Colab has.
+INSTALL = f'%pip install -q "optax_lossscale[plots] @ git+{SOURCE}"'
 LIMIT = 300_000  # bytes
 COLAB = "https://colab.research.google.com"
 BADGE = re.compile(r"\[!\[Open in Colab\]\(\S+\)\]\(\S+\)")
@@ -76,16 +79,15 @@ def execute(notebook: nbformat.NotebookNode) -> None:
     No times are recorded. The notebook's own metadata stay, because a kernel would
     add its version of Python.
     """
-    metadata = notebook.metadata.copy()
+    metadata, install = notebook.metadata.copy(), notebook.cells[1]
+    install.source = "pass"  # the package that is here, not the one in the repository
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     client = nbclient.NotebookClient(
         notebook, record_timing=False, coalesce_streams=True
     )
     client.execute(env={**environment, "JAX_PLATFORMS": "cpu"})
-    notebook.metadata = metadata
+    notebook.metadata, install.source = metadata, INSTALL
     for cell in notebook.cells:
-        if cell.source.startswith("%pip"):
-            cell.outputs = []
         for output in cell.get("outputs", []):
             if output.get("name") == "stderr":
                 sys.exit(f"This cell writes to stderr:\n{cell.source}\n\n{output.text}")
