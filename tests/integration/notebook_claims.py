@@ -88,9 +88,9 @@ def many_devices(n):
 
 
 def quickstart(n):
-    assert n.plain_losses[-10:].mean() > 1.3 * n.plain_losses.min()
+    assert n.plain_losses[-10:].mean() > 1.1 * n.plain_losses.min()
     assert abs(n.scaled_losses[-1] / n.float32_losses[-1] - 1) < 0.05
     without = ls.gradient_report(n.grads).totals
     scaled = ls.gradient_report(n.grads, loss_scale=2.0**15).totals
     assert without.underflow > 0.9 * without.size
-    assert scaled.underflow < 0.001 * scaled.size
+    assert scaled.underflow < 0.002 * scaled.size
