@@ -46,7 +46,8 @@ def test_select_refuses_what_is_not_one_boolean(pred):
 
 def test_select_passes_on_what_is_no_array():
     tree = {"f": jax.nn.relu, "name": "relu", "n": 1}
-    result = ls.select(False, {**tree, "n": 2}, tree)
+    equal = {**tree, "name": "".join(["re", "lu"]), "n": 2}
+    result = ls.select(False, equal, tree)
     assert result["f"] is jax.nn.relu and result["name"] == "relu"
     assert int(result["n"]) == 1
 
