@@ -14,7 +14,8 @@ from helpers import PAGES, assert_same_bits, run_page
 
 import optax_lossscale as ls
 
-slow = pytest.mark.slow
+# Each compiles the steps of another trainer.
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,6 @@ def test_peft_trainer_skips_a_bad_batch_and_counts_it(page, tmp_path):
     assert int(optax.tree.get(variables(trainer), "gradient_step")[...]) == 9
 
 
-@slow
 def test_a_step_that_is_replaced_scales_as_one_that_is_overridden(page):
     def tiny_loss(model, x, y):
         return 2.0**-20 * page["nnx_loss"](model, x, y)
@@ -178,7 +178,7 @@ def test_around_a_whole_loss_without_a_scale_it_is_512():
     assert seen == [2.0**9] * 3
 
 
-@pytest.mark.parametrize("axis_name", [None, pytest.param("batch", marks=slow)])
+@pytest.mark.parametrize("axis_name", [None, "batch"])
 def test_pmap_keeps_synchronized_statistics_through_a_bad_batch(page, axis_name):
     def after(batches):
         tx = ls.with_loss_scaling(optax.adam(1e-2), axis_name=axis_name)

@@ -82,6 +82,7 @@ def test_checked_updates_keep_no_state_waiting_but_masks_at_the_end_would():
     assert temporary(compiled(late, leaves)) > 0.5 * leaves * BYTES
 
 
+@pytest.mark.slow
 def test_a_line_search_copies_no_history():
     """Ten times the parameters, twice, of which a step writes two rows."""
     params, history = jnp.ones((64, 512)), 2 * 10 * 64 * 512 * 4
