@@ -291,7 +291,7 @@ def test_effects_happen_once_in_a_step(check_updates):
 
 @pytest.mark.parametrize("check_updates", [False, True])
 @pytest.mark.parametrize(
-    "inner", [optax.adam(0.1), optax.lbfgs()], ids=["adam", "lbfgs"]
+    "inner", [ADAM, pytest.param(optax.lbfgs(), marks=slow)], ids=["adam", "lbfgs"]
 )
 def test_an_optimizer_may_record_traced_values_for_the_caller(inner, check_updates):
     """As one that logs from compiled code does. They are not sanitized."""
