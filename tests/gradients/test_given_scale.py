@@ -2,6 +2,7 @@
 
 import warnings
 
+import chex
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -64,7 +65,11 @@ def test_gradients_are_those_of_value_and_grad(differentiate, scale, jit):
     args = PARAMS, STATE, X
     value, grads = (jax.jit(ours) if jit else ours)(*args)
     assert all(jnp.any(g != 0) for g in jax.tree.leaves(grads))
-    assert_same_bits((value, grads), (jax.jit(expected) if jit else expected)(*args))
+    found, expected = (value, grads), (jax.jit(expected) if jit else expected)(*args)
+    if jit or jax.__version_info__ >= (0, 10):
+        assert_same_bits(found, expected)
+    else:  # earlier, operations of a traced function round in another way
+        chex.assert_trees_all_close(found, expected, rtol=1e-6)
 
 
 def test_an_equinox_module_has_the_gradients_of_value_and_grad():
