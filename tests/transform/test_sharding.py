@@ -129,7 +129,7 @@ def test_explicit_shardings_of_the_state_never_change(name):
 
 
 @pytest.mark.parametrize("check_updates", [False, True])
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("jit", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_state_made_before_its_parameters_were_sharded_takes_their_sharding(
     jit, check_updates
 ):
