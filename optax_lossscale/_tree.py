@@ -47,17 +47,17 @@ def select(pred: jax.typing.ArrayLike, on_true: Any, on_false: Any) -> Any:
         )
 
     def leaf(path: Any, t: Any, f: Any) -> Any:
-        where = f"at {jax.tree_util.keystr(path) or 'the root'}"
         for x in (t, f):
-            check_fits(where, x)
+            check_fits(path, x)
         if _is_array(t) and _is_array(f) and jnp.shape(t) == jnp.shape(f):
             return choose(pred, t, f)
         if not _is_array(t) and not _is_array(f) and (t is f or t == f):
             return t
         raise ValueError(
             "`on_true` and `on_false` must have the same shapes, and equal leaves "
-            f"where they are not arrays, got {describe(t)} and {describe(f)} {where}. "
-            "Select between two versions of one tree."
+            f"where they are not arrays, got {describe(t)} and {describe(f)} at "
+            f"{jax.tree_util.keystr(path) or 'the root'}. Select between two versions "
+            "of one tree."
         )
 
     return jax.tree_util.tree_map_with_path(leaf, on_true, on_false)
@@ -155,6 +155,9 @@ def at_paths_of(tree: Any, other: Any) -> Any:
 
 def difference(tree: Any, other: Any) -> tuple[str, str, str] | None:
     """Return where the arrays of two trees differ in shape, or None if they do not."""
+    shapes = [list(map(jnp.shape, jax.tree.leaves(x))) for x in (tree, other)]
+    if shapes[0] == shapes[1] and same_structure(tree, other):
+        return None  # without the texts below: every update asks
     new, old = _shapes(tree), _shapes(other)
     for path in {**old, **new}:
         if old.get(path) != new.get(path):

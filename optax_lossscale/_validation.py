@@ -111,17 +111,19 @@ def check_flag(name: str, value: Any) -> None:
         )
 
 
-def check_fits(where: str, value: Any) -> None:
+def check_fits(path: Any, value: Any) -> None:
     """Raise if an integer from Python or NumPy would wrap in the type JAX gives it."""
-    array = np.ravel(value if isinstance(value, int | np.ndarray | np.generic) else 0)
+    if not isinstance(value, int | np.ndarray | np.generic):
+        return
+    array = np.ravel(value)
     if np.issubdtype(array.dtype, np.integer):
         dtype = jax.dtypes.canonicalize_dtype(array.dtype)
         lost = array[array.astype(dtype) != array]
         if lost.size:
             raise ValueError(
-                f"Integers must fit {dtype} without `jax_enable_x64`, got {lost[0]} "
-                f"{where}. Count in larger units, or choose in Python: `new if "
-                "was_applied(state) else old`."
+                f"Integers must fit {dtype} without `jax_enable_x64`, got {lost[0]} at "
+                f"{jax.tree_util.keystr(path) or 'the root'}. Count in larger units, "
+                "or choose in Python: `new if was_applied(state) else old`."
             )
 
 

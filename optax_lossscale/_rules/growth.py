@@ -58,8 +58,8 @@ def counted(
     growth_tracker = jnp.where(grows, 0, growth_tracker)
 
     # It is -1 in the state of a `FixedLossScale`.
-    left = jnp.minimum(state.hysteresis_tracker, rule.hysteresis)
-    hysteresis_tracker = jnp.where(left < 0, rule.hysteresis, left)
+    tracker = jnp.minimum(state.hysteresis_tracker, rule.hysteresis)
+    hysteresis_tracker = jnp.where(tracker < 0, rule.hysteresis, tracker)
     left = jnp.maximum(hysteresis_tracker - 1, 0)
     backs_off = ~grads_finite & (left == 0)
     refills = {

@@ -88,11 +88,11 @@ def masked_update(
         closed_jaxpr, shapes, leaks = stage(update, given)
         jaxpr, consts = without_constants(closed_jaxpr), closed_jaxpr.consts
         names = set(_names(jaxpr))
-        # If it leaks, it records values for the caller's program, so it needs some of
-        # these. XLA drops all that is computed only for this, but not callbacks.
-        if leaks and not _has_callback(names):
-            update(given)
         if not (leaks and _has_callback(names)):
+            if leaks:
+                # It records values for the caller's program, so it needs some of these.
+                # XLA drops what is computed only for this, except for callbacks.
+                update(given)
             structure = jax.tree.structure(shapes)
             args = apply, given, consts, old
             leaves = _staged(jaxpr, names, sanitize, is_checked, *args)

@@ -31,8 +31,8 @@ def split(
     second one returns gradients and extra arguments that have them.
     """
     leaves, structure = jax.tree.flatten((updates, extra_args))
-    grads = [id(x) for x in jax.tree.leaves(updates)]
-    kinds = [_gradient] * len(grads)
+    grads = {id(x) for x in jax.tree.leaves(updates)}
+    kinds = [_gradient] * len(jax.tree.leaves(updates))
     for name in sorted(extra_args):
         kind = _loss if name == "value" else _other
         for x in jax.tree.leaves(extra_args[name]):

@@ -324,6 +324,30 @@ def test_an_optimizer_may_record_traced_values_for_the_caller(inner, check_updat
         state = new_state
 
 
+def test_a_recording_optimizer_calls_the_host_once_and_never_with_nan():
+    recorded, seen = [], []
+
+    def update(g, m):
+        recorded.append(g.sum())
+        jax.debug.callback(seen.append, g)
+        return g, (m,)
+
+    tx = ls.with_loss_scaling(transformation(update, ZERO))
+
+    @jax.jit
+    def step(grads, state):
+        _, state = tx.update(grads, state)
+        return state, recorded[-1]
+
+    for grads in (TWO, BAD):
+        _, total = step(grads, tx.init(ZERO))
+        jax.effects_barrier()
+        assert jnp.isfinite(total)
+    assert len(seen) == 2
+    np.testing.assert_array_equal(seen[0], TWO)
+    assert np.isfinite(seen[1]).all()
+
+
 def test_an_update_that_cannot_be_evaluated_again_is_slower_and_says_so(monkeypatch):
     def refuse(eqn, args):
         raise RuntimeError("not here")
