@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,14 +22,31 @@ def as_arrays(tree: Any) -> Any:
     return tree if nnx is None else nnx.to_tree(tree, ctxtag=_TAG)
 
 
-def with_objects(tree: Any, *, copies: bool) -> Any:
+def on_copies(
+    fun: Callable[[Any, Any], tuple[Any, Any]], arguments: Any
+) -> tuple[Any, Any, Any]:
+    """Call ``fun(args, kwargs)`` on copies of the objects, given ``as_arrays`` of both.
+
+    Return the arrays from which ``output_of`` makes the first result and changes the
+    originals, then both results as they are.
+    """
+    args, kwargs = _with_objects(arguments, copies=True)
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=_is_object)
+    objects = list(filter(_is_object, leaves))
+    output, rest = fun(args, kwargs)
+    return as_arrays((objects, output)), output, rest
+
+
+def output_of(changed: Any) -> Any:
+    """Change the original objects as the copies were, and return the output."""
+    _, output = _with_objects(changed, copies=False)
+    return output
+
+
+def _with_objects(tree: Any, *, copies: bool) -> Any:
     """Undo ``as_arrays`` with copies, or with the originals changed like the copies."""
     nnx = _nnx()
     return tree if nnx is None else nnx.from_tree(tree, is_inner=copies, ctxtag=_TAG)
-
-
-def objects_in(tree: Any) -> list[Any]:
-    return [x for x in jax.tree.leaves(tree, is_leaf=_is_object) if _is_object(x)]
 
 
 def check_no_modules(arguments: Any) -> None:

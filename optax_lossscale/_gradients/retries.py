@@ -92,13 +92,12 @@ def value_and_grad_with_retries(
             given = nnx_objects.as_arrays((args, kwargs))
 
             def attempt(scale: jax.Array) -> tuple[jax.Array, Any, Any]:
-                args, kwargs = nnx_objects.with_objects(given, copies=True)
-                objects = nnx_objects.objects_in((args, kwargs))
-                output, grads = differentiated(scale, args, kwargs)
+                changed, output, grads = nnx_objects.on_copies(
+                    functools.partial(differentiated, scale), given
+                )
                 value = output[0] if has_aux else output
                 is_finite = functools.partial(all_finite, axis_name=axis_name)
                 finite, sound = is_finite(grads), is_finite(value)
-                changed = nnx_objects.as_arrays((objects, output))
                 return sound & ~finite, changed, grads
 
             program = traced_call(attempt, jnp.asarray(scale_state.loss_scale))
@@ -108,7 +107,7 @@ def value_and_grad_with_retries(
                 program, max_retries, backoff_factor, axis_name
             )
             _, changed, grads = program.put_back(result)
-            _, output = nnx_objects.with_objects(changed, copies=False)
+            output = nnx_objects.output_of(changed)
         warn_of_narrow_loss(output[0] if has_aux else output)
         tracker = jnp.where(attempts > 1, 0, scale_state.growth_tracker)
         new = scale_state._replace(loss_scale=scale, growth_tracker=tracker)

@@ -4,6 +4,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -14,7 +15,13 @@ from jax.extend.core import Jaxpr
 
 from .._find import scale_state_in_use
 from .._finite import across
-from .._jax_internals import COLLECTIVE, DEBUGGING, effect_names, zeros_like_aval
+from .._jax_internals import (
+    COLLECTIVE,
+    DEBUGGING,
+    MUTABLE_ARRAYS,
+    effect_names,
+    zeros_like_aval,
+)
 from .._precision import exact_power
 from .._tree import grad_dtype, is_inexact, multiply, wide_dtype
 from .._validation import AxisName, check, check_scale, describe
@@ -102,31 +109,27 @@ def scale_backward(
     headroom = check("headroom", headroom)
     bound = float(jnp.finfo(check("dtype", dtype)).max) / 2.0**headroom
 
-    caller = sys._getframe(1)  # the function that differentiates calls what we return
-    made_at = (caller.f_code.co_filename, caller.f_lineno)
+    made_at = _line(sys._getframe(1))  # what differentiates calls what we return
 
     @functools.wraps(fun, updated=())
     def fun_at_given_scale(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
         def call(arrays: Any) -> Any:
-            args, kwargs = nnx_objects.with_objects(arrays, copies=True)
-            objects = nnx_objects.objects_in((args, kwargs))
-            return nnx_objects.as_arrays((objects, fun(*args, **kwargs)))
+            return nnx_objects.on_copies(lambda a, k: (fun(*a, **k), None), arrays)[0]
 
         # Read now: a Flax NNX optimizer may have changed since.
         factor = jax.lax.stop_gradient(_given(scale))
         with nnx_objects.changes_transferred():
             # What `fun` closes over is an input, too.
             program = traced_call(call, nnx_objects.as_arrays((args, kwargs)))
+            refuse_effects(effect_names(program.jaxpr) & MUTABLE_ARRAYS)
             inputs = _hooked("takes", program.inputs, 1 / factor, made_at)
             outputs = evaluate(program.jaxpr, *inputs)
-            changed = program.put_back(_hooked("returns", outputs, factor, made_at))
-            _, output = nnx_objects.with_objects(changed, copies=False)
-        return output
+            outputs = _hooked("returns", outputs, factor, made_at)
+            return nnx_objects.output_of(program.put_back(outputs))
 
     @functools.wraps(fun, updated=())
     def fun_scaled_backward(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
-        caller = sys._getframe(1)
-        where = (caller.f_code.co_filename, caller.f_lineno)
+        where = _line(sys._getframe(1))
         block = traced_call(fun, *args, **kwargs)
         refuse_effects(effect_names(block.jaxpr) - {COLLECTIVE, *DEBUGGING})
         inputs = [reverse_mode_only(x) if is_inexact(x) else x for x in block.inputs]
@@ -134,6 +137,10 @@ def scale_backward(
         return block.put_back(scaled(*inputs))
 
     return fun_scaled_backward if scale is None else fun_at_given_scale
+
+
+def _line(frame: FrameType) -> tuple[str, int]:
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 def _given(scale: Any) -> jax.Array:

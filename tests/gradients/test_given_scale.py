@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from helpers import assert_same_bits
 from jax.sharding import PartitionSpec as P
+from nnx_model import Net
 
 import optax_lossscale as ls
 
@@ -82,18 +83,6 @@ def test_an_equinox_module_has_the_gradients_of_value_and_grad():
     options = {"value_and_grad": eqx.filter_value_and_grad}
     expected = ls.value_and_grad(fun, STATE, **options)(model, X)
     assert_same_bits(*(eqx.filter(x, eqx.is_array) for x in (ours, expected)))
-
-
-class Net(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.first = nnx.Linear(8, 16, dtype=jnp.float16, rngs=rngs)
-        self.norm = nnx.BatchNorm(16, momentum=0.9, rngs=rngs)
-        self.dropout = nnx.Dropout(0.2, rngs=rngs)
-        self.last = nnx.Linear(16, 1, rngs=rngs)
-
-    def __call__(self, x):
-        return self.last(self.dropout(self.norm(self.first(x))))
 
 
 @pytest.mark.parametrize("argnums", [0, nnx.DiffState(0, nnx.Param)])
@@ -215,3 +204,16 @@ def test_a_state_that_is_a_constant_of_the_program_is_warned_of():
     step = jax.jit(jax.grad(ls.scale_backward(loss_fn, scale=STATE)))
     with pytest.warns(UserWarning, match="is a constant of the function"):
         step(PARAMS, X)
+
+
+@pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="jax gives it another name")
+def test_a_function_that_changes_mutable_arrays_is_refused():
+    calls = jax.new_ref(jnp.zeros(()))
+
+    def counting(params, x):
+        calls[...] += 1.0
+        return loss_fn(params, x)
+
+    with pytest.raises(TypeError, match="`fun` must be free .*WriteEffect"):
+        jax.grad(ls.scale_backward(counting, scale=STATE))(PARAMS, X)
+    assert calls[...] == 0

@@ -8,6 +8,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers import assert_same_bits
+from nnx_model import Net
 
 import optax_lossscale as ls
 
@@ -19,18 +20,6 @@ TX = ls.with_loss_scaling(optax.adamw(3e-2), RULE)
 
 def cross_entropy(logits):
     return optax.sigmoid_binary_cross_entropy(logits.astype(jnp.float32), Y).mean()
-
-
-class Net(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.hidden = nnx.Linear(8, 16, dtype=jnp.float16, rngs=rngs)
-        self.norm = nnx.BatchNorm(16, momentum=0.9, rngs=rngs)
-        self.dropout = nnx.Dropout(0.2, rngs=rngs)
-        self.out = nnx.Linear(16, 1, dtype=jnp.float16, rngs=rngs)
-
-    def __call__(self, x):
-        return self.out(self.dropout(self.norm(nnx.relu(self.hidden(x)))))
 
 
 @pytest.mark.parametrize("argnums", [0, nnx.DiffState(0, nnx.Param)])
