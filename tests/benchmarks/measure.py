@@ -32,13 +32,16 @@ def measure(
     params: Any,
     batch: Any,
     repeats: int,
+    builds: int = 3,
 ) -> list[Result]:
     """Measure each step, donating its parameters and state; the first one is plain."""
-    programs, arguments, builds = {}, {}, {}
+    programs, arguments, built = {}, {}, {}
     for recipe, (init, step) in steps.items():
         own = jax.tree.map(lambda x: x.copy(), params)
         arguments[recipe] = init(own)
-        programs[recipe], builds[recipe] = build(step, *arguments[recipe], batch)
+        programs[recipe], built[recipe] = build(
+            step, *arguments[recipe], batch, repeats=builds
+        )
     rounds = []
     rng = np.random.default_rng(0)
     for _ in range(repeats + 1):
@@ -54,7 +57,7 @@ def measure(
         rounds.append([seconds[recipe] for recipe in programs])
     times = np.array(rounds[1:]).T  # the first round warms up
     ratios = times / times[0]
-    reference = sum(builds[next(iter(steps))])
+    reference = sum(built[next(iter(steps))])
     return [
         Result(
             recipe=recipe,
@@ -62,9 +65,9 @@ def measure(
             ratio=float(np.median(ratios[i])),
             ratio_quartiles=tuple(np.percentile(ratios[i], [25, 75]).tolist()),
             temporary_bytes=program.memory_analysis().temp_size_in_bytes,
-            trace_seconds=builds[recipe][0],
-            compile_seconds=builds[recipe][1],
-            trace_and_compile_ratio=sum(builds[recipe]) / reference,
+            trace_seconds=built[recipe][0],
+            compile_seconds=built[recipe][1],
+            trace_and_compile_ratio=sum(built[recipe]) / reference,
         )
         for i, (recipe, program) in enumerate(programs.items())
     ]

@@ -32,7 +32,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 LIMIT = 8 * 60  # seconds for a part
 ON_CPU = jax.default_backend() == "cpu"
 REPEATS = 3 if ON_CPU else 40
-PARAMETERS = 2**14 if ON_CPU else 2**26
+ARRAYS, PARAMETERS = (8, 2**14) if ON_CPU else (64, 2**26)
 TINY = transformer.Sizes(layers=1, width=64, vocabulary=64, batch=2, length=16)
 SIZES = TINY if ON_CPU else transformer.LARGE
 # What differs from device to device: rounding, fused checks, masks and loops.
@@ -45,11 +45,12 @@ STEPS = [name for name in RECIPES if name != "its masks alone"]
 
 
 def update(optimizer: str) -> list[dict[str, Any]]:
-    """One update of 64 arrays, given their gradients."""
-    params = make_params(64, PARAMETERS)
+    """One update, given the gradients."""
+    params = make_params(ARRAYS, PARAMETERS)
     grads = [0.01 * p for p in params]
     steps = make_steps(PEERS, OPTIMIZERS[optimizer])
-    return list(map(dataclasses.asdict, measure(steps, params, grads, REPEATS)))
+    results = measure(steps, params, grads, REPEATS, builds=1)
+    return list(map(dataclasses.asdict, results))
 
 
 def step(dtype: str) -> list[dict[str, Any]]:
@@ -58,9 +59,12 @@ def step(dtype: str) -> list[dict[str, Any]]:
     tokens = transformer.tokens(jax.random.key(1), SIZES)
     loss_fn = functools.partial(transformer.loss_fn, dtype=jnp.dtype(dtype))
     steps = make_steps(STEPS, OPTIMIZERS["clip + adamw"], loss_fn)
-    results = map(dataclasses.asdict, measure(steps, params, tokens, REPEATS))
+    results = measure(steps, params, tokens, REPEATS, builds=1)
     per_step = 1e3 * SIZES.batch * SIZES.length
-    return [r | {"tokens_per_second": per_step / r["milliseconds"]} for r in results]
+    return [
+        dataclasses.asdict(r) | {"tokens_per_second": per_step / r.milliseconds}
+        for r in results
+    ]
 
 
 def tests(folder: str) -> list[dict[str, Any]]:
