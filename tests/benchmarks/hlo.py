@@ -2,7 +2,8 @@
 
 A kernel is an instruction of the ENTRY computation that computes or copies. It moves
 its operands and its results, each a whole array, but a slice reads only what it
-returns. Arrays outside the device's main memory do not count (a TPU's on-chip memory is
+returns, and what a kernel carries along for a collective that runs beside it is not
+moved. Arrays outside the device's main memory do not count (a TPU's on-chip memory is
 ``S(1)`` in a layout), so a prefetch is one read. A conditional counts as its costliest
 branch, and the body of a loop as often as XLA knows that it runs, or once. Gathers are
 not looked into; caches are left out.
@@ -42,6 +43,7 @@ _CALLED = re.compile(
     r"(?:calls|to_apply|body|(?:true|false)_computation|branch_computations)="
     r"\{?(%[\w.-]+(?:, %[\w.-]+)*)"
 )
+_CARRIED = re.compile(r"\{(\d*)\}: \((\d+), \{\}")  # a result that is an operand
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _NAME = re.compile(r"%([\w.-]+)")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -164,18 +166,24 @@ def _instructions(body: str) -> Iterator[_Instruction]:
         if match := _INSTRUCTION.match(line):
             name, shape, opcode, rest = match.groups()
             operands, _, attributes = rest.partition("), ")
-            sizes = [
-                (_bytes(dtype, dimensions), layout)
-                for dtype, dimensions, layout in _ARRAY.findall(shape)
-            ]
+            inputs, arrays = _NAME.findall(operands), _ARRAY.findall(shape)
+            if "async_collective" in attributes or name.startswith("async-collective"):
+                carried = _CARRIED.findall(attributes)
+                inputs = _without(inputs, {int(i) for _, i in carried})
+                arrays = _without(arrays, {int(i or 0) for i, _ in carried})
+            sizes = [(_bytes(dtype, dims), layout) for dtype, dims, layout in arrays]
             yield _Instruction(
                 name,
                 opcode,
-                _NAME.findall(operands),
+                inputs,
                 attributes,
                 size=sum(size for size, _ in sizes),
                 main_size=sum(s for s, at in sizes if not _ELSEWHERE.search(at)),
             )
+
+
+def _without(items: list, positions: set[int]) -> list:
+    return [x for i, x in enumerate(items) if i not in positions]
 
 
 def _bytes(dtype: str, dimensions: str) -> int:

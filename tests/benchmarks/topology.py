@@ -98,15 +98,18 @@ def prepare(platform: str) -> None:
 def shardings(platform: str, name: str) -> list[Sharding]:
     """Return ways to lay an array out on a device, or on a mesh such as ``v5e:4x4``.
 
-    The last one leaves it whole on every device.
+    The chips of a TPU topology can be another mesh, such as ``v5e:4x4:16``. The last
+    way leaves an array whole on every device.
     """
-    device, _, sizes = name.partition(":")
-    axes = [int(n) for n in sizes.split("x") if n]
+    device, *sizes = name.split(":")
+    axes = [int(n) for n in sizes[-1].split("x")] if sizes else []
     if platform == "cuda":
         devices = _gpus(device, math.prod(axes))
     else:
         devices = topologies.get_topology_desc(
-            platform="tpu", topology_name=TPUS.get(name, name), num_slices=1
+            platform="tpu",
+            topology_name=TPUS.get(name) or ":".join([device, sizes[0]]),
+            num_slices=1,
         ).devices
     if not axes:
         return [SingleDeviceSharding(devices[0])]

@@ -23,13 +23,13 @@ def load(monkeypatch):
 
 
 def test_a_program_is_counted_from_its_text(load):
-    # Of a 1 KiB array: a prefetch, half of it sliced, a branch, an update, a copy, and
-    # an all-reduce before a loop and three in it.
+    # Of a 1 KiB array: a prefetch, half of it sliced, a branch, an update, a copy, an
+    # all-reduce before a loop and three in it, and a kernel that carries another array.
     counts = load("hlo").count((DATA / "program.hlo").read_text())
     prefetch, half, branch, fusion, all_reduce, copy = 1024, 512, 2048, 2048, 2048, 2048
-    expected = prefetch + half + branch + fusion + 4 * all_reduce + copy
+    expected = prefetch + half + branch + 2 * fusion + 4 * all_reduce + copy
     assert (counts.bytes_moved, counts.copied_bytes) == (expected, 1024)
-    assert (counts.kernels, counts.estimated_cycles) == (9, 75)
+    assert (counts.kernels, counts.estimated_cycles) == (10, 75)
     assert counts.collectives == {"all-reduce": 4}
     assert (counts.collective_bytes, counts.asynchronous_collectives) == (4 * 1024, 1)
 
