@@ -1,6 +1,5 @@
 """Checks of the arguments that users pass. Each error says what to do instead."""
 
-import functools
 import itertools
 import math
 import numbers
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._precision import LARGEST_SCALE, SMALLEST_SCALE, Limits, limits_of
+from ._precision import LARGEST_SCALE, SMALLEST_SCALE
 
 AxisName = Hashable | tuple[Hashable, ...]
 
@@ -22,7 +21,8 @@ def check(argument: str, value: Any, name: str = "") -> Any:
     ``argument`` is an entry of the table at the end of this file. ``name`` is what the
     user calls it, if that is something else.
     """
-    return _ARGUMENTS[argument](name or argument, value)
+    kind, *rest = _ARGUMENTS[argument]
+    return kind(name or argument, value, *rest)
 
 
 def check_number(
@@ -44,50 +44,6 @@ def check_number(
             f"{advice}"
         )
     return number
-
-
-def check_normal_scale(name: str, value: Any, advice: str) -> float:
-    """Return a scale whose float32 reciprocal is a normal number, too."""
-    return check_number(
-        name,
-        value,
-        lambda x: SMALLEST_SCALE <= x <= LARGEST_SCALE,
-        "a number from 2**-126 to 2**126",
-        advice,
-    )
-
-
-def check_count(name: str, value: Any, advice: str, least: int = 1) -> int:
-    """Return ``value`` as a Python int that fits int32."""
-    largest = np.iinfo(np.int32).max
-    number = _as_python_number(name, value)
-    if number is None or not (least <= number <= largest and number.is_integer()):
-        raise ValueError(
-            f"`{name}` must be a whole number from {least} to {largest}, got "
-            f"{value!r}. {advice}"
-        )
-    return int(number)
-
-
-def check_bool(name: str, value: Any, advice: str) -> bool:
-    """Return ``value``, or raise if it is not Python's True or False."""
-    if not isinstance(value, bool):
-        raise ValueError(f"`{name}` must be True or False, got {value!r}. {advice}")
-    return value
-
-
-def check_function(name: str, value: Any, rule: str, advice: str) -> Any:
-    """Return ``value``, or raise if it cannot be called."""
-    if not callable(value):
-        raise TypeError(f"`{name}` must be {rule}, got {describe(value)}. {advice}")
-    return value
-
-
-def check_choice(name: str, value: Any, choices: Sequence[str], advice: str) -> str:
-    """Return ``value``, or raise if it is none of the choices."""
-    if value not in choices:
-        raise ValueError(f"`{name}` must be one of {choices}, got {value!r}. {advice}")
-    return str(value)
 
 
 def check_order(**numbers: float) -> None:
@@ -147,21 +103,6 @@ def check_series(
     raise ValueError(f"`{name}` must be {rule}, got {describe(values)}. {advice}")
 
 
-def check_real(name: str, value: Any, advice: str) -> None:
-    """Raise if ``value`` is not one real number, from Python or on the device."""
-    number = isinstance(value, int | float) or hasattr(value, "dtype")
-    if (
-        isinstance(value, bool)
-        or not number
-        or not _is_real(getattr(value, "dtype", jnp.result_type(float)))
-        or jnp.shape(value) != ()
-    ):
-        raise ValueError(
-            f"`{name}` must be one real number of shape (), got {describe(value)}. "
-            f"{advice}"
-        )
-
-
 def check_scale(name: str, value: Any) -> None:
     """Raise if ``value`` is not one scale, without waiting for the device."""
     advice = (
@@ -175,25 +116,6 @@ def check_scale(name: str, value: Any) -> None:
         raise ValueError(
             f"`{name}` must be one number above 0, got {describe(value)}. {advice}"
         )
-
-
-def check_float_dtype(name: str, value: Any, advice: str) -> np.dtype[Any]:
-    """Return a floating-point type, passed as a type or as its name."""
-    try:
-        dtype = jnp.dtype("" if value is None else value)  # None means float64
-        if jnp.issubdtype(dtype, jnp.floating):
-            return dtype
-    except TypeError:
-        pass
-    raise ValueError(
-        f"`{name}` must be a floating-point type or its name, got {value!r}. {advice}"
-    )
-
-
-def check_limits(dtype: Any) -> Limits:
-    """Return the limits of the type in which gradients are computed."""
-    advice = 'It is the type that gradients are computed in, usually "float16".'
-    return limits_of(check_float_dtype("dtype", dtype, advice).name)
 
 
 def check_axis_name(axis_name: AxisName) -> None:
@@ -252,158 +174,146 @@ def _is_real(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
 
 
-def _number(
-    accepts: Callable[[float], bool], rule: str, advice: str
-) -> Callable[[str, Any], float]:
-    return functools.partial(check_number, accepts=accepts, rule=rule, advice=advice)
+# The kinds of arguments, each with its advice last.
 
 
-def _normal(advice: str) -> Callable[[str, Any], float]:
-    return functools.partial(check_normal_scale, advice=advice)
+def _between(name: str, value: Any, least: float, largest: float, advice: str) -> float:
+    ends = (_POWERS.get(x, f"{x:g}") for x in (least, largest))
+    rule = f"a number from {' to '.join(ends)}"
+    return check_number(name, value, lambda x: least <= x <= largest, rule, advice)
 
 
-def _share(advice: str) -> Callable[[str, Any], float]:
-    return _number(lambda x: 0 < x < 1, "in (0, 1)", advice)
+def _scale(name: str, value: Any, advice: str) -> float:
+    """Return a scale whose float32 reciprocal is a normal number, too."""
+    return _between(name, value, SMALLEST_SCALE, LARGEST_SCALE, advice)
 
 
-def _count(advice: str, least: int = 1) -> Callable[[str, Any], int]:
-    return functools.partial(check_count, advice=advice, least=least)
+def _share(name: str, value: Any, advice: str) -> float:
+    return check_number(name, value, lambda x: 0 < x < 1, "in (0, 1)", advice)
 
 
-def _switch(advice: str) -> Callable[[str, Any], bool]:
-    return functools.partial(check_bool, advice=advice)
+def _factor(name: str, value: Any, advice: str) -> float:
+    rule = "a number above 1, up to 2**126"
+    return check_number(name, value, lambda x: 1 < x <= LARGEST_SCALE, rule, advice)
 
 
-def _choice(choices: Sequence[str], advice: str) -> Callable[[str, Any], str]:
-    return functools.partial(check_choice, choices=choices, advice=advice)
+def _count(name: str, value: Any, advice: str, least: int = 1) -> int:
+    """Return a Python int that fits int32."""
+    largest = np.iinfo(np.int32).max
+    number = _as_python_number(name, value)
+    if number is None or not (least <= number <= largest and number.is_integer()):
+        raise ValueError(
+            f"`{name}` must be a whole number from {least} to {largest}, got "
+            f"{value!r}. {advice}"
+        )
+    return int(number)
 
 
+def _switch(name: str, value: Any, advice: str) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"`{name}` must be True or False, got {value!r}. {advice}")
+    return value
+
+
+def _choice(name: str, value: Any, choices: Sequence[str], advice: str) -> str:
+    if value not in choices:
+        raise ValueError(f"`{name}` must be one of {choices}, got {value!r}. {advice}")
+    return str(value)
+
+
+def _function(name: str, value: Any, rule: str, advice: str) -> Any:
+    if not callable(value):
+        raise TypeError(f"`{name}` must be {rule}, got {describe(value)}. {advice}")
+    return value
+
+
+def _dtype(name: str, value: Any, advice: str) -> str:
+    """Return the name of a floating-point type, passed as a type or as its name."""
+    try:
+        dtype = jnp.dtype("" if value is None else value)  # None means float64
+        if jnp.issubdtype(dtype, jnp.floating):
+            return dtype.name
+    except TypeError:
+        pass
+    raise ValueError(
+        f"`{name}` must be a floating-point type or its name, got {value!r}. {advice}"
+    )
+
+
+def _real(name: str, value: Any, advice: str) -> None:
+    """Raise if this is not one real number, from Python or on the device."""
+    dtype = getattr(value, "dtype", None)
+    if isinstance(value, int | float):
+        dtype = jnp.result_type(value)
+    if dtype is None or not _is_real(dtype) or jnp.shape(value) != ():
+        raise ValueError(
+            f"`{name}` must be one real number of shape (), got {describe(value)}. "
+            f"{advice}"
+        )
+
+
+_POWERS = {SMALLEST_SCALE: "2**-126", LARGEST_SCALE: "2**126"}
 _COMPILED_IN = "It decides how the step is compiled, so it cannot be an array."
-SCALE_DTYPES = ("float32", "bfloat16", "float16")
 _QUIRK = "It is a quirk of another system; leave it out in a new run."
+_REFILL = "It decides what resets the hysteresis counter."
+SCALE_DTYPES = ("float32", "bfloat16", "float16")
 
-# The arguments of rules, and those that several functions share.
-_ARGUMENTS: dict[str, Callable[[str, Any], Any]] = {
-    "loss_scale": _number(
-        lambda x: 1 <= x <= LARGEST_SCALE,
-        "a number from 1 to 2**126",
-        "It multiplies the loss, and 1 leaves it unchanged.",
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    # Of rules.
+    "loss_scale": (_between, 1, LARGEST_SCALE, "1 leaves the loss unchanged."),
+    "init_scale": (_scale, "It is the first loss scale; 2.0**15 suits float16."),
+    "min_scale": (_scale, "It is the smallest loss scale; 1 is usual."),
+    "max_scale": (_scale, "It is the largest loss scale; 2.0**24 is usual."),
+    "growth_factor": (_factor, "It multiplies the scale if it grows; 2 is usual."),
+    "backoff_factor": (_share, "It multiplies the scale at overflow; 0.5 is usual."),
+    "growth_interval": (_count, "It is how many finite steps raise the scale."),
+    "hysteresis": (_count, "It is how many non-finite steps it takes to back off."),
+    "hysteresis_refill": (_choice, ("finite", "growth", "change"), _REFILL),
+    "tolerance": (_between, 0, 1, "It is a share of steps; 0 tolerates none."),
+    "interval_follows_scale": (_switch, _COMPILED_IN),
+    "headroom": (_between, 0, 126, "It is how many octaves to leave free; 3 is usual."),
+    "dtype": (_dtype, 'It is the type that gradients are in, usually "float16".'),
+    "half_life": (_count, "It is how many steps halve a remembered maximum."),
+    "log_max": (_between, -126, 128, "It is log2 of the overflow; float16 has 16."),
+    "beta1": (_share, "It is the decay of an average."),
+    "beta2": (_share, "It is the decay of an average."),
+    "overflow_std_dev": (_between, 0, 100, "It counts deviations below overflow."),
+    "nonfinite_log": (_between, -126, 65536, "It is the log2 that overflow counts as."),
+    "power_of_two": (_switch, _COMPILED_IN),
+    "skip_nonfinite": (_switch, _COMPILED_IN),
+    "first_growth_late": (_switch, _QUIRK),
+    "clips_every_step": (_switch, _QUIRK),
+    "scale_dtype": (_choice, SCALE_DTYPES, "The scale is rounded to this type."),
+    "max_magnitude": (_real, "`max_magnitude(grads)` returns one for gradients."),
+    # Of presets and saved states. A limit may be beyond ours, and is moved to it.
+    "floor": (_between, 0, LARGEST_SCALE, "It is the smallest loss scale; 1 is usual."),
+    "ceiling": (_between, SMALLEST_SCALE, math.inf, "It is the largest loss scale."),
+    "whole_factor": (_count, "It multiplies the scale and a number of steps.", 2),
+    "initial_scale_power": (_between, -126, 126, "It is log2 of the first scale."),
+    "log_max_of_float16": (_between, -126, 16, "It is log2 of the overflow."),
+    "consecutive_hysteresis": (_switch, _REFILL),
+    "raise_error_at_min_scale": (_switch, "It is ignored. Use `check_loss_scale`."),
+    "enabled": (_switch, "It decides whether to scale the loss."),
+    "dynamic": (_switch, "Pass a number as `initial_scale`."),
+    "saved_scale": (_scale, "The run has failed. Start from `rule.init()`."),
+    "saved_count": (_count, "It counts steps.", -(2**31)),
+    # Of functions.
+    "check_updates": (_switch, "True also checks the results."),
+    "value": (_real, "It is the unscaled loss. For an ensemble use `jax.vmap`."),
+    "master_dtype": (_dtype, "It is the type of the master weights, usually float32."),
+    "max_consecutive_skips": (_count, "It is how many steps in a row may be skipped."),
+    "every": (_count, "It is the number of skipped steps between two reports."),
+    "limit": (_count, "It is the largest number of arrays to show."),
+    "max_retries": (_count, "It is how many times a step may be retried.", 0),
+    "loss_fn": (
+        _function,
+        "a function that returns a loss",
+        "Pass it as in `value_and_grad(loss_fn, opt_state)(params, batch)`.",
     ),
-    "init_scale": _normal("It is the first loss scale; 2.0**15 suits float16."),
-    "min_scale": _normal("It is the smallest loss scale; 1 is usual."),
-    "max_scale": _normal("It is the largest loss scale; 2.0**24 is usual."),
-    "growth_factor": _number(
-        lambda x: 1 < x <= LARGEST_SCALE,
-        "a number above 1, up to 2**126",
-        "It multiplies the loss scale after enough finite steps in a row; 2 is usual.",
+    "value_and_grad": (
+        _function,
+        "a function that differentiates",
+        "Pass `jax.value_and_grad`, or that of `flax.nnx` or of another library.",
     ),
-    "backoff_factor": _share(
-        "It multiplies the loss scale after non-finite gradients; 0.5 is usual."
-    ),
-    "growth_interval": _count(
-        "It is how many finite steps in a row raise the loss scale."
-    ),
-    "hysteresis": _count(
-        "It is how many non-finite steps it takes to lower the loss scale; 1 lowers it "
-        "at the first."
-    ),
-    "hysteresis_refill": _choice(
-        ("finite", "growth", "change"), "It decides what resets the hysteresis counter."
-    ),
-    "tolerance": _number(
-        lambda x: 0 <= x <= 1,
-        "a number from 0 to 1",
-        "It is a share of steps; 0 backs off at every overflow.",
-    ),
-    "interval_follows_scale": _switch(_COMPILED_IN),
-    "headroom": _number(
-        lambda x: 0 <= x <= 126,
-        "a number from 0 to 126",
-        "It is how many octaves to leave free below overflow; 3 is usual.",
-    ),
-    "dtype": lambda name, value: (
-        check_float_dtype(
-            name,
-            value,
-            'It is the type in which gradients overflow, usually "float16".',
-        ).name
-    ),
-    "half_life": _count("It is how many steps halve a remembered maximum."),
-    "log_max": _number(
-        lambda x: -126 <= x <= 128,
-        "a number from -126 to 128",
-        "It is log2 of the magnitude at which gradients overflow; for float16 use 16.",
-    ),
-    "beta1": _share("It is the decay of an average."),
-    "beta2": _share("It is the decay of an average."),
-    "overflow_std_dev": _number(
-        lambda x: 0 <= x <= 100,
-        "a number from 0 to 100",
-        "It is how many standard deviations to leave free below overflow; with 3.09, "
-        "one step in a thousand overflows.",
-    ),
-    "nonfinite_log": _number(
-        lambda x: -126 <= x <= 2.0**16,
-        "a number from -126 to 65536",
-        "It is the log2 that a non-finite step counts as.",
-    ),
-    "power_of_two": _switch(_COMPILED_IN),
-    "skip_nonfinite": _switch(_COMPILED_IN),
-    "first_growth_late": _switch(_QUIRK),
-    "clips_every_step": _switch(_QUIRK),
-    "scale_dtype": _choice(
-        SCALE_DTYPES,
-        "It is the name of the type to which the scale is rounded.",
-    ),
-    "max_magnitude": functools.partial(
-        check_real,
-        advice="`max_magnitude(grads)` returns one for a tree of gradients.",
-    ),
-    "value": functools.partial(
-        check_real,
-        advice="It is the unscaled loss. Pass its mean, or call this inside `jax.vmap` "
-        "for an ensemble.",
-    ),
-    # Arguments of presets. A limit may be beyond ours, and is moved to it.
-    "floor": _number(
-        lambda x: 0 <= x <= LARGEST_SCALE,
-        "a number from 0 to 2**126",
-        "It is the smallest loss scale; 1 is usual.",
-    ),
-    "ceiling": _number(
-        lambda x: x >= SMALLEST_SCALE,
-        "a number from 2**-126",
-        "It is the largest loss scale; 2.0**24 is usual.",
-    ),
-    "initial_scale_power": _number(
-        lambda x: -126 <= x <= 126,
-        "a number from -126 to 126",
-        "It is log2 of the first scale; 16 is usual.",
-    ),
-    "log_max_of_float16": _number(
-        lambda x: -126 <= x <= 16,
-        "a number from -126 to 16",
-        "It is the log2 that a non-finite step is meant to count as; 16 is usual.",
-    ),
-    "max_consecutive_skips": _count("It is how many steps in a row may be skipped."),
-    "every": _count("It is the number of skipped steps between two reports."),
-    "limit": _count("It is the largest number of arrays to show."),
-    "loss_fn": functools.partial(
-        check_function,
-        rule="a function that returns a loss",
-        advice="Pass the function itself: `value_and_grad(loss_fn, opt_state)(params, "
-        "batch)`.",
-    ),
-    "value_and_grad": functools.partial(
-        check_function,
-        rule="a function that differentiates",
-        advice="Pass a function such as `jax.value_and_grad`, "
-        "`flax.nnx.value_and_grad` or `equinox.filter_value_and_grad`.",
-    ),
-    "block": functools.partial(
-        check_function,
-        rule="a function",
-        advice="Pass the function itself: `scale_backward(layer)(params, x)`.",
-    ),
-    "max_retries": _count("It is how many times a step may be retried.", least=0),
+    "block": (_function, "a function", "Pass it as in `scale_backward(layer)`."),
 }

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._finite import across
+from .._precision import limits_of
 from .._tree import dtype_of, is_inexact
-from .._validation import AxisName, check_limits, check_scale, describe
+from .._validation import AxisName, check, check_scale, describe
 from .counting import measure
 from .table import GradientReport
 
@@ -51,7 +52,7 @@ def gradient_report(
         Micikevicius et al., `Mixed Precision Training
         <https://arxiv.org/abs/1710.03740>`_, 2017, section 3.2 (what float16 loses)
     """
-    limits = check_limits(dtype)
+    limits = limits_of(check("dtype", dtype))
     check_scale("loss_scale", loss_scale)
     check_gradients("grads", grads)
     leaves, structure = jax.tree.flatten(grads)

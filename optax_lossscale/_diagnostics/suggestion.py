@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._precision import limits_of
 from .._rules.headroom import HeadroomLossScale
-from .._validation import check, check_limits, check_order
+from .._validation import check, check_order
 from .counting import measure, summed
 from .gradient_report import check_gradients
 
@@ -88,7 +89,7 @@ def suggest_loss_scale(
         min_scale=least,
         max_scale=largest,
     )
-    limits = check_limits(dtype)
+    limits = limits_of(rule.dtype)
     check_gradients("grads", grads)
     before = summed(measure(grads, 1.0, limits))
     elements = before["underflow"] + before["subnormal"]

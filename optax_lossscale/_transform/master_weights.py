@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from .._tree import difference, dtype_of, is_inexact, same_structure
-from .._validation import check_float_dtype
+from .._validation import check
 from .extra_args import check_inner, with_extra_args
 from .rounding import update_to
 
@@ -199,8 +199,7 @@ def _merged(params: Any, masters: Any) -> Any:
 
 
 def _check_dtype(dtype: Any) -> np.dtype[Any]:
-    advice = "It is the type of the master weights, usually float32."
-    checked = check_float_dtype("dtype", dtype, advice)
+    checked = jnp.dtype(check("master_dtype", dtype, "dtype"))
     if jax.dtypes.canonicalize_dtype(checked) != checked:
         raise ValueError(
             f"`dtype` must be a type that JAX has enabled, got {checked}. Call "

@@ -12,7 +12,7 @@ from .._rules.base import LossScale, check_rule, first_state, next_state, own_st
 from .._rules.dynamic import DynamicLossScale
 from .._state import LossScaleState, recorded
 from .._tree import select
-from .._validation import AxisName, check, check_bool, check_flag
+from .._validation import AxisName, check, check_flag
 from .extra_args import check_inner, with_extra_args
 from .inner import init_inner, update_inner
 from .masks import masked_update
@@ -120,7 +120,7 @@ def with_loss_scaling(
     """
     check_inner(inner, "with_loss_scaling")
     check_rule(loss_scale)
-    check_bool("check_updates", check_updates, "True also checks the results.")
+    check("check_updates", check_updates)
     if check_updates and not loss_scale.skip_nonfinite:
         raise ValueError(
             f"`check_updates` must be False with {loss_scale!r}, which never skips, "

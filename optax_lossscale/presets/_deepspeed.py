@@ -1,7 +1,7 @@
 """DeepSpeed: ``DynamicLossScaler``, and the ``"fp16"`` part of its configuration."""
 
 from .._rules.fixed import FixedLossScale
-from .._validation import check, check_bool
+from .._validation import check
 from ._build import Growing, growing
 
 
@@ -39,8 +39,7 @@ def deepspeed(
         >>> presets.deepspeed(delayed_shift=3).hysteresis
         3
     """
-    advice = "It is ignored: a compiled step cannot raise. Use `check_loss_scale`."
-    check_bool("raise_error_at_min_scale", raise_error_at_min_scale, advice)
+    check("raise_error_at_min_scale", raise_error_at_min_scale)
     return growing(
         init_scale=init_scale,
         scale_factor=scale_factor,
@@ -83,8 +82,7 @@ def deepspeed_fp16(
         >>> presets.deepspeed_fp16(**config["fp16"]).init_scale
         4096.0
     """
-    check_bool("enabled", enabled, "It decides whether to scale the loss.")
-    if not enabled:
+    if not check("enabled", enabled):
         return FixedLossScale(1.0)
     if loss_scale:
         return FixedLossScale(loss_scale)
@@ -98,7 +96,5 @@ def deepspeed_fp16(
     )
 
 
-def _refill(consecutive_hysteresis: bool) -> str:
-    advice = "It decides whether any finite step resets the hysteresis counter."
-    check_bool("consecutive_hysteresis", consecutive_hysteresis, advice)
-    return "finite" if consecutive_hysteresis else "growth"
+def _refill(any_finite: bool) -> str:
+    return "finite" if check("consecutive_hysteresis", any_finite) else "growth"

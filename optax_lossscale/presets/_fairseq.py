@@ -6,7 +6,7 @@ from typing import Any
 from .._precision import LARGEST_SCALE
 from .._rules.dynamic import DynamicLossScale
 from .._rules.tolerant import TolerantLossScale
-from .._validation import check_count, check_order
+from .._validation import check, check_order
 from ._build import translated
 
 
@@ -78,8 +78,7 @@ def metaseq(
         True
     """
     ours = _translated(**locals(), undoes_minimum=False)
-    advice = "It multiplies the scale and a number of steps; 2 is usual."
-    check_count("scale_factor", scale_factor, advice, least=2)
+    check("whole_factor", scale_factor, "scale_factor")
     return TolerantLossScale(**ours, interval_follows_scale=True)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from .._rules.base import LossScale
 from .._rules.fixed import FixedLossScale
 from .._state import LossScaleState
-from .._validation import check, check_bool
+from .._validation import check
 from ._build import Growing, growing
 from ._saved import Form, arrays, restored
 
@@ -120,8 +120,7 @@ def tf_keras_loss_scale(
         >>> presets.tf_keras_loss_scale(dynamic=False, initial_scale=1024)
         FixedLossScale(loss_scale=1024.0, skip_nonfinite=False)
     """
-    check_bool("dynamic", dynamic, "Pass a number as `initial_scale`.")
-    if dynamic:
+    if check("dynamic", dynamic):
         first = 2.0**15 if initial_scale is None else initial_scale
         steps = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
         return growing(initial_scale=first, dynamic_growth_steps=steps, min_scale=1.0)

@@ -11,10 +11,8 @@ import numpy as np
 from .._find import get_loss_scale_state
 from .._rules.base import LossScale
 from .._state import LossScaleState, check_state
-from .._validation import check_concrete, check_count, check_normal_scale, describe
+from .._validation import check, check_concrete, describe
 from ._build import Growing
-
-_FRESH = "The run cannot go on. Start from a fresh state: `rule.init()`."
 
 
 class Form(NamedTuple):
@@ -42,10 +40,9 @@ class Form(NamedTuple):
             if field not in LossScaleState._fields:
                 arguments[key] = number
             elif field == "loss_scale":
-                state[field] = check_normal_scale(name, number, _FRESH)
+                state[field] = check("saved_scale", number, name)
             else:
-                least = int(np.iinfo(np.int32).min)
-                state[field] = check_count(name, number, "It counts steps.", least)
+                state[field] = check("saved_count", number, name)
         return state, arguments
 
     def write(self, state: Any, rule: LossScale, **required: Any) -> dict[str, Any]:

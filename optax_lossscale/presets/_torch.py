@@ -7,7 +7,7 @@ from .._find import get_loss_scale_state
 from .._rules.base import LossScale
 from .._rules.fixed import FixedLossScale
 from .._state import LossScaleState
-from .._validation import check_bool
+from .._validation import check
 from ._build import Growing, growing
 from ._saved import Form, restored
 
@@ -50,14 +50,13 @@ def torch_grad_scaler(
         >>> presets.torch_grad_scaler().init_scale
         65536.0
     """
-    check_bool("enabled", enabled, "It decides whether to scale, check and skip.")
     rule = growing(
         init_scale=init_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
     )
-    return rule if enabled else _DISABLED
+    return rule if check("enabled", enabled) else _DISABLED
 
 
 def from_torch_state_dict(
