@@ -163,8 +163,8 @@ def check_state(state: Any) -> LossScaleState:
         if jnp.shape(x) != ():
             raise ValueError(
                 f"`state` must hold the loss scale of one run, got {describe(x)} for "
-                f"`{name}`. The state of an ensemble has one per member. Call this "
-                "inside `jax.vmap`."
+                f"`{name}`. For an ensemble, call this inside `jax.vmap`, or pass one "
+                "member: `jax.tree.map(lambda x: x[0], state)`."
             )
     return canonical(state)
 

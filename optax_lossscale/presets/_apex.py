@@ -1,29 +1,9 @@
 """Apex: ``apex.amp``."""
 
-from typing import Literal, overload
+from typing import Literal
 
 from .._rules.fixed import FixedLossScale
 from ._build import Growing, growing, translated
-
-
-@overload
-def apex_amp(
-    loss_scale: Literal["dynamic"] = ...,
-    init_scale: float = ...,
-    scale_window: int = ...,
-    min_loss_scale: float | None = ...,
-    max_loss_scale: float = ...,
-) -> Growing: ...
-
-
-@overload
-def apex_amp(
-    loss_scale: float,
-    init_scale: float = ...,
-    scale_window: int = ...,
-    min_loss_scale: float | None = ...,
-    max_loss_scale: float = ...,
-) -> FixedLossScale: ...
 
 
 def apex_amp(
@@ -56,11 +36,8 @@ def apex_amp(
     """
     if loss_scale != "dynamic":
         return FixedLossScale(loss_scale, skip_nonfinite=False)
-    ours = translated(
-        init_scale=init_scale,
-        scale_window=scale_window,
-        min_loss_scale=0.0 if min_loss_scale is None else min_loss_scale,
-        max_loss_scale=max_loss_scale,
-    )
+    del loss_scale
+    min_loss_scale = 0.0 if min_loss_scale is None else min_loss_scale
+    ours = translated(**locals())
     first = min(ours["init_scale"], ours["max_scale"])
     return growing(**{**ours, "init_scale": first})

@@ -12,39 +12,22 @@ Growing = DynamicLossScale | VerbatimLossScale
 
 # What other systems call our arguments. A factor is that of growth and of backoff. A
 # floor or a ceiling is a limit that may be beyond ours. Presets pass their arguments
-# as ``**locals()``, so a new preset needs rows for names that are not here.
-_OURS = {
-    "initial_scale": "init_scale",
-    "initial_loss_scale": "init_scale",
-    "init_loss_scale": "init_scale",
-    "loss_scale": "init_scale",
-    "loss_scaling": "init_scale",
-    "scale": "init_scale",
-    "scale_window": "growth_interval",
-    "loss_scale_window": "growth_interval",
-    "step_window": "growth_interval",
-    "increment_period": "growth_interval",
-    "period": "growth_interval",
-    "dynamic_growth_steps": "growth_interval",
-    "incr_every_n_steps": "growth_interval",
-    "incr_ratio": "growth_factor",
-    "decr_ratio": "backoff_factor",
-    "delayed_shift": "hysteresis",
-    "decr_every_n_nan_or_inf": "hysteresis",
-    "scale_factor": "factor",
-    "step_factor": "factor",
-    "multiplier": "factor",
-    "min_scale": "floor",
-    "min_loss_scale": "floor",
-    "min_loss_scaling": "floor",
-    "minimum_scale": "floor",
-    "scale_min": "floor",
-    "threshold": "floor",
-    "max_scale": "ceiling",
-    "max_loss_scale": "ceiling",
-    "scale_max": "ceiling",
-    "log_max": "log_max_of_float16",
+# as ``**locals()``, so a new preset needs its names here.
+_THEIRS = {
+    "init_scale": "initial_scale initial_loss_scale init_loss_scale loss_scale "
+    "loss_scaling scale",
+    "growth_interval": "scale_window loss_scale_window step_window increment_period "
+    "period dynamic_growth_steps incr_every_n_steps",
+    "growth_factor": "incr_ratio",
+    "backoff_factor": "decr_ratio",
+    "factor": "scale_factor step_factor multiplier",
+    "hysteresis": "delayed_shift decr_every_n_nan_or_inf",
+    "floor": "min_scale min_loss_scale min_loss_scaling minimum_scale scale_min "
+    "threshold",
+    "ceiling": "max_scale max_loss_scale scale_max",
+    "log_max_of_float16": "log_max",
 }
+_OURS = {name: ours for ours, names in _THEIRS.items() for name in names.split()}
 
 
 def translated(**theirs: Any) -> dict[str, Any]:
@@ -62,6 +45,9 @@ def translated(**theirs: Any) -> dict[str, Any]:
             case "ceiling":
                 limits[name] = min(check("ceiling", value, name), LARGEST_SCALE)
                 ours["max_scale"] = limits[name]
+            case "consecutive_hysteresis":
+                refill = "finite" if check(name, value) else "growth"
+                ours["hysteresis_refill"] = refill
             case argument:
                 ours[argument] = check(argument, value, name)
     check_order(**limits)  # systems name the smallest one first

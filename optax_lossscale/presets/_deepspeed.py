@@ -40,15 +40,8 @@ def deepspeed(
         3
     """
     check("raise_error_at_min_scale", raise_error_at_min_scale)
-    return growing(
-        init_scale=init_scale,
-        scale_factor=scale_factor,
-        scale_window=scale_window,
-        min_scale=min_scale,
-        delayed_shift=delayed_shift,
-        hysteresis_refill=_refill(consecutive_hysteresis),
-        first_growth_late=first_growth_late,
-    )
+    del raise_error_at_min_scale
+    return growing(**locals())
 
 
 def deepspeed_fp16(
@@ -86,15 +79,6 @@ def deepspeed_fp16(
         return FixedLossScale(1.0)
     if loss_scale:
         return FixedLossScale(loss_scale)
-    return growing(
-        init_scale=2.0 ** check("initial_scale_power", initial_scale_power),
-        loss_scale_window=loss_scale_window,
-        hysteresis=hysteresis,
-        hysteresis_refill=_refill(consecutive_hysteresis),
-        min_loss_scale=min_loss_scale,
-        first_growth_late=True,
-    )
-
-
-def _refill(any_finite: bool) -> str:
-    return "finite" if check("consecutive_hysteresis", any_finite) else "growth"
+    init_scale = 2.0 ** check("initial_scale_power", initial_scale_power)
+    del enabled, loss_scale, initial_scale_power
+    return growing(**locals(), first_growth_late=True)

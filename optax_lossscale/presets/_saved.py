@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from numbers import Real
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -49,11 +50,6 @@ class Form(NamedTuple):
         """Return what to save, as Python numbers, if the system can follow the rule."""
         scale_state = get_loss_scale_state(state)
         check_concrete("state", scale_state, "Convert it outside `jax.jit`.")
-        if np.shape(scale_state.loss_scale):
-            raise ValueError(
-                "`state` must hold the loss scale of one run, got that of an ensemble. "
-                "Convert its members one by one: `jax.tree.map(lambda x: x[0], state)`."
-            )
         check_state(scale_state)
         follow = f"for {self.system} to follow it, got {rule!r}. "
         follow += f"Start {self.system} anew at the scale `get_loss_scale(state)`."
@@ -73,8 +69,7 @@ class Form(NamedTuple):
 
 def restored(rule: LossScale, fields: Mapping[str, Any]) -> LossScaleState:
     """Return a rule's first state with the saved fields put in."""
-    saved = {name: jnp.asarray(x) for name, x in arrays(fields).items()}
-    return rule.init()._replace(**saved)
+    return rule.init()._replace(**jax.tree.map(jnp.asarray, arrays(fields)))
 
 
 def arrays(numbers: Mapping[str, Any]) -> dict[str, Any]:

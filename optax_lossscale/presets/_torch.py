@@ -50,13 +50,10 @@ def torch_grad_scaler(
         >>> presets.torch_grad_scaler().init_scale
         65536.0
     """
-    rule = growing(
-        init_scale=init_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-    )
-    return rule if check("enabled", enabled) else _DISABLED
+    if not check("enabled", enabled):
+        return _DISABLED
+    del enabled
+    return growing(**locals())
 
 
 def from_torch_state_dict(
