@@ -144,6 +144,12 @@ def same_structure(tree: Any, other: Any) -> bool:
     return structure == jax.tree.structure(other)
 
 
+def alike(tree: Any, other: Any) -> bool:
+    """Return whether two trees have the same structure and shapes."""
+    shapes = [list(map(jnp.shape, jax.tree.leaves(x))) for x in (tree, other)]
+    return shapes[0] == shapes[1] and same_structure(tree, other)
+
+
 def at_paths_of(tree: Any, other: Any) -> Any:
     """Return the leaves of another tree where a tree has leaves, and 0 if it has none.
 
@@ -155,9 +161,6 @@ def at_paths_of(tree: Any, other: Any) -> Any:
 
 def difference(tree: Any, other: Any) -> tuple[str, str, str] | None:
     """Return where the arrays of two trees differ in shape, or None if they do not."""
-    shapes = [list(map(jnp.shape, jax.tree.leaves(x))) for x in (tree, other)]
-    if shapes[0] == shapes[1] and same_structure(tree, other):
-        return None  # without the texts below: every update asks
     new, old = _shapes(tree), _shapes(other)
     for path in {**old, **new}:
         if old.get(path) != new.get(path):

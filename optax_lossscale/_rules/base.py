@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from .._applied import take
 from .._state import LossScaleState, check_state
-from .._tree import in_types_of, same_structure
+from .._tree import alike, in_types_of
 from .._validation import check, check_flag, check_order, describe
 
 UpdateT = TypeVar("UpdateT", bound=Callable[..., Any])
@@ -205,13 +205,10 @@ def own_state(rule: LossScale, state: Any) -> LossScaleState:
     given, own = state.rule_state, jax.eval_shape(rule.init).rule_state
     if not jax.tree.leaves(own):
         return state
-    shapes, own_shapes = (
-        list(map(jnp.shape, jax.tree.leaves(tree))) for tree in (given, own)
-    )
-    if not same_structure(given, own) or shapes != own_shapes:
+    if not alike(given, own):
         raise ValueError(
-            f"`state` must have the `rule_state` of {rule!r}, "
-            f"{jax.tree.structure(own)} of shapes {own_shapes}, got {describe(given)}. "
+            f"`state` must have the `rule_state` of {rule!r}, of shapes "
+            f"{jax.tree.map(jnp.shape, own)}, got {describe(given)}. "
             "To switch to another rule, start with its first state: "
             "`opt_state._replace(scale_state=rule.init())`."
         )
@@ -227,15 +224,12 @@ def next_state(
     """
     update: Any = type(rule).update
     new_state = getattr(update, "program", update)(rule, state, *args)
-    shapes, new_shapes = (
-        list(map(jnp.shape, jax.tree.leaves(tree))) for tree in (state, new_state)
-    )
-    if not same_structure(new_state, state) or new_shapes != shapes:
+    if not alike(new_state, state):
+        new, old = (jax.tree.map(jnp.shape, x) for x in (new_state, state))
         raise ValueError(
             "`loss_scale` must have an `update` that keeps the structure and the "
-            f"shapes of the state, got {jax.tree.structure(new_state)} of shapes "
-            f"{new_shapes} for {jax.tree.structure(state)} of shapes {shapes} from "
-            f"{rule!r}. Return `state.record(grads_finite)._replace(...)`."
+            f"shapes of the state, got {new} for {old} from {rule!r}. Return "
+            "`state.record(grads_finite)._replace(...)`."
         )
     # A user's rule may return a Python number for a counter.
     return in_types_of(state, new_state)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from .._tree import (
+    alike,
     at_paths_of,
     difference,
     dtype_of,
@@ -60,23 +61,16 @@ def update_inner(
     except Exception as error:
         _check_alike(updates, inner_state, params, error)
         raise
-    if not same_structure(new_state, inner_state):
-        _check_alike(updates, inner_state, params, None)
-        raise ValueError(
-            "`inner` must keep the structure of its state, got "
-            f"{jax.tree.structure(new_state)} for {jax.tree.structure(inner_state)}. "
-            "`optax.monitor` changes its structure in the first step: chain it outside "
-            "`with_loss_scaling`."
-        )
-    found = difference(new_state, inner_state)
-    if found:
+    if not alike(new_state, inner_state):
         # Gradients of other shapes may broadcast against the moments.
         _check_alike(updates, inner_state, params, None)
-        path, new, old = found
+        structures = jax.tree.structure(new_state), jax.tree.structure(inner_state)
+        path, new, old = difference(new_state, inner_state) or ("its root", *structures)
         raise ValueError(
-            f"`inner` must keep the shapes of its state, but returns {new} at {path}, "
-            f"where it was given {old}. A state that grows can be neither masked nor "
-            "carried by `scan`. Give it its final shape in `init`."
+            "`inner` must keep the structure and the shapes of its state, but returns "
+            f"{new} at {path}, where it was given {old}. Give it its final shape in "
+            "`init`. `optax.monitor` never has one: chain it outside "
+            "`with_loss_scaling`."
         )
     _check_types(new_state, inner_state)
     if same_structure(new_updates, updates) and not has_master_weights(inner_state):

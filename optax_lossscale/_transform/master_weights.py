@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._tree import difference, dtype_of, is_inexact, same_structure
+from .._tree import alike, difference, dtype_of, is_inexact, same_structure
 from .._validation import check
 from .extra_args import check_inner, with_extra_args
 from .rounding import update_to
@@ -218,10 +218,9 @@ def _check_params(params: Any, masters: Any, dtype: Any) -> None:
         ),
         params,
     )
-    found = difference(expected, masters)
-    if found or not same_structure(expected, masters):
+    if not alike(expected, masters):
         structures = jax.tree.structure(expected), jax.tree.structure(masters)
-        path, new, old = found or ("", *structures)
+        path, new, old = difference(expected, masters) or ("", *structures)
         raise ValueError(
             "`params` must have the structure, shapes and types that `init` was given, "
             f"but the master weights of `params` have {new} at {path or 'the root'}, "

@@ -169,7 +169,7 @@ NOT_STATES = {
     "of several rules": (
         STATE._replace(rule_state=SEVERAL.rule_state),
         ValueError,
-        r"`rule_state` of HeadroomLossScale\(.* of shapes \[\(\)\], got",
+        r"`rule_state` of HeadroomLossScale\(.* of shapes Headroom.*=\(\)\), got",
     ),
 }
 

@@ -176,11 +176,11 @@ def test_gradients_parameters_and_state_of_several_models_are_refused(
             optax.GradientTransformation(
                 lambda p: (), lambda u, s, p=None: (u, (jnp.ones(()),))
             ),
-            r"`inner` must keep the structure of its state.*`optax.monitor`",
+            r"`inner` must keep the structure and .* of its state.*`optax.monitor`",
         ),
         (
             transformation(lambda u, s: (u, (jnp.append(s, 1.0),)), jnp.zeros(1)),
-            r"`inner` must keep the shapes of its state, but returns .*\(2,\) at \[0\]",
+            r"`inner` must keep .* the shapes of its state, but returns .*\(2,\) at \[0\]",
         ),
     ],
     ids=["structure", "shape"],

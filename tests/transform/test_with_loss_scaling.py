@@ -204,7 +204,7 @@ def test_a_rule_whose_init_returns_no_state_is_refused(first):
         (lambda s: s._replace(rule_state=()), "an `update` that keeps the structure"),
         (
             lambda s: s._replace(rule_state=jnp.append(s.rule_state, 1.0)),
-            r"the shapes of the state, got .*\(2,\)\] for",
+            r"the shapes of the state, got .*\(2,\)\) for",
         ),
     ],
     ids=["structure", "shape"],
