@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 GREY, BLUE, RED = "0.5", "#0072b2", "#d55e00"
 ORANGE, GREEN, PINK, SKY = "#e69f00", "#009e73", "#cc79a7", "#56b4e9"
 BROWN, VIOLET = "#7a4a1e", "#9b4dff"
+RUNS = (BLUE, ORANGE, GREEN, PINK, SKY, GREY, BROWN, VIOLET)
 
 # The advice if something to be drawn is traced.
 TRACED = "Return it from the compiled function and plot it outside."

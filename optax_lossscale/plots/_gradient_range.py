@@ -13,28 +13,17 @@ from .._diagnostics.table import GradientReport, exact_totals
 from .._precision import limits_of
 from .._tree import dtype_of, is_inexact, wide_dtype
 from .._validation import check_concrete
-from ._common import (
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PINK,
-    RED,
-    TRACED,
-    is_narrow,
-    legend_below,
-    prepare,
-)
+from . import _common
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # From left to right. The hatches tell the zones apart in grayscale.
 _ZONES = (
-    ("lost", RED, "////"),
-    ("subnormal", ORANGE, "...."),
-    ("normal", GREEN, ""),
-    ("overflow", PINK, "xxxx"),
+    ("lost", _common.RED, "////"),
+    ("subnormal", _common.ORANGE, "...."),
+    ("normal", _common.GREEN, ""),
+    ("overflow", _common.PINK, "xxxx"),
 )
 
 
@@ -79,26 +68,27 @@ def plot_gradient_range(
         Micikevicius et al., `Mixed Precision Training
         <https://arxiv.org/abs/1710.03740>`_, 2017, figure 3
     """
-    check_concrete("grads", grads, TRACED)
-    check_concrete("loss_scale", loss_scale, TRACED)
+    check_concrete("grads", grads, _common.TRACED)
+    check_concrete("loss_scale", loss_scale, _common.TRACED)
     loss_scale = jax.device_get(loss_scale)
     scaled = exact_totals(gradient_report(grads, dtype=dtype, loss_scale=loss_scale))
     unscaled = exact_totals(gradient_report(grads, dtype=dtype))
     shift = float(np.log2(np.asarray(loss_scale, np.float64)))
     name = jnp.dtype(dtype).name
     shares, octaves = _histogram(grads)
+    shifted = octaves + shift
 
-    ax = prepare(ax)
+    ax = _common.prepare(ax)
     from matplotlib.ticker import PercentFormatter
 
     label = "unscaled" if shift else None
-    ax.stairs(shares, octaves, fill=True, color=GREY, label=label)
+    ax.stairs(shares, octaves, fill=True, color=_common.GREY, label=label)
     if shift:
         label = f"scaled by {_power_of_two(shift)}"
-        ax.stairs(shares, octaves + shift, color=BLUE, linewidth=1.8, label=label)
+        ax.stairs(shares, shifted, color=_common.BLUE, linewidth=1.8, label=label)
     float64 = np.finfo(np.float64)
     edges = np.log2(np.clip(limits_of(name), float64.smallest_subnormal, float64.max))
-    span = [*edges, *octaves, *(octaves + shift)]
+    span = [*edges, *octaves, *shifted]
     margin = 0.1 * np.ptp(span)
     bounds = itertools.pairwise([min(span) - margin, *edges, max(span) + margin])
     totals = (unscaled, scaled) if shift else (unscaled,)
@@ -119,9 +109,9 @@ def plot_gradient_range(
     ax.set_ylim(0, 1.05 * max(shares, default=1.0))
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
     ax.set(xlabel="log2 |gradient|", ylabel="share of elements")
-    size = "small" if is_narrow(ax) else "medium"
+    size = "small" if _common.is_narrow(ax) else "medium"
     ax.set_title(_title(unscaled, name), fontsize=size, wrap=True)
-    legend_below(ax)
+    _common.legend_below(ax)
     return ax
 
 

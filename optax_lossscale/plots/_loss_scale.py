@@ -6,26 +6,12 @@ import numpy as np
 import numpy.typing as npt
 
 from .._validation import check_concrete, check_series
-from ._common import (
-    BLUE,
-    BROWN,
-    GREEN,
-    GREY,
-    ORANGE,
-    PINK,
-    RED,
-    SKY,
-    TRACED,
-    VIOLET,
-    legend_below,
-    prepare,
-)
+from . import _common
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _SKIPPED = "skipped step"
-_COLORS = (BLUE, ORANGE, GREEN, PINK, SKY, GREY, BROWN, VIOLET)
 # Dashes show a line under another line, and tell runs apart in grayscale.
 _DASHES = ("-", "--", "-.", ":")
 
@@ -63,8 +49,8 @@ def plot_loss_scale(
         >>> axes.get_yscale()
         'log'
     """
-    check_concrete("scales", scales, TRACED)
-    check_concrete("skipped", skipped, TRACED)
+    check_concrete("scales", scales, _common.TRACED)
+    check_concrete("skipped", skipped, _common.TRACED)
     values = check_series(
         "scales",
         scales,
@@ -80,7 +66,7 @@ def plot_loss_scale(
         f"{steps} booleans, one for each scale, or 0 and 1 instead",
         "A step was skipped if `grads_finite` is False in the state after it.",
     ).astype(bool)
-    ax = prepare(ax)
+    ax = _common.prepare(ax)
     from matplotlib.cbook import normalize_kwargs
     from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator
@@ -89,7 +75,11 @@ def plot_loss_scale(
     if style.get("color") is None:
         runs = sum(line.get_drawstyle() == "steps-post" for line in ax.lines)
         dashes = _DASHES[runs % len(_DASHES)]
-        style = {"linestyle": dashes, **style, "color": _COLORS[runs % len(_COLORS)]}
+        style = {
+            "linestyle": dashes,
+            **style,
+            "color": _common.RUNS[runs % len(_common.RUNS)],
+        }
     # Repeat the last value, so that its step is as wide as the others.
     levels = np.append(values, values[-1:])
     (line,) = ax.step(np.arange(len(levels)), levels, where="post", **style)
@@ -100,7 +90,7 @@ def plot_loss_scale(
             values[flags],
             linestyle="none",
             marker="x",
-            color=RED,
+            color=_common.RED,
             zorder=line.get_zorder() + 1,
             label=_SKIPPED if first else None,
         )
@@ -111,5 +101,5 @@ def plot_loss_scale(
         locator.set_params(integer=True)
     ax.set(xlabel="step", ylabel="loss scale")
     ax.grid(alpha=0.3)
-    legend_below(ax, last=_SKIPPED)
+    _common.legend_below(ax, last=_SKIPPED)
     return ax
