@@ -7,21 +7,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .. import (
-    DynamicLossScale,
-    FixedLossScale,
-    LossScale,
-    get_loss_scale,
-    scale_backward,
-    suggest_loss_scale,
-    value_and_grad,
-    was_applied,
-    with_loss_scaling,
-)
+import optax_lossscale as ls
+
 from . import task
 
 FLOAT32 = functools.partial(task.network, dtype=jnp.float32)
-WRAPPED = functools.partial(task.network, around=scale_backward)
+WRAPPED = functools.partial(task.network, around=ls.scale_backward)
 
 
 class Way(NamedTuple):
@@ -29,18 +20,19 @@ class Way(NamedTuple):
 
     name: str
     network: task.Network
-    loss_scale: LossScale
+    loss_scale: ls.LossScale
     poisoned: bool = False
 
 
 # There are few steps, so the scale grows a hundred times as often as usual.
-DYNAMIC = DynamicLossScale(growth_interval=20)
+DYNAMIC = ls.DynamicLossScale(growth_interval=20)
 WAYS = (
-    Way("float32", FLOAT32, FixedLossScale(1.0)),
-    Way("float16, no scale", task.network, FixedLossScale(1.0)),
-    Way("float16, fixed scale", task.network, FixedLossScale(2.0**13)),
+    Way("float32", FLOAT32, ls.FixedLossScale(1.0)),
+    Way("float16, no scale", task.network, ls.FixedLossScale(1.0)),
+    Way("float16, fixed scale", task.network, ls.FixedLossScale(2.0**13)),
     Way("float16, dynamic scale", task.network, DYNAMIC, poisoned=True),
-    Way("float16, scale_backward", WRAPPED, FixedLossScale(1.0)),  # the rule only skips
+    # The rule only skips.
+    Way("float16, scale_backward", WRAPPED, ls.FixedLossScale(1.0)),
 )
 
 
@@ -66,25 +58,25 @@ def train(way: Way, positions: Any, steps: int, seed: int, watch: Any = iter) ->
     """
     train_on, held_out = positions
     loss_fn = functools.partial(task.loss_fn, network=way.network)
-    tx = with_loss_scaling(optax.adam(2e-2), way.loss_scale)
+    tx = ls.with_loss_scaling(optax.adam(2e-2), way.loss_scale)
     params = task.init_params(seed)
     opt_state = tx.init(params)
 
     @jax.jit
     def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
-        loss, grads = value_and_grad(loss_fn, opt_state)(params, batch)
-        scale = get_loss_scale(opt_state)
+        loss, grads = ls.value_and_grad(loss_fn, opt_state)(params, batch)
+        scale = ls.get_loss_scale(opt_state)
         if way.network is WRAPPED:
             scale = own_scale(params, batch[0])
         updates, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)
-        return params, opt_state, (loss, scale, ~was_applied(opt_state))
+        return params, opt_state, (loss, scale, ~ls.was_applied(opt_state))
 
     @jax.jit
     def flushed_share(params: Any, opt_state: Any, batch: Any) -> jax.Array:
         # The gradient by a bias for each position is the gradient by its logits.
         per_position = jnp.tile(params["bias"], (task.BATCH, 1))
-        fun = value_and_grad(loss_fn, opt_state)
+        fun = ls.value_and_grad(loss_fn, opt_state)
         _, grads = fun({**params, "bias": per_position}, batch)
         return (grads["bias"] == 0).mean()
 
@@ -112,4 +104,5 @@ def judge(params: Any, positions: Any) -> tuple[jax.Array, jax.Array, jax.Array]
 def own_scale(params: Any, positions: Any) -> jax.Array:
     """Return the scale of `scale_backward`, which no state holds."""
     cotangent = jax.grad(task.cross_entropy)(task.network(params, positions), positions)
-    return suggest_loss_scale(jnp.abs(cotangent).sum(axis=0), headroom=6.0).loss_scale
+    sums = jnp.abs(cotangent).sum(axis=0)
+    return ls.suggest_loss_scale(sums, headroom=6.0).loss_scale
