@@ -52,8 +52,7 @@ class LossScale(abc.ABC):
     Attributes:
         skip_nonfinite: whether steps with non-finite gradients are skipped. If False,
             gradients are not checked, and ``update`` is always given True.
-        uses_max_magnitude: whether ``update`` takes a third argument, the largest
-            absolute value of the gradients, as `max_magnitude` returns it.
+        uses_max_magnitude: whether ``update`` takes a third argument, see there.
 
     Examples:
         >>> import dataclasses
@@ -91,12 +90,15 @@ class LossScale(abc.ABC):
             state: the state whose ``loss_scale`` multiplied this step's loss. Numbers
                 of other types, as ``optax.tree.set`` puts them there, are converted.
             grads_finite: one boolean, whether all gradients were finite.
+            max_magnitude: if ``uses_max_magnitude``, the largest absolute value of the
+                true gradients, as `max_magnitude` returns it; 0 and NaN are ignored.
 
         Raises:
             TypeError: if ``state`` is not a `LossScaleState`.
             ValueError: if ``state`` holds several runs outside of ``jax.vmap``, holds
-                no numbers, or has the ``rule_state`` of another rule; or if
-                ``grads_finite`` is not one boolean.
+                no numbers, or has the ``rule_state`` of another rule; if
+                ``grads_finite`` is not one boolean, or ``max_magnitude`` not one real
+                number.
         """
 
     def get_config(self) -> dict[str, Any]:

@@ -113,19 +113,6 @@ class LogNormalLossScale(LossScale):
         grads_finite: jax.typing.ArrayLike,
         max_magnitude: jax.typing.ArrayLike = 0.0,
     ) -> LossScaleState:
-        """Return the state after a step.
-
-        Args:
-            state: the state whose ``loss_scale`` multiplied this step's loss.
-            grads_finite: one boolean, whether all gradients were finite.
-            max_magnitude: the largest absolute value of the true gradients, as
-                `max_magnitude` returns it; 0 and NaN are ignored.
-
-        Raises:
-            TypeError: as `LossScale.update`.
-            ValueError: as `LossScale.update`, or if ``max_magnitude`` is not one real
-                number.
-        """
         new_state = recorded(state, grads_finite)
         fast, slow = self.beta1, self.beta2
         magnitude = jnp.asarray(max_magnitude, jnp.float32)
