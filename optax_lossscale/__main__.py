@@ -18,8 +18,18 @@ def main(arguments: list[str] | None = None) -> None:
         ),
     )
     add = parser.add_argument
-    add("--steps", type=_steps, default=150, help="training steps per run (150)")
-    add("--seed", type=_seed, default=0, help="random seed (0)")
+    add(
+        "--steps",
+        type=functools.partial(_whole_number, 10, 100_000),
+        default=150,
+        help="training steps per run (150)",
+    )
+    add(
+        "--seed",
+        type=functools.partial(_whole_number, 0, 2**32 - 1),
+        default=0,
+        help="random seed (0)",
+    )
     add("--plot", type=_png_file, metavar="FILE.png", help="draw losses and scales")
     add("--json", type=_file, metavar="FILE", help="write the numbers of every step")
     options = parser.parse_args(arguments)
@@ -76,20 +86,12 @@ def run(options: argparse.Namespace) -> None:
     console.print(f"Took {time.monotonic() - start:.0f} seconds.")
 
 
-def _whole_number(text: str, lowest: int, highest: int, advice: str) -> int:
+def _whole_number(lowest: int, highest: int, text: str) -> int:
     if not text.isdecimal() or not lowest <= int(text) <= highest:
         raise argparse.ArgumentTypeError(
-            f"must be a whole number from {lowest} to {highest}, got {text!r}. {advice}"
+            f"must be a whole number from {lowest} to {highest}, got {text!r}."
         )
     return int(text)
-
-
-def _steps(text: str) -> int:
-    return _whole_number(text, 10, 100_000, "Use 100 or more for a clear difference.")
-
-
-def _seed(text: str) -> int:
-    return _whole_number(text, 0, 2**32 - 1, "Any seed will do.")
 
 
 def _file(text: str) -> Path:

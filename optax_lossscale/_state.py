@@ -8,6 +8,10 @@ import optax
 
 from ._validation import check_flag, describe
 
+# The types of all fields of a state but the last.
+_INT = jnp.int32
+_DTYPES = (jnp.float32, _INT, _INT, jnp.bool_, _INT, _INT, jnp.float32)
+
 
 class LossScaleState(NamedTuple):
     """The loss scale, its counters, and whether the last step was applied.
@@ -73,16 +77,8 @@ class LossScaleState(NamedTuple):
             >>> ls.LossScaleState.create(128.0).loss_scale
             Array(128., dtype=float32)
         """
-        return cls(
-            loss_scale=jnp.asarray(loss_scale, jnp.float32),
-            growth_tracker=jnp.zeros((), jnp.int32),
-            hysteresis_tracker=jnp.asarray(hysteresis, jnp.int32),
-            grads_finite=jnp.ones((), jnp.bool_),
-            skipped_steps=jnp.zeros((), jnp.int32),
-            consecutive_skips=jnp.zeros((), jnp.int32),
-            skip_rate=jnp.zeros((), jnp.float32),
-            rule_state=rule_state,
-        )
+        numbers = (loss_scale, 0, hysteresis, True, 0, 0, 0.0)
+        return cls._make([*map(jnp.asarray, numbers, _DTYPES), rule_state])
 
     def record(self, grads_finite: jax.typing.ArrayLike) -> "LossScaleState":
         """Record whether the last step was applied, first in the ``update`` of a rule.
@@ -136,11 +132,8 @@ def canonical(state: LossScaleState) -> LossScaleState:
     ``optax.tree.set`` puts Python numbers into a state. Casting a whole optimizer state
     to float16 makes the scale float16, in which 2**16 is infinite.
     """
-    dtypes = (jnp.float32, jnp.int32, jnp.int32, jnp.bool_, jnp.int32, jnp.int32)
-    pairs = zip(state[:-1], (*dtypes, jnp.float32), strict=True)
-    new_state = LossScaleState._make(
-        [*(_as_type(x, dtype) for x, dtype in pairs), state.rule_state]
-    )
+    fields = [*map(_as_type, state[:-1], _DTYPES), state.rule_state]
+    new_state = LossScaleState._make(fields)
     changed = any(new is not old for new, old in zip(new_state, state, strict=True))
     return new_state if changed else state
 

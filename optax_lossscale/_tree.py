@@ -128,6 +128,13 @@ def wide_dtype(dtype: Any) -> Any:
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32
 
 
+def as_type(x: Any, dtype: Any) -> Any:
+    """Cast a leaf, which may be abstract."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+    return jnp.asarray(x, dtype)
+
+
 def in_types_of(tree: Any, other: Any) -> Any:
     """Return the leaves of another tree in the dtypes of a tree, never weakly typed."""
 

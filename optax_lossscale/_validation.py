@@ -33,17 +33,15 @@ def check_number(
     It must also be accepted in float32, which devices use: there 1 - 1e-9 is 1.
     """
     number = _as_python_number(name, value)
+    rounding = ""
     # A NaN fails every comparison, so ``accepts`` refuses it.
-    if number is None or not accepts(number):
-        raise ValueError(f"`{name}` must be {rule}, got {value!r}. {advice}")
-    with np.errstate(all="ignore"):
-        rounded = float(np.float32(number))
-    if not accepts(rounded):
-        raise ValueError(
-            f"`{name}` must be {rule}, got {value!r}, which is {rounded!r} in float32. "
-            f"{advice}"
-        )
-    return number
+    if number is not None and accepts(number):
+        with np.errstate(all="ignore"):
+            rounded = float(np.float32(number))
+        if accepts(rounded):
+            return number
+        rounding = f", which is {rounded!r} in float32"
+    raise ValueError(f"`{name}` must be {rule}, got {value!r}{rounding}. {advice}")
 
 
 def check_order(**numbers: float) -> None:

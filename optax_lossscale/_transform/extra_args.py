@@ -16,15 +16,9 @@ def check_inner(inner: Any, wrapper: str) -> None:
             f"{rule}the rule {inner!r}. The optimizer comes first: "
             "`with_loss_scaling(optimizer, rule)`."
         )
-    has_both = callable(getattr(inner, "init", None)) and callable(
-        getattr(inner, "update", None)
-    )
-    if isinstance(inner, type) or not has_both:
-        advice = (
-            "Call it first, as in `optax.adam(1e-3)`."
-            if callable(inner)
-            else f"Pass an optimizer, as in `{wrapper}(optax.adam(1e-3))`."
-        )
+    functions = (getattr(inner, name, None) for name in ("init", "update"))
+    if isinstance(inner, type) or not all(map(callable, functions)):
+        advice = f"Pass an optimizer, called as in `{wrapper}(optax.adam(1e-3))`."
         raise TypeError(f"{rule}{describe(inner)}. {advice}")
 
 

@@ -10,6 +10,7 @@ import optax
 
 from .._tree import (
     alike,
+    as_type,
     at_paths_of,
     difference,
     dtype_of,
@@ -90,11 +91,8 @@ def _widened(tree: Any, params: Any) -> Any:
     """Widen the leaves of a tree that are narrow, and of narrow parameters."""
 
     def leaf(x: Any, param: Any) -> Any:
-        if not (_is_narrow(x) and _is_narrow(param)):
-            return x
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding)
-        return jnp.asarray(x, jnp.float32)
+        both = _is_narrow(x) and _is_narrow(param)
+        return as_type(x, jnp.float32) if both else x
 
     return jax.tree.map(leaf, tree, at_paths_of(tree, params))
 

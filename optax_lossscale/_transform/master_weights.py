@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._tree import alike, difference, dtype_of, is_inexact, same_structure
+from .._tree import alike, as_type, difference, dtype_of, is_inexact, same_structure
 from .._validation import check
 from .extra_args import check_inner, with_extra_args
 from .rounding import update_to
@@ -94,15 +94,13 @@ def with_master_weights(
     dtype = _check_dtype(dtype)
 
     def wide(x: Any) -> Any:
-        return _as_type(x, _wide_dtype(x, dtype)) if _is_narrow(x, dtype) else x
+        return as_type(x, _wide_dtype(x, dtype)) if _is_narrow(x, dtype) else x
 
     def init_fn(params: optax.Params) -> MasterWeightsState:
         # Cast twice: some optimizers keep the arrays that they are given, and no array
         # may be two leaves of a donated state.
         inner_state = inner.init(jax.tree.map(wide, params))
-        masters = jax.tree.map(
-            lambda p: wide(p) if _is_narrow(p, dtype) else optax.MaskedNode(), params
-        )
+        masters = jax.tree.map(wide, _copied(params, dtype))
         return MasterWeightsState(masters, inner_state)
 
     def update_fn(
@@ -178,15 +176,16 @@ def _is_narrow(x: Any, dtype: Any) -> bool:
     return is_inexact(x) and jnp.finfo(dtype_of(x)).bits < jnp.finfo(dtype).bits
 
 
+def _copied(params: Any, dtype: Any) -> Any:
+    """Return the parameters that have master weights, masked like these."""
+    return jax.tree.map(
+        lambda p: p if _is_narrow(p, dtype) else optax.MaskedNode(), params
+    )
+
+
 def _wide_dtype(x: Any, dtype: Any) -> Any:
     is_complex = jnp.issubdtype(dtype_of(x), np.complexfloating)
     return jnp.complex128 if is_complex else dtype  # complex64 is the narrowest
-
-
-def _as_type(x: Any, dtype: Any) -> Any:
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
-    return jnp.asarray(x, dtype)
 
 
 def _is_absent(master: Any) -> bool:
@@ -210,14 +209,7 @@ def _check_dtype(dtype: Any) -> np.dtype[Any]:
 
 def _check_params(params: Any, masters: Any, dtype: Any) -> None:
     """Raise if parameters do not match the master weights in the state."""
-    expected = jax.tree.map(
-        lambda p: (
-            jax.ShapeDtypeStruct(jnp.shape(p), dtype)
-            if _is_narrow(p, dtype)
-            else optax.MaskedNode()
-        ),
-        params,
-    )
+    expected = _copied(params, dtype)
     if not alike(expected, masters):
         structures = jax.tree.structure(expected), jax.tree.structure(masters)
         path, new, old = difference(expected, masters) or ("", *structures)
