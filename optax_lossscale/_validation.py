@@ -286,7 +286,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     # Of presets and saved states. A limit may be beyond ours, and is moved to it.
     "floor": (_between, 0, LARGEST_SCALE, "It is the smallest loss scale; 1 is usual."),
     "ceiling": (_between, SMALLEST_SCALE, math.inf, "It is the largest loss scale."),
-    "whole_factor": (_count, "It multiplies the scale and a number of steps.", 2),
+    "whole_factor": (_count, "It multiplies the growth interval, too.", 2),
     "initial_scale_power": (_between, -126, 126, "It is log2 of the first scale."),
     "log_max_of_float16": (_between, -126, 16, "It is log2 of the overflow."),
     "consecutive_hysteresis": (_switch, _REFILL),

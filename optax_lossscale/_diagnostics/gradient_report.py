@@ -8,7 +8,7 @@ import numpy as np
 
 from .._finite import across
 from .._precision import limits_of
-from .._tree import dtype_of, is_inexact
+from .._tree import is_inexact
 from .._validation import AxisName, check, check_scale, describe
 from .counting import measure
 from .table import GradientReport
@@ -54,7 +54,7 @@ def gradient_report(
     """
     limits = limits_of(check("dtype", dtype))
     check_scale("loss_scale", loss_scale)
-    check_gradients("grads", grads)
+    check_gradients(grads)
     leaves, structure = jax.tree.flatten(grads)
     if not leaves:
         return GradientReport(*[grads] * len(GradientReport._fields))
@@ -67,28 +67,25 @@ def gradient_report(
     )
 
 
-def check_gradients(name: str, tree: Any) -> None:
+def check_gradients(grads: Any) -> None:
     """Raise if this cannot be a tree of gradients, without reading its elements."""
     arrays = jax.Array | np.ndarray | np.generic | int | float | complex
-    if isinstance(tree, arrays) and jnp.ndim(tree) == 0:
+    if isinstance(grads, arrays) and jnp.ndim(grads) == 0:
         raise ValueError(
-            f"`{name}` must be a tree of gradients, got one number: {describe(tree)}. "
+            f"`grads` must be a tree of gradients, got one number: {describe(grads)}. "
             "Is it the loss? If it is the gradient of one parameter, put it into a "
             "container: {'x': gradient}."
         )
-    pairs = [
-        (jax.tree_util.keystr(path) or "its root", leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    ]
-    for path, leaf in pairs:
+    leaves = jax.tree_util.tree_leaves_with_path(grads)
+    for path, leaf in leaves:
         if not isinstance(leaf, arrays):
             raise ValueError(
-                f"`{name}` must hold only arrays, got {describe(leaf)} at {path}. "
-                "Leave out what is not differentiated, or replace it with None."
+                f"`grads` must hold only arrays, got {describe(leaf)} at "
+                f"{jax.tree_util.keystr(path) or 'its root'}. Leave out what is not "
+                "differentiated, or replace it with None."
             )
-    if pairs and not any(is_inexact(leaf) for _, leaf in pairs):
-        path, leaf = pairs[0]
+    if leaves and not any(is_inexact(leaf) for _, leaf in leaves):
         raise ValueError(
-            f"`{name}` must hold floating-point gradients, got none: {dtype_of(leaf)} "
-            f"at {path}. Did you pass the inputs of the loss, or its labels?"
+            f"`grads` must hold floating-point gradients, got {describe(grads)} "
+            "without any. Did you pass the inputs of the loss, or its labels?"
         )

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._find import get_loss_scale, get_loss_scale_state, keeps_nan
+from .._find import get_loss_scale_state, keeps_nan
 from .._state import LossScaleState
 from .._validation import AxisName, check, check_axis_name, check_concrete, describe
 from .gradient_report import check_gradients, gradient_report
@@ -60,17 +60,16 @@ def check_loss_scale(
         ...
         optax_lossscale.LossScaleError: The last 2 steps were all skipped, ...
     """
-    check_concrete(
-        "state",
-        get_loss_scale_state(state),
-        "Call `check_loss_scale` outside the compiled function, or "
-        "`watch_loss_scale` inside.",
-    )
+    scale_state = get_loss_scale_state(state)
+    advice = "Call it outside the compiled function, or `watch_loss_scale` inside."
+    check_concrete("state", scale_state, advice)
     if report is not None:
         check_report(report)
     if keeps_nan(state):
         raise LossScaleError(ACCUMULATOR_MESSAGE)
-    _guard(state, max_consecutive_skips, report=report)
+    limit = check("max_consecutive_skips", max_consecutive_skips)
+    due = jax.device_get(_is_due(scale_state, limit, 1, True))
+    _tell(limit, None, due, scale_state, report)
 
 
 def watch_loss_scale(
@@ -119,6 +118,8 @@ def watch_loss_scale(
         >>> print(errors[0])
         The last 101 steps were all skipped, ...
     """
+    scale_state = get_loss_scale_state(state)
+    limit = check("max_consecutive_skips", max_consecutive_skips)
     every = check("every", every)
     if on_error is not None and not callable(on_error):
         raise ValueError(
@@ -126,60 +127,53 @@ def watch_loss_scale(
             f"{describe(on_error)}. To raise the error, leave it out."
         )
     if grads is not None:
-        check_gradients("grads", grads)
-        if shape := jnp.shape(get_loss_scale(state)):
+        check_gradients(grads)
+        if shape := jnp.shape(scale_state.loss_scale):
             raise ValueError(
                 "`grads` must be left out for the state of an ensemble, got loss "
                 f"scales of shape {shape}. Or call this inside `jax.vmap`."
             )
     if axis_name is not None:
         check_axis_name(axis_name)
-    _guard(state, max_consecutive_skips, every, grads, None, on_error, axis_name)
+    tell = functools.partial(_tell, limit, on_error)
+    scale_state, grads = jax.lax.stop_gradient((scale_state, grads))
 
+    def report() -> GradientReport | None:
+        scale = scale_state.loss_scale
+        return None if grads is None else gradient_report(grads, loss_scale=scale)
 
-def _guard(
-    state: Any,
-    max_consecutive_skips: int,
-    every: int = 1,
-    grads: Any = None,
-    report: GradientReport | None = None,
-    on_error: Callable[[LossScaleError], None] | None = None,
-    axis_name: AxisName | None = None,
-) -> None:
-    """Tell the host that training has stopped, and show the report or its gradients."""
-    limit = check("max_consecutive_skips", max_consecutive_skips)
-    state, grads = jax.lax.stop_gradient((get_loss_scale_state(state), grads))
-
-    def shown() -> GradientReport | None:
-        if grads is None:
-            return report
-        return gradient_report(grads, loss_scale=state.loss_scale)
-
-    def tell_host(due: Any, state: Any, report: GradientReport | None) -> None:
-        stopped, unused = due  # both False for another member under ``jax.vmap``
-        if unused:
-            warnings.warn(CEILING_MESSAGE, stacklevel=4)
-        if stopped:
-            error = LossScaleError(stop_message(state, limit, report))
-            if on_error is None:
-                raise error
-            on_error(error)
-
-    eager = not any(
-        isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((state, grads))
-    )
-    due = _is_due(state, limit, every, eager)
+    leaves = jax.tree.leaves((scale_state, grads))
+    eager = not any(isinstance(x, jax.core.Tracer) for x in leaves)
+    due = _is_due(scale_state, limit, every, eager)
     if eager:
         if (fetched := jax.device_get(due)).any():
-            tell_host(fetched, state, shown())
+            tell(fetched, scale_state, report())
         return
     if axis_name is not None:
         due &= jax.lax.axis_index(axis_name) == 0
     jax.lax.cond(
         due.any(),
-        lambda: jax.debug.callback(tell_host, due, state, shown()),
+        lambda: jax.debug.callback(tell, due, scale_state, report()),
         lambda: None,
     )
+
+
+def _tell(
+    limit: int,
+    on_error: Callable[[LossScaleError], None] | None,
+    due: Any,
+    state: LossScaleState,
+    report: GradientReport | None,
+) -> None:
+    """Tell on the host what is due, both of which may be False."""
+    stopped, unused = due
+    if unused:
+        warnings.warn(CEILING_MESSAGE, stacklevel=3)
+    if stopped:
+        error = LossScaleError(stop_message(state, limit, report))
+        if on_error is None:
+            raise error
+        on_error(error)
 
 
 @functools.partial(jax.jit, static_argnames=("limit", "every", "eager"))

@@ -90,7 +90,7 @@ def suggest_loss_scale(
         max_scale=largest,
     )
     limits = limits_of(rule.dtype)
-    check_gradients("grads", grads)
+    check_gradients(grads)
     before = summed(measure(grads, 1.0, limits))
     elements = before["underflow"] + before["subnormal"]
     elements += before["normal"] + before["overflow"]

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from .._state import LossScaleState, recorded
+from .._validation import check
 from .base import LossScale, check_fields, check_scales, compiled
 from .growth import Change, moved
 
@@ -103,14 +104,8 @@ class TolerantLossScale(LossScale):
     def __post_init__(self) -> None:
         check_fields(self)
         check_scales(self)
-        growth = self.growth_factor
-        whole = growth.is_integer() and growth <= _LARGEST
-        if self.interval_follows_scale and not whole:
-            raise ValueError(
-                f"`growth_factor` must be a whole number up to {_LARGEST} if "
-                f"`interval_follows_scale` is True, got {growth!r}. It multiplies a "
-                "number of steps; 2 is usual."
-            )
+        if self.interval_follows_scale:
+            check("whole_factor", self.growth_factor, "growth_factor")
 
     def init(self) -> LossScaleState:
         counts = (jnp.asarray(x, jnp.int32) for x in (self.growth_interval, 0, 0))

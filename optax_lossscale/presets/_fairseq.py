@@ -1,9 +1,11 @@
 """fairseq and its descendant metaseq: ``DynamicLossScaler``."""
 
 import math
+import operator
+from collections.abc import Callable
 from typing import Any
 
-from .._precision import LARGEST_SCALE
+from .._precision import LARGEST_SCALE, SMALLEST_SCALE
 from .._rules.dynamic import DynamicLossScale
 from .._rules.tolerant import TolerantLossScale
 from .._validation import check, check_order
@@ -41,7 +43,7 @@ def fairseq(
         >>> presets.fairseq(tolerance=0.05).tolerance
         0.05
     """
-    ours = _translated(**locals(), undoes_minimum=True)
+    ours = _translated(**locals(), stays=operator.gt)
     if ours["tolerance"] > 0:
         return TolerantLossScale(**ours)
     del ours["tolerance"]
@@ -77,30 +79,29 @@ def metaseq(
         >>> presets.metaseq().interval_follows_scale
         True
     """
-    ours = _translated(**locals(), undoes_minimum=False)
+    ours = _translated(**locals(), stays=operator.ge)
     check("whole_factor", scale_factor, "scale_factor")
     return TolerantLossScale(**ours, interval_follows_scale=True)
 
 
-def _translated(threshold: Any, undoes_minimum: bool, **theirs: Any) -> dict[str, Any]:
+def _translated(
+    threshold: Any, stays: Callable[[float, float], bool], **theirs: Any
+) -> dict[str, Any]:
     """Translate what both have in common, with the smallest scale that is reached.
 
-    A backoff to below ``min_loss_scale``, or with ``undoes_minimum`` to it, is undone.
+    A backoff is undone unless ``stays(scale, min_loss_scale)``.
     """
     ours = translated(**theirs)
     init_scale, factor = ours["init_scale"], ours["growth_factor"]
     lowest = ours["min_scale"]
-    undoes_minimum &= lowest == theirs["min_loss_scale"]  # else it is below 2**-126
-
-    def stays(scale: float) -> bool:
-        return scale > lowest or (scale == lowest and not undoes_minimum)
-
+    if lowest == SMALLEST_SCALE:  # theirs is usually lower
+        stays = operator.ge
     # As many backoffs as fit; rounding may leave this one off.
     backoffs = math.floor(math.log(init_scale / lowest, factor))
     near = [init_scale / factor**n for n in range(backoffs - 1, backoffs + 2)]
-    ours["min_scale"] = min([init_scale, *filter(stays, near)])
+    ours["min_scale"] = min([init_scale, *(x for x in near if stays(x, lowest))])
     limits = {} if threshold is None else translated(threshold=threshold)
-    if limits and stays(limits["min_scale"]):
+    if limits and stays(limits["min_scale"], lowest):
         check_order(threshold=limits["min_scale"], init_scale=init_scale)
         ours |= limits
     return {**ours, "max_scale": LARGEST_SCALE}

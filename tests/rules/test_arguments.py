@@ -218,7 +218,7 @@ def test_limits_out_of_order_are_refused_by_both_names(make, arguments, lower, u
 
 @pytest.mark.parametrize("factor", [1.5, 2.0**31, 2.0**100])
 def test_an_interval_that_follows_the_scale_needs_a_whole_factor(factor):
-    match = "^`growth_factor` must be a whole number up to 2147483647"
+    match = "^`growth_factor` must be a whole number from 2 to 2147483647"
     with pytest.raises(ValueError, match=match):
         ls.TolerantLossScale(growth_factor=factor, interval_follows_scale=True)
     with pytest.raises(ValueError, match="^`scale_factor` must be a whole number"):
