@@ -66,9 +66,8 @@ def keep_if_applied(
 
     Args:
         state: the optimizer state after the step, which ``update`` returned, as for
-            `get_loss_scale_state`. The one from before the step tells whether the
-            previous step was applied. It is refused if ``update`` has taken it already,
-            and cannot be recognized otherwise.
+            `get_loss_scale_state`. The one from before the step is refused if
+            ``update`` has taken it already, and cannot be recognized otherwise.
         new: what the optimizer does not protect, such as BatchNorm statistics, counters
             and PRNG keys, after the step; any pytree, as for `select`.
         old: the values before the step, with the structure and shapes of ``new``.

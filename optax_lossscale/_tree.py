@@ -113,10 +113,7 @@ def multiply(
 
 
 def grad_dtype(dtype: Any) -> Any:
-    """Return float32 for float16 and narrower types, where true gradients underflow.
-
-    bfloat16 has the range of float32.
-    """
+    """Return float32 where true gradients underflow: bfloat16 has its range."""
     return dtype if dtype == jnp.bfloat16 else wide_dtype(dtype)
 
 
@@ -190,8 +187,5 @@ def is_inexact(x: Any) -> bool:
 
 
 def dtype_of(x: Any) -> Any:
-    """Return a leaf's dtype.
-
-    ``jnp.result_type`` supports neither PRNG keys nor ``float0``.
-    """
+    """Return a leaf's dtype, also that of PRNG keys and of ``float0``."""
     return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)

@@ -47,10 +47,6 @@ def gradient_report(
         >>> report = ls.gradient_report({"w": jnp.array([1e-9, 1e-6, 1.0])})
         >>> int(report.underflow["w"]), int(report.subnormal["w"])
         (1, 1)
-
-    References:
-        Micikevicius et al., `Mixed Precision Training
-        <https://arxiv.org/abs/1710.03740>`_, 2017, section 3.2 (what float16 loses)
     """
     limits = limits_of(check("dtype", dtype))
     check_scale("loss_scale", loss_scale)

@@ -66,9 +66,6 @@ def value_and_grad(
         >>> value, grads = ls.value_and_grad(loss_fn, state)(jnp.ones(2))
         >>> print(grads * 2.0**30)
         [1. 1.]
-
-    References:
-        `Mixed Precision Training <https://arxiv.org/abs/1710.03740>`_, section 3.2
     """
     get_effective_state(state)  # raises now if there is no loss scale
     options = dict(argnums=argnums, holomorphic=holomorphic, allow_int=allow_int)

@@ -5,8 +5,6 @@ defaults, and returns a rule that changes the scale in the same way. The tests r
 trajectories recorded from the systems themselves. If a system has a defect that breaks
 training, the preset does not reproduce it: the book has a table of all `departures`.
 
-- A step is finite if all of its gradients are finite.
-- A smallest scale below 2**-126 means 2**-126, and a largest above 2**126 means 2**126.
 - The rule is a `DynamicLossScale` if that changes the scale in the same way. Otherwise
   it is a `VerbatimLossScale`, for example if the first scale is below the smallest one.
 - An argument that is out of range raises ValueError.
