@@ -4,7 +4,6 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -107,8 +106,8 @@ def scale_backward(
     check("block", fun, "fun")
     headroom = check("headroom", headroom)
     bound = float(jnp.finfo(check("dtype", dtype)).max) / 2.0**headroom
-
-    made_at = _line(sys._getframe(1))  # what differentiates calls what we return
+    frame = sys._getframe(1)
+    made_at = frame.f_code.co_filename, frame.f_lineno
 
     @functools.wraps(fun, updated=())
     def fun_at_given_scale(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
@@ -128,17 +127,12 @@ def scale_backward(
 
     @functools.wraps(fun, updated=())
     def fun_scaled_backward(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
-        where = _line(sys._getframe(1))
         block = traced_call(fun, *args, **kwargs)
         refuse_effects(effect_names(block.jaxpr) - {COLLECTIVE, *DEBUGGING})
-        scaled = _scaled(block.jaxpr, bound, axis_name, where)
+        scaled = _scaled(block.jaxpr, bound, axis_name, made_at)
         return block.put_back(scaled(*block.inputs))
 
     return fun_scaled_backward if scale is None else fun_at_given_scale
-
-
-def _line(frame: FrameType) -> tuple[str, int]:
-    return frame.f_code.co_filename, frame.f_lineno
 
 
 def _given(scale: Any) -> jax.Array:

@@ -211,7 +211,7 @@ def narrow_out(w, x):
         (layer, "bfloat16", None),
     ],
 )
-def test_float16_at_the_border_warns_where_the_block_is_called(block, dtype, message):
+def test_float16_at_the_border_warns_where_the_block_is_made(block, dtype, message):
     block, xs = ls.scale_backward(block), X.astype(jnp.float16)[None]
 
     def loss_fn(w):
