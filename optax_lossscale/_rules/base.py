@@ -164,16 +164,11 @@ class LossScale(abc.ABC):
         return rule(**fields)
 
 
-def check_fields(rule: LossScale) -> None:
-    """Replace the fields of a frozen rule by their checked values, Python's own."""
+def check_fields(rule: LossScale, *ascending: str) -> None:
+    """Make the fields of a frozen rule Python numbers, in range and some ascending."""
     for name in _field_names(type(rule)):
         object.__setattr__(rule, name, check(name, getattr(rule, name)))
-
-
-def check_scales(rule: Any) -> None:
-    """Raise if the first scale is outside the limits."""
-    names = ("min_scale", "init_scale", "max_scale")
-    check_order(**{name: getattr(rule, name) for name in names})
+    check_order(**{name: getattr(rule, name) for name in ascending})
 
 
 def check_rule(loss_scale: Any) -> None:

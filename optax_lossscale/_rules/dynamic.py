@@ -6,7 +6,7 @@ from typing import final
 import jax
 
 from .._state import LossScaleState
-from .base import check_scales, compiled
+from .base import check_fields, compiled
 from .growth import GrowingLossScale, counted, moved
 
 
@@ -65,8 +65,7 @@ class DynamicLossScale(GrowingLossScale):
     """
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_scales(self)
+        check_fields(self, "min_scale", "init_scale", "max_scale")
 
     @compiled
     def update(

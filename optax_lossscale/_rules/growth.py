@@ -9,8 +9,7 @@ import optax
 
 from .._precision import normal_scale
 from .._state import LossScaleState, recorded
-from .._validation import check_order
-from .base import LossScale, check_fields
+from .base import LossScale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,10 +25,6 @@ class GrowingLossScale(LossScale):
     max_scale: float = 2.0**24
     hysteresis: int = 1
     hysteresis_refill: Literal["finite", "growth", "change"] = "finite"
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check_order(min_scale=self.min_scale, max_scale=self.max_scale)
 
     def init(self) -> LossScaleState:
         return LossScaleState.create(self.init_scale, self.hysteresis)

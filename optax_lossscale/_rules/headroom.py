@@ -10,7 +10,7 @@ import numpy as np
 
 from .._precision import SMALLEST_SCALE, normal_scale, power_of_two
 from .._state import LossScaleState, recorded
-from .base import LossScale, check_fields, check_scales, compiled
+from .base import LossScale, check_fields, compiled
 from .growth import backed_off
 
 
@@ -85,8 +85,7 @@ class HeadroomLossScale(LossScale):
     uses_max_magnitude: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        check_scales(self)
+        check_fields(self, "min_scale", "init_scale", "max_scale")
 
     def init(self) -> LossScaleState:
         rule_state = HeadroomState(jnp.zeros((), jnp.float32))

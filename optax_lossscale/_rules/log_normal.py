@@ -10,7 +10,7 @@ from .._finite import all_finite
 from .._precision import SMALLEST_SCALE, power_of_two
 from .._state import LossScaleState, recorded
 from .._tree import select
-from .base import LossScale, check_fields, check_scales, compiled
+from .base import LossScale, check_fields, compiled
 
 
 class LogNormalState(NamedTuple):
@@ -100,8 +100,7 @@ class LogNormalLossScale(LossScale):
     uses_max_magnitude: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        check_scales(self)
+        check_fields(self, "min_scale", "init_scale", "max_scale")
 
     def init(self) -> LossScaleState:
         return LossScaleState.create(self.init_scale, rule_state=_first_state())

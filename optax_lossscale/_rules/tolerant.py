@@ -10,7 +10,7 @@ import optax
 
 from .._state import LossScaleState, recorded
 from .._validation import check
-from .base import LossScale, check_fields, check_scales, compiled
+from .base import LossScale, check_fields, compiled
 from .growth import Change, moved
 
 _LARGEST = np.iinfo(np.int32).max
@@ -102,8 +102,7 @@ class TolerantLossScale(LossScale):
     interval_follows_scale: bool = False
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        check_scales(self)
+        check_fields(self, "min_scale", "init_scale", "max_scale")
         if self.interval_follows_scale:
             check("whole_factor", self.growth_factor, "growth_factor")
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from .._precision import LARGEST_SCALE, SMALLEST_SCALE, normal_scale
 from .._state import LossScaleState
-from .base import compiled
+from .base import check_fields, compiled
 from .growth import GrowingLossScale, counted
 
 
@@ -53,6 +53,9 @@ class VerbatimLossScale(GrowingLossScale):
     first_growth_late: bool = False
     clips_every_step: bool = False
     scale_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+
+    def __post_init__(self) -> None:
+        check_fields(self, "min_scale", "max_scale")
 
     @property
     def _restart(self) -> int:
