@@ -1,10 +1,6 @@
 """Plots of gradients and loss scales, for notebooks and for print.
 
 They need matplotlib: ``pip install 'optax_lossscale[plots]'``.
-
-Examples:
-    >>> import optax_lossscale as ls
-    >>> axes = ls.plots.plot_loss_scale([1024.0, 2048.0, 1024.0])
 """
 
 from .._public import set_home as _set_home

@@ -85,8 +85,7 @@ def from_jmp_state_dict(
         The state, and the rule of `jmp_dynamic` that starts at the saved scale.
 
     Raises:
-        TypeError: if ``state_dict`` is not a dictionary.
-        ValueError: if the keys are others, or a value is out of range.
+        TypeError, ValueError: as `from_torch_state_dict`.
 
     Examples:
         >>> from optax_lossscale import presets

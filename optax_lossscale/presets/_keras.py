@@ -53,8 +53,7 @@ def from_keras_state_dict(
         The state, and the rule of `keras_loss_scale`.
 
     Raises:
-        TypeError: if ``state_dict`` is not a dictionary, or an argument is unknown.
-        ValueError: if a key is missing, or a value is out of range.
+        TypeError, ValueError: as `from_torch_state_dict`.
 
     Examples:
         >>> from optax_lossscale import presets

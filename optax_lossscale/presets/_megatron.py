@@ -72,8 +72,7 @@ def from_megatron_state_dict(
         The state, and the rule of `megatron`.
 
     Raises:
-        TypeError: if ``state_dict`` is not a dictionary, or an argument is unknown.
-        ValueError: if the keys are others, or a value is out of range.
+        TypeError, ValueError: as `from_torch_state_dict`.
 
     Examples:
         >>> from optax_lossscale import presets
