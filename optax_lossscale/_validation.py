@@ -172,9 +172,6 @@ def _is_real(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
 
 
-# The kinds of arguments, each with its advice last.
-
-
 def _between(name: str, value: Any, least: float, largest: float, advice: str) -> float:
     ends = (_POWERS.get(x, f"{x:g}") for x in (least, largest))
     rule = f"a number from {' to '.join(ends)}"

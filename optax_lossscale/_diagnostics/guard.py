@@ -165,8 +165,8 @@ def _tell(
     state: LossScaleState,
     report: GradientReport | None,
 ) -> None:
-    """Tell on the host what is due, both of which may be False."""
-    stopped, unused = due
+    """Tell the user, on the host, that training has stopped or the scale is unused."""
+    stopped, unused = due  # both False for another member under ``jax.vmap``
     if unused:
         warnings.warn(CEILING_MESSAGE, stacklevel=3)
     if stopped:

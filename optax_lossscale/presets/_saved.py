@@ -59,12 +59,8 @@ class Form(NamedTuple):
         for name, value in {**quirks, "scale_dtype": "float32", **required}.items():
             if getattr(rule, name, value) != value:
                 raise ValueError(f"`rule` must have {name}={value!r} {follow}")
-        return {
-            key: np.asarray(getattr(scale_state, field)).item()
-            if field in scale_state._fields
-            else getattr(rule, field)
-            for key, field in self.fields.items()
-        }
+        held = {**vars(rule), **scale_state._asdict()}
+        return {key: np.asarray(held[x]).item() for key, x in self.fields.items()}
 
 
 def restored(rule: LossScale, fields: Mapping[str, Any]) -> LossScaleState:
