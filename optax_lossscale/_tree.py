@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ._jax_internals import as_sharded
 from ._validation import check_fits, check_flag, describe
@@ -74,8 +73,7 @@ def _is_array(x: Any) -> bool:
 
 def scale_loss_by(loss: Any, scale: jax.Array) -> jax.Array:
     """Multiply a loss by the scale, in float32 or wider."""
-    is_array = isinstance(loss, jax.Array | np.ndarray | np.generic | float | complex)
-    if not is_array or not is_inexact(loss):
+    if not is_inexact(loss):
         raise TypeError(
             f"The loss must be a floating-point array, got {describe(loss)}. Return "
             "one, or a pair (loss, aux) with has_aux=True."
@@ -115,6 +113,11 @@ def multiply(
 def grad_dtype(dtype: Any) -> Any:
     """Return float32 where true gradients underflow: bfloat16 has its range."""
     return dtype if dtype == jnp.bfloat16 else wide_dtype(dtype)
+
+
+def is_narrow(x: Any) -> bool:
+    """Return whether a leaf is float16 or float8, whose gradients are float32."""
+    return is_inexact(x) and grad_dtype(dtype_of(x)) != dtype_of(x)
 
 
 def wide_dtype(dtype: Any) -> Any:

@@ -22,7 +22,7 @@ from .._jax_internals import (
     zeros_like_aval,
 )
 from .._precision import exact_power
-from .._tree import grad_dtype, is_inexact, multiply, wide_dtype
+from .._tree import is_inexact, is_narrow, multiply, wide_dtype
 from .._validation import AxisName, check, check_scale, describe
 from . import nnx_objects
 from .traced_call import check_axes, evaluate, refuse_effects, traced_call
@@ -205,8 +205,7 @@ def _warn_of_underflow(
     verb: str, arrays: Sequence[Any], where: tuple[str, int]
 ) -> None:
     """Warn if gradients cross the border of a block in a type that needs a scale."""
-    found = map(jnp.asarray, filter(is_inexact, arrays))
-    narrow = [x for x in found if grad_dtype(x.dtype) != x.dtype]
+    narrow = list(filter(is_narrow, arrays))
     if narrow:
         warnings.warn_explicit(
             "Gradients may underflow at the border of a block wrapped by "

@@ -14,9 +14,9 @@ from .._tree import (
     at_paths_of,
     difference,
     dtype_of,
-    grad_dtype,
     in_types_of,
     is_inexact,
+    is_narrow,
     same_structure,
 )
 from .master_weights import has_master_weights
@@ -33,7 +33,7 @@ def init_inner(
     step, as narrow or weakly typed numbers would, cannot be the carry of a ``scan``.
     """
     state = inner.init(params)
-    if any(map(_is_narrow, jax.tree.leaves(params))):
+    if any(map(is_narrow, jax.tree.leaves(params))):
         wide_state = inner.init(_widened(params, params))
         # Match by path: wide parameters have no master weights.
         wide = dict(jax.tree_util.tree_leaves_with_path(wide_state))
@@ -55,7 +55,7 @@ def update_inner(
     types.
     """
     grads = updates
-    if not any(map(_is_narrow, jax.tree.leaves(inner_state))):
+    if not any(map(is_narrow, jax.tree.leaves(inner_state))):
         grads = _widened(updates, params)
     try:
         new_updates, new_state = inner.update(grads, inner_state, params, **extra_args)
@@ -82,16 +82,11 @@ def update_inner(
     return new_updates, in_types_of(inner_state, new_state)
 
 
-def _is_narrow(x: Any) -> bool:
-    """Return whether a leaf is float16 or float8, which count as float32 here."""
-    return is_inexact(x) and grad_dtype(dtype_of(x)) != dtype_of(x)
-
-
 def _widened(tree: Any, params: Any) -> Any:
     """Widen the leaves of a tree that are narrow, and of narrow parameters."""
 
     def leaf(x: Any, param: Any) -> Any:
-        both = _is_narrow(x) and _is_narrow(param)
+        both = is_narrow(x) and is_narrow(param)
         return as_type(x, jnp.float32) if both else x
 
     return jax.tree.map(leaf, tree, at_paths_of(tree, params))
@@ -111,13 +106,10 @@ def _check_alike(
     cause: Exception | None,
 ) -> None:
     """Raise if gradients do not match the parameters or their moments."""
-    name, found = "params", None
-    if params is not None:
-        found = difference(updates, params)
-    if not found:
-        name, found = "state", _unlike_moments(updates, state)
+    of_params = None if params is None else difference(updates, params)
+    found = of_params or _unlike_moments(updates, state)
     if found:
-        path, new, old = found
+        name, (path, new, old) = "params" if of_params else "state", found
         raise ValueError(
             f"`updates` and `{name}` must belong together, but `updates` has {new} at "
             f"{path or 'the root'}, and `{name}` has {old}. Pass gradients, parameters "
