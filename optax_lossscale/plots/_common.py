@@ -31,7 +31,7 @@ def prepare(ax: "Axes | None") -> "Axes":
     return pyplot.subplots(figsize=(7.5, 3.6), layout="constrained")[1]
 
 
-def is_narrow(ax: "Axes") -> bool:
+def is_small(ax: "Axes") -> bool:
     """Return whether text should be smaller, as in a column of a paper or a slide."""
     return bool(ax.bbox.width < 4 * ax.figure.dpi)
 
@@ -59,7 +59,7 @@ def legend_below(ax: "Axes", last: str = "") -> None:
             borderpad=0.0,
             columnspacing=1.0,
             labelspacing=0.3,
-            fontsize="x-small" if is_narrow(ax) else "small",
+            fontsize="x-small" if is_small(ax) else "small",
             frameon=False,
         )
         if legend.get_window_extent().width <= outer.width:

@@ -109,7 +109,7 @@ def plot_gradient_range(
     ax.set_ylim(0, 1.05 * max(shares, default=1.0))
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
     ax.set(xlabel="log2 |gradient|", ylabel="share of elements")
-    size = "small" if _common.is_narrow(ax) else "medium"
+    size = "small" if _common.is_small(ax) else "medium"
     ax.set_title(_title(unscaled, name), fontsize=size, wrap=True)
     _common.legend_below(ax)
     return ax
