@@ -42,7 +42,7 @@ def openseq2seq_logmax(
     """Return the rule of OpenSeq2Seq's ``LogMaxScaler``.
 
     The scale starts at 1 and need not be a power of two. A non-finite step counts as
-    ``2**log_max``, a mistake: it holds the scale at ``scale_min`` for a long time.
+    ``2**log_max``. This mistake of theirs then keeps the scale at ``scale_min``.
 
     Args:
         scale_min: the smallest scale, 0 or more.
