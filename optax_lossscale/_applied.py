@@ -27,14 +27,14 @@ def was_applied(state: Any) -> jax.Array:
         A boolean array of shape ``()``, True before the first step.
 
     Raises:
-        ValueError: as `get_loss_scale_state`.
+        ValueError: as `get_loss_scale_state`, or if ``state`` holds no numbers.
 
     Examples:
         >>> import optax_lossscale as ls
         >>> bool(ls.was_applied(ls.LossScaleState.create(128.0).record(False)))
         False
     """
-    return get_loss_scale_state(state).grads_finite
+    return _with_numbers(state).grads_finite
 
 
 def applied_steps(state: Any, steps: jax.typing.ArrayLike) -> jax.Array:
@@ -56,7 +56,7 @@ def applied_steps(state: Any, steps: jax.typing.ArrayLike) -> jax.Array:
         >>> int(ls.applied_steps(ls.LossScaleState.create(128.0).record(False), 3))
         2
     """
-    return jnp.asarray(steps, jnp.int32) - get_loss_scale_state(state).skipped_steps
+    return jnp.asarray(steps, jnp.int32) - _with_numbers(state).skipped_steps
 
 
 def keep_if_applied(
@@ -111,3 +111,10 @@ def take(state: LossScaleState) -> None:
     """Remember that an update has taken a state, which is then out of date."""
     if isinstance(state.skipped_steps, jax.Array):
         _taken[id(state.skipped_steps)] = state.skipped_steps
+
+
+def _with_numbers(state: Any) -> LossScaleState:
+    scale_state = get_loss_scale_state(state)
+    if isinstance(scale_state.loss_scale, jax.ShapeDtypeStruct):
+        check_state(scale_state)
+    return scale_state

@@ -111,7 +111,11 @@ def test_several_steps_in_a_row_are_each_asked_about_their_own_state():
     assert ls.keep_if_applied(opt_state, 1, 0) == 1
 
 
-def test_an_abstract_state_has_abstract_answers():
+def test_a_state_that_holds_no_numbers_is_refused():
     abstract = jax.eval_shape(TX.init, PARAMS)
     for read in (ls.was_applied, lambda state: ls.applied_steps(state, 3)):
+        with pytest.raises(
+            ValueError, match="^`state` must hold numbers, .* no number .* Pass"
+        ):
+            read(abstract)
         assert jax.eval_shape(read, abstract).shape == ()

@@ -25,6 +25,7 @@ from .._precision import exact_power
 from .._tree import is_inexact, is_narrow, multiply, wide_dtype
 from .._validation import AxisName, check, check_scale, describe
 from . import nnx_objects
+from .reverse_mode import reverse_mode_only
 from .traced_call import check_axes, evaluate, refuse_effects, traced_call
 
 Arguments = ParamSpec("Arguments")
@@ -129,8 +130,9 @@ def scale_backward(
     def fun_scaled_backward(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
         block = traced_call(fun, *args, **kwargs)
         refuse_effects(effect_names(block.jaxpr) - {COLLECTIVE, *DEBUGGING})
+        inputs = [reverse_mode_only(x) if is_inexact(x) else x for x in block.inputs]
         scaled = _scaled(block.jaxpr, bound, axis_name, made_at)
-        return block.put_back(scaled(*block.inputs))
+        return block.put_back(scaled(*inputs))
 
     return fun_scaled_backward if scale is None else fun_at_given_scale
 

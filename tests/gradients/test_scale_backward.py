@@ -353,11 +353,28 @@ def test_what_cannot_work_is_refused(message, use):
         use()
 
 
-@pytest.mark.parametrize("around", [lambda block: block, jax.jit, jax.checkpoint])
-def test_forward_mode_is_refused_by_jax(around):
-    block = around(lambda w: BLOCK(w, X))
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(block, (W,), (W,))
+PUT_AROUND = {
+    "nothing": lambda block: block,
+    "jit": jax.jit,
+    "vmap": lambda block: jax.vmap(block, (None, 0)),
+    "checkpoint": jax.checkpoint,
+    "scan": lambda block: lambda w, _: scan(block, w[None]),
+    "cond": lambda block: lambda *args: jax.lax.cond(True, block, block, *args),
+}
+FORWARD_MODES = {
+    "jvp": lambda f: jax.jvp(f, (W,), (W,)),
+    "jit of jvp": jax.jit(lambda f: jax.jvp(f, (W,), (W,)), static_argnums=0),
+    "linearize": lambda f: jax.linearize(f, W)[1](W),
+    "jacfwd": lambda f: jax.jacfwd(f)(W),
+}
+
+
+@pytest.mark.parametrize("around", PUT_AROUND.values(), ids=PUT_AROUND)
+@pytest.mark.parametrize("evaluate", FORWARD_MODES.values(), ids=FORWARD_MODES)
+def test_forward_mode_is_refused_with_the_way_out(evaluate, around):
+    block = around(BLOCK)
+    with pytest.raises(TypeError, match="no derivative in forward .* Use reverse mode"):
+        evaluate(lambda w: block(w, X))
 
 
 def test_an_axis_is_needed_only_where_the_block_is_differentiated():
