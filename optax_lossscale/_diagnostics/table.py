@@ -1,5 +1,6 @@
 """A report on gradients, and its table."""
 
+import unicodedata
 from typing import Any, NamedTuple
 
 import jax
@@ -116,9 +117,14 @@ def format_report(report: GradientReport, limit: int = 20) -> str:
         ["", "size", "NaN", *_COUNTS[1:], "max |g|"],
         *map(_cells, [*rows[:limit], total]),
     ]
-    first, *widths = (max(map(len, column)) for column in zip(*table, strict=True))
+    widths = [max(map(_width, column)) for column in zip(*table, strict=True)]
     lines = [
-        "  ".join([path.ljust(first), *map(str.rjust, cells, widths)])
+        "  ".join(
+            [
+                path + " " * (widths[0] - _width(path)),
+                *map(str.rjust, cells, widths[1:]),
+            ]
+        )
         for path, *cells in table
     ]
     if len(rows) > limit:
@@ -162,6 +168,12 @@ def _badness(row: _Row) -> tuple[float, ...]:
 def _cells(row: _Row) -> list[str]:
     counts = [_count_and_share(row[name], row["size"]) for name in _COUNTS]
     return [row["path"], f"{row['size']:,.0f}", *counts, f"{row['max_abs']:.3g}"]
+
+
+def _width(text: str) -> int:
+    """Return how many columns of a terminal the text takes."""
+    wide = sum(unicodedata.east_asian_width(x) in "WF" for x in text)
+    return len(text) + wide - sum(map(bool, map(unicodedata.combining, text)))
 
 
 def _count_and_share(count: float, size: float) -> str:

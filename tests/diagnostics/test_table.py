@@ -42,6 +42,14 @@ def test_a_report_shows_its_table_where_it_has_one():
     assert all(x.startswith("GradientReport(nan=") for x in shown)
 
 
+def test_columns_are_aligned_below_names_of_any_script():
+    grads = {"層": np.ones(2), "e\u0301": np.ones(3), "w": np.ones(40)}
+    *lines, _ = ls.format_report(ls.gradient_report(grads)).split("\n")[2:]
+    columns = {"層": -1, "e\u0301": 1}  # that a line is longer than in a terminal
+    lengths = [len(x) - sum(n for c, n in columns.items() if c in x) for x in lines]
+    assert len({*lengths}) == 1
+
+
 def test_worst_are_nonfinite_then_overflow_then_underflow_then_subnormal_then_zero():
     whole = {"a": 1, "b": 0, "c": 1e-6, "d": 1e-9, "e": 1e6, "f": 2}
     grads = {name: np.full(4, x, np.float32) for name, x in whole.items()}
