@@ -1,7 +1,5 @@
 """One small training run, for comparing many devices with one."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,24 +11,21 @@ import optax_lossscale as ls
 PARAMS = {"w": jnp.arange(32.0).reshape(8, 4) / 32, "b": jnp.zeros(4)}
 X = jax.random.normal(jax.random.key(0), (5, 16, 8))
 BAD_X = X.at[2, 11, 3].set(jnp.nan)  # in the part of one device alone
-BATCHES = {"good": X, "bad": BAD_X}
 RULE = ls.DynamicLossScale(growth_interval=2)
 ADAM = optax.adam(1e-2)
+TX = ls.with_loss_scaling(ADAM, RULE)
 
 
 def loss_fn(params, x):
     return jnp.mean(jnp.square(x @ params["w"] + params["b"] - 1.0))
 
 
+STEP = jax.jit(make_step(TX, loss_fn))
+
+
 def alone(xs):
-    tx = ls.with_loss_scaling(ADAM, RULE)
-    return train(jax.jit(make_step(tx, loss_fn)), PARAMS, tx.init(PARAMS), xs)
-
-
-@functools.cache
-def one_device(batches):
-    """What the run over ``BATCHES[batches]`` reaches on one device."""
-    return alone(BATCHES[batches])
+    """What a run reaches on one device."""
+    return train(STEP, PARAMS, TX.init(PARAMS), xs)
 
 
 def vary(tree, axes):

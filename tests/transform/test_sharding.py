@@ -8,13 +8,14 @@ import optax
 import pytest
 from devices import (
     ADAM,
-    BATCHES,
+    BAD_X,
     PARAMS,
     RULE,
+    TX,
+    alone,
     assert_close,
     like_params,
     loss_fn,
-    one_device,
 )
 from every_optimizer import IGNORED_WARNINGS, OPTIMIZERS, make, with_a_branch
 from helpers import set_mesh
@@ -47,19 +48,17 @@ def specs(tree):
         for name in LAYOUTS
     ],
 )
-@pytest.mark.parametrize("batches", BATCHES)
-def test_a_mesh_equals_one_device(axis_type, layout, batches):
+def test_a_mesh_equals_one_device(axis_type, layout):
     axes, w_spec, b_spec = LAYOUTS[layout]
     mesh = jax.make_mesh(
         tuple(axes.values()), tuple(axes), axis_types=(axis_type,) * len(axes)
     )
     shard = functools.partial(NamedSharding, mesh)
-    tx = ls.with_loss_scaling(ADAM, RULE)
     shardings = {"w": shard(w_spec), "b": shard(b_spec)}
     with set_mesh(mesh):
         params = jax.device_put(jax.tree.map(jnp.copy, PARAMS), shardings)
-        state_shardings = like_params(tx, shardings, shard(P()))
-        state = jax.jit(tx.init, out_shardings=state_shardings)(params)
+        state_shardings = like_params(TX, shardings, shard(P()))
+        state = jax.jit(TX.init, out_shardings=state_shardings)(params)
         traces = []
 
         def gathered_loss_fn(params, x):
@@ -73,19 +72,19 @@ def test_a_mesh_equals_one_device(axis_type, layout, batches):
         def step(params, state, x):
             traces.append(1)
             loss, grads = ls.value_and_grad(gathered_loss_fn, state)(params, x)
-            updates, new_state = tx.update(grads, state, params)
+            updates, new_state = TX.update(grads, state, params)
             if axis_type == AxisType.Explicit:
                 assert specs(new_state) == specs(state)
             return optax.apply_updates(params, updates), new_state
 
         first_state = jax.tree.map(lambda x: (x.sharding, x.aval), state)
-        for x in BATCHES[batches]:
+        for x in BAD_X:
             params, state = step(params, state, jax.device_put(x, shard(P("data"))))
     assert len(traces) == 1
     assert jax.tree.map(lambda x: (x.sharding, x.aval), state) == first_state
     assert state.inner_state[0].mu["w"].sharding.spec == w_spec
-    assert int(state.scale_state.skipped_steps) == (batches == "bad")
-    assert_close((params, state), one_device(batches))
+    assert int(state.scale_state.skipped_steps) == 1
+    assert_close((params, state), alone(BAD_X))
 
 
 @pytest.mark.parametrize(
@@ -128,8 +127,13 @@ def test_explicit_shardings_of_the_state_never_change(name):
             assert before.inner_state == after.inner_state
 
 
-@pytest.mark.parametrize("check_updates", [False, True])
-@pytest.mark.parametrize("jit", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "jit, check_updates",
+    [
+        (True, True),
+        *(pytest.param(False, x, marks=pytest.mark.slow) for x in (False, True)),
+    ],
+)
 def test_a_state_made_before_its_parameters_were_sharded_takes_their_sharding(
     jit, check_updates
 ):
