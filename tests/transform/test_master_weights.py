@@ -79,7 +79,7 @@ RUNS = {
     ),
     "schedule_free": lambda m: m(optax.contrib.schedule_free_adamw(0.01)),
 }
-QUICK = ("clipped adam", "masked", "MultiSteps inside", "partition")
+QUICK = ("clipped adam", "partition")
 
 
 @pytest.mark.parametrize(
@@ -182,23 +182,15 @@ def test_what_goes_in_is_wide():
 
     inner = optax.GradientTransformationExtraArgs(lambda p: jnp.zeros(()), update)
     tx = ls.with_loss_scaling(ls.with_master_weights(inner))
-    updates, _ = tx.update(
-        *(as_half(GRADS), tx.init(HALF), HALF),
-        grad=as_half(GRADS),
-        value=jnp.float32(1.0),
-        value_fn=lambda params: 0.0,
-    )
+
+    def step(grads, state, params):
+        given = {"grad": grads, "value": jnp.float32(1.0), "value_fn": lambda p: 0.0}
+        return tx.update(grads, state, params, **given)
+
+    updates, _ = jax.eval_shape(step, as_half(GRADS), tx.init(HALF), HALF)
     for name in ("updates", "params", "grad"):
         assert {x.dtype.name for x in jax.tree.leaves(seen[name])} == {"float32"}
     assert {u.dtype.name for u in jax.tree.leaves(updates)} == {"float32"}
-
-
-def test_a_state_may_be_abstract():
-    tx = ls.with_loss_scaling(ls.with_master_weights(ADAM))
-    shapes = jax.eval_shape(lambda: HALF)
-    assert_same_types(tx.init(shapes), tx.init(HALF))
-    state = jax.eval_shape(tx.init, shapes)
-    assert_same_types(state, jax.eval_shape(lambda: tx.init(HALF)))
 
 
 def test_a_state_may_be_donated_whose_optimizer_keeps_the_first_parameters():
