@@ -25,7 +25,7 @@ def update(grads, state, **extra_args):
     return compiled
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def state():
     return update(GRADS, TX.init(PARAMS))[1]
 
@@ -82,12 +82,12 @@ def test_what_is_no_loss_is_refused(value, state):
 
 
 def test_a_rule_that_never_skips_ignores_the_flag_and_the_loss():
-    rule = ls.FixedLossScale(8.0, skip_nonfinite=False)
-    tx = ls.with_loss_scaling(optax.sgd(1.0), rule)
-    updates, state = tx.update(
-        GRADS, tx.init(PARAMS), PARAMS, grads_finite=False, value=jnp.nan
-    )
-    assert_same_bits(updates, jax.tree.map(jnp.negative, GRADS))
+    rule, inner = ls.FixedLossScale(8.0, skip_nonfinite=False), optax.adam(1.0)
+    tx = ls.with_loss_scaling(inner, rule)
+    given = {"grads_finite": False, "value": jnp.nan}
+    updates, state = tx.update(BAD_GRADS, tx.init(PARAMS), PARAMS, **given)
+    expected = inner.update(BAD_GRADS, inner.init(PARAMS), PARAMS)
+    assert_same_bits((updates, state.inner_state), expected)
     assert_same_bits(state.scale_state, rule.init())
 
 
