@@ -95,12 +95,13 @@ def test_a_program_may_look_at_what_is_concrete_in_it():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float8_e5m2", "complex64"])
-@pytest.mark.parametrize("shape", [(), (1,), (2,), (7,), (3, 4), (2, 1, 5)], ids=str)
-def test_neither_the_numbers_nor_their_deviations_are_zero(shape, dtype):
+def test_neither_the_numbers_nor_their_deviations_are_zero(dtype):
     """For the derivatives of norms and square roots."""
-    x, _ = given(jnp.full(shape, jnp.nan, dtype))
-    assert x.dtype == dtype and x.shape == shape
-    x = np.asarray(x).astype(np.float16 if dtype != "complex64" else dtype)
-    assert np.all(x != 0) and np.all(x * x * np.float16(1e-3) != 0)
-    if shape and shape[-1] > 1:
-        assert np.all(x - x.mean(-1, keepdims=True) != 0)
+    shapes = [(), (1,), (2,), (7,), (3, 4), (2, 1, 5)]
+    bad = [jnp.full(shape, jnp.nan, dtype) for shape in shapes]
+    for x in jax.jit(lambda grads: given(grads)[0])(bad):
+        assert x.dtype == dtype and x.shape == shapes.pop(0)
+        x = np.asarray(x).astype(np.float16 if dtype != "complex64" else dtype)
+        assert np.all(x != 0) and np.all(x * x * np.float16(1e-3) != 0)
+        if x.ndim and x.shape[-1] > 1:
+            assert np.all(x - x.mean(-1, keepdims=True) != 0)
