@@ -61,6 +61,9 @@ def test_the_defaults_of_logmax_are_its_own():
         (presets.deepspeed_fp16(loss_scale=8.0), 8, True),
         (presets.jmp_static(8.0), 8, True),
         (presets.mindspore_fixed(), 128, True),
+        (presets.mindspore_fixed(8.0, drop_overflow_update=False), 8, False),
+        (presets.tf_contrib_fixed(8.0), 8, True),
+        (presets.tf_fixed_loss_scale(8.0), 8, False),
         (presets.tf_keras_loss_scale(dynamic=False, initial_scale=8.0), 8, False),
         (presets.torch_grad_scaler(enabled=False), 1, False),
     ],
@@ -87,6 +90,7 @@ def test_a_rule_is_verbatim_only_if_a_dynamic_one_behaves_otherwise(dynamic, ver
 @pytest.mark.parametrize(
     ("preset", "low", "high"),
     [
+        (presets.VerbatimLossScale, "min_scale", "max_scale"),
         (presets.apex_amp, "min_loss_scale", "max_loss_scale"),
         (presets.fairseq, "threshold", "init_scale"),
         (presets.megatron, "min_scale", "initial_scale"),

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax
 import pytest
 from every_rule import VARIANTS
 
@@ -149,17 +148,6 @@ def test_a_traced_number_is_refused_and_another_rule_offered(rule):
             jax.jit(build)(getattr(rule, field.name))
 
 
-def test_injecting_a_number_of_a_rule_is_refused():
-    def scheduled(max_scale):
-        return ls.with_loss_scaling(
-            optax.sgd(0.1), ls.DynamicLossScale(max_scale=max_scale)
-        )
-
-    tx = optax.inject_hyperparams(scheduled)(max_scale=2.0**20)
-    with pytest.raises(ValueError, match="`max_scale` .* traced"):
-        jax.jit(lambda p: tx.update(p, tx.init(p))[0])(jnp.ones(2))
-
-
 @pytest.mark.parametrize(
     "number",
     [128, np.float32(128), np.int64(128), np.asarray(128.0), ml_dtypes.bfloat16(128)]
@@ -196,18 +184,6 @@ def test_the_first_scale_may_be_positional_and_nothing_else():
         (ls.TolerantLossScale, {"min_scale": 2.0**16}, "min_scale", "init_scale"),
         (ls.HeadroomLossScale, {"init_scale": 2.0**25}, "init_scale", "max_scale"),
         (ls.LogNormalLossScale, {"max_scale": 2.0**10}, "init_scale", "max_scale"),
-        (
-            presets.VerbatimLossScale,
-            {"min_scale": 8.0, "max_scale": 4.0},
-            "min_scale",
-            "max_scale",
-        ),
-        (
-            presets.apex_amp,
-            {"min_loss_scale": 8.0, "max_loss_scale": 4.0},
-            "min_loss_scale",
-            "max_loss_scale",
-        ),
     ],
 )
 def test_limits_out_of_order_are_refused_by_both_names(make, arguments, lower, upper):

@@ -74,7 +74,7 @@ flags = st.lists(st.booleans(), min_size=1, max_size=24)
 
 
 @given(st.one_of(rules(), rules(powers_of_two=True)), flags)
-@settings(max_examples=30)  # each rule is a program of its own
+@settings(max_examples=25)  # each rule is a program of its own
 def test_the_rule_equals_the_oracle_on_any_run(rule, run):
     states = run_rule(rule, run)
     oracle = Oracle(rule, np.float32(rule.init_scale), 0, rule.hysteresis)
@@ -132,13 +132,6 @@ def test_the_kinds_of_hysteresis_differ_as_documented(refill, run, expected):
     assert scales(rule, run) == expected
 
 
-def test_a_growth_refills_the_allowance():
-    rule = ls.DynamicLossScale(
-        init_scale=8.0, hysteresis=2, hysteresis_refill="growth", growth_interval=2
-    )
-    assert scales(rule, "0110") == [8, 8, 16, 16]
-
-
 def test_growth_comes_on_the_nth_finite_step_in_a_row_and_again_n_later():
     rule = ls.DynamicLossScale(init_scale=1.0, growth_interval=3)
     assert scales(rule, "111111") == [1, 1, 2, 2, 2, 4]
@@ -150,14 +143,6 @@ def test_a_shorter_interval_than_the_tracker_grows_at_once():
     state = ls.DynamicLossScale().init()._replace(growth_tracker=jnp.int32(1500))
     state = ls.DynamicLossScale(growth_interval=100).update(state, True)
     assert (float(state.loss_scale), int(state.growth_tracker)) == (2.0**16, 0)
-
-
-def test_limits_hold_and_backing_off_below_one_needs_asking():
-    assert scales(ls.DynamicLossScale(init_scale=2.0), "000") == [1, 1, 1]
-    below = ls.DynamicLossScale(init_scale=2.0, min_scale=2.0**-126)
-    assert scales(below, "000") == [1, 0.5, 0.25]
-    top = ls.DynamicLossScale(init_scale=2.0**24, growth_interval=1)
-    assert scales(top, "11") == [2.0**24, 2.0**24]
 
 
 def test_powers_of_two_are_exact():

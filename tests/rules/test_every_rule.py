@@ -64,7 +64,7 @@ DRAWS = {
 
 @every_rule
 @given(data=st.data())
-@settings(max_examples=25)
+@settings(max_examples=15)
 def test_any_loaded_state_gives_a_sound_one_of_the_same_structure(rule, data):
     first = rule.init()
     loaded = state = jax.tree.map(
@@ -85,8 +85,8 @@ def test_any_loaded_state_gives_a_sound_one_of_the_same_structure(rule, data):
 @given(
     st.lists(
         st.tuples(st.booleans(), st.floats(0, 2.0**80, width=32)),
-        min_size=20,
-        max_size=40,
+        min_size=10,
+        max_size=20,
     )
 )
 @settings(max_examples=10)
@@ -141,42 +141,26 @@ def test_a_state_that_was_cast_as_a_whole_comes_back_in_its_own_types(rule):
 HEADROOM = ls.HeadroomLossScale()
 STATE = HEADROOM.init()
 SEVERAL = jax.tree.map(lambda x: jnp.stack([x, x]), STATE)
-NOT_STATES = {
-    "None": (None, TypeError, "be a LossScaleState, .* got None"),
-    "a rule": (HEADROOM, TypeError, "got a HeadroomLossScale"),
-    "an optimizer state": (
-        ls.with_loss_scaling(optax.sgd(0.1)).init(jnp.zeros(2)),
-        TypeError,
-        "`get_loss_scale_state` returns",
-    ),
-    "a tuple": (tuple(STATE), TypeError, "be a LossScaleState"),
-    "of an ensemble": (SEVERAL, ValueError, "of one run, .* inside `jax.vmap`"),
-    "no numbers": (
-        STATE._replace(growth_tracker=None),
-        ValueError,
-        "hold numbers, got None for `growth_tracker`",
-    ),
-    "only its types": (
-        jax.eval_shape(HEADROOM.init),
-        ValueError,
-        "hold numbers, .*for `loss_scale`",
-    ),
-    "of another rule": (
-        ls.DynamicLossScale().init(),
-        ValueError,
-        r"`rule_state` of HeadroomLossScale\(.*scale_state=rule.init\(\)",
-    ),
-    "of several rules": (
+OPT_STATE = ls.with_loss_scaling(optax.sgd(0.1)).init(jnp.zeros(2))
+NOT_STATES = [
+    (None, "be a LossScaleState, .* got None"),
+    (HEADROOM, "got a HeadroomLossScale"),
+    (OPT_STATE, "`get_loss_scale_state` returns"),
+    (tuple(STATE), "be a LossScaleState"),
+    (SEVERAL, "of one run, .* inside `jax.vmap`"),
+    (STATE._replace(growth_tracker=None), "hold numbers, got None for `growth_track"),
+    (jax.eval_shape(HEADROOM.init), "hold numbers, .*for `loss_scale`"),
+    (ls.DynamicLossScale().init(), r"`rule_state` of Headroom.*scale_state=rule.init"),
+    (
         STATE._replace(rule_state=SEVERAL.rule_state),
-        ValueError,
-        r"`rule_state` of HeadroomLossScale\(.* of shapes Headroom.*=\(\)\), got",
+        r"`rule_state` .* shapes Headroom.*=\(\)\)",
     ),
-}
+]
 
 
-@pytest.mark.parametrize("case", NOT_STATES.values(), ids=NOT_STATES)
-def test_what_is_no_state_of_one_run_is_refused(case):
-    state, error, message = case
+@pytest.mark.parametrize(("state", "message"), NOT_STATES)
+def test_what_is_no_state_of_one_run_is_refused(state, message):
+    error = ValueError if isinstance(state, ls.LossScaleState) else TypeError
     with pytest.raises(error, match=f"^`state` must .*{message}"):
         HEADROOM.update(state, True)
 
@@ -186,12 +170,6 @@ def test_a_rule_that_remembers_nothing_leaves_what_another_remembered():
     rule = ls.DynamicLossScale()
     for update in (rule.update, jax.jit(rule.update)):
         assert_same_bits(update(state, True).rule_state, state.rule_state)
-
-
-def test_inside_vmap_each_member_has_a_scale_of_its_own():
-    flags, magnitudes = jnp.array([True, False]), jnp.ones(2)
-    state = jax.vmap(HEADROOM.update)(SEVERAL, flags, magnitudes)
-    assert state.loss_scale.tolist() == [2.0**12, 2.0**13]
 
 
 @pytest.mark.parametrize("name", ["headroom", "log-normal"])

@@ -24,9 +24,3 @@ def test_a_restored_scale_is_kept_unless_it_cannot_be_divided_by(lost):
     for restored, expected in ((lost, 8.0), (0.5, 0.5), (2.0**126, 2.0**126)):
         state = rule.init()._replace(loss_scale=jnp.float32(restored))
         assert float(rule.update(state, True).loss_scale) == expected
-
-
-def test_without_skipping_nothing_is_recorded():
-    rule = ls.FixedLossScale(skip_nonfinite=False)
-    state = rule.update(rule.init(), False)
-    assert bool(state.grads_finite) and int(state.skipped_steps) == 0
