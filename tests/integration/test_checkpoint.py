@@ -71,21 +71,3 @@ def test_an_optimizer_is_wrapped_in_the_middle_of_a_run_and_keeps_its_moments():
     updates, new_state = jax.jit(tx.update)(grads, opt_state, params)
     expected = jax.jit(optimizer.update)(grads, old_state, params)
     assert_same_bits((updates, new_state.inner_state), expected)
-
-
-@pytest.mark.parametrize(
-    "limits, expected",
-    [
-        ({"max_scale": 2.0**8, "init_scale": 2.0**8}, 2.0**8),
-        ({"min_scale": 2.0**12, "init_scale": 2.0**12}, 2.0**12),
-        ({}, 2.0**10),
-    ],
-    ids=["lower", "higher", "the same"],
-)
-def test_a_restored_scale_outside_new_limits_is_clipped(limits, expected):
-    run, rule = start(), ls.DynamicLossScale(**limits)
-    assert ls.get_loss_scale(run["opt_state"]) == 2.0**10
-    tx = ls.with_loss_scaling(INNER, rule)
-    grads = jax.tree.map(jnp.ones_like, run["params"])
-    _, opt_state = jax.jit(tx.update)(grads, run["opt_state"], run["params"])
-    assert ls.get_loss_scale(opt_state) == expected

@@ -163,21 +163,6 @@ def test_a_closed_fit_trains_at_a_fixed_scale_and_skips(page):
     assert int(ls.get_loss_scale_state(state).skipped_steps) == 1
 
 
-def test_around_a_whole_loss_without_a_scale_it_is_512():
-    seen, w = [], jnp.float32(1.0)
-    probe = jax.custom_vjp(lambda x: x)
-
-    def backward(_, cotangent):
-        jax.debug.callback(lambda c: seen.append(float(c)), cotangent)
-        return (cotangent,)
-
-    probe.defvjp(lambda x: (x, None), backward)
-    for factor in (1.0, 1e-6, 1e6):
-        jax.grad(ls.scale_backward(lambda w, f=factor: probe(f * w)))(w)
-    jax.effects_barrier()
-    assert seen == [2.0**9] * 3
-
-
 @pytest.mark.parametrize("axis_name", [None, "batch"])
 def test_pmap_keeps_synchronized_statistics_through_a_bad_batch(page, axis_name):
     def after(batches):
@@ -198,25 +183,3 @@ def test_pmap_keeps_synchronized_statistics_through_a_bad_batch(page, axis_name)
     assert not np.array_equal(stats["BatchNorm_0"]["mean"], np.zeros((8, 32)))
     assert_same_bits((ours.params, stats), (undisturbed.params, undisturbed_stats))
     assert np.all(ls.get_loss_scale_state(ours).loss_scale == 2.0**14)
-
-
-def test_a_log_of_the_learning_rate_finds_it_inside_or_outside():
-    """tunix reads it of any part of the state."""
-    outside = optax.inject_hyperparams(lambda r: ls.with_loss_scaling(optax.adamw(r)))
-    inside = ls.with_loss_scaling(optax.inject_hyperparams(optax.adamw)(3e-2))
-    for part in (
-        outside(r=3e-2).init(jnp.ones(2)),
-        inside.init(jnp.ones(2)).inner_state,
-    ):
-        assert part.hyperparams
-
-
-def test_a_step_that_does_not_reach_update_is_never_heard_of():
-    """As in numpyro's ``SVI.stable_update``."""
-    tx = ls.with_loss_scaling(optax.sgd(0.1))
-    state = tx.init(jnp.ones(2))
-    for grad in (jnp.ones(2), jnp.full(2, jnp.inf)):
-        if jnp.isfinite(grad).all():
-            _, state = tx.update(grad, state)
-    assert ls.get_loss_scale(state) == 2.0**15
-    ls.check_loss_scale(state)
