@@ -95,6 +95,11 @@ def float16_loss(params: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(jnp.square(y.astype(jnp.float32) - 1.0))
 
 
+def normal(*shape: int, seed: int = 0) -> np.ndarray:
+    """Normal numbers, of numpy: all test files are imported, and nothing compiled."""
+    return np.float32(np.random.default_rng(seed).normal(size=shape))
+
+
 def make_step(tx: Any, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
     """One step of training, not yet compiled."""
 
@@ -162,6 +167,14 @@ def assert_same_bits(actual: Any, expected: Any) -> None:
         where = jax.tree_util.keystr(path)
         assert (a.shape, a.dtype) == (e.shape, e.dtype), where
         assert a.tobytes() == e.tobytes(), f"{where}: {a} is not {e}"
+
+
+def assert_close(actual: Any, expected: Any, rtol: float, atol: float = 0) -> None:
+    """Assert numbers of equal structure that differ by no more than rounding."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    pairs = (jax.tree.leaves(without_keys(x)) for x in (actual, expected))
+    for a, e in zip(*pairs, strict=True):
+        np.testing.assert_allclose(np.float64(a), np.float64(e), rtol, atol)
 
 
 def assert_no_update(updates: Any) -> None:

@@ -134,6 +134,10 @@ PAIRS = r"must return a pair \(loss, aux\)"
     [
         *((fun, {}, "`fun` must be a function .* got") for fun in (3, None, X)),
         (square, {"value_and_grad": True}, "`value_and_grad` must be a function that"),
+        *(
+            (square, {"value_and_grad": wrong}, "`value_and_grad` must return what `ja")
+            for wrong in (lambda fun, has_aux: fun, jax.grad)
+        ),
         (lambda w: w, {}, "scalar"),
         *((lambda w, x=x: x, {}, NUMBERS) for x in (1, jnp.int32(1), "1", None, {})),
         (lambda w: w.sum(), {"has_aux": True}, PAIRS),
@@ -161,6 +165,7 @@ CONSTANTS = {
     "retries": lambda s: jax.jit(ls.value_and_grad_with_retries(square, s))(X),
     "in a scan": lambda s: jax.jit(lambda xs: scanned(s, xs))(BATCH),
     "in a shard_map": lambda s: jax.jit(mapped(s))(X),
+    "scale_backward": lambda s: jax.jit(ls.scale_backward(square, scale=s))(X),
     "scale_loss": lambda s: jax.jit(lambda w: ls.scale_loss(w, s))(1.0),
     "unscale_grads": lambda s: jax.jit(lambda g: ls.unscale_grads(g, s))(X),
 }

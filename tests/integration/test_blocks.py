@@ -1,5 +1,7 @@
 """scale_backward around the modules of other libraries."""
 
+import functools
+
 import equinox as eqx
 import flax.linen as nn
 import haiku as hk
@@ -12,6 +14,7 @@ from flax import nnx
 import optax_lossscale as ls
 
 X = jax.random.normal(jax.random.key(0), (4, 3))
+at_given_scale = functools.partial(ls.scale_backward, scale=2.0**30)
 
 
 def assert_same_gradients(call, differentiate, model):
@@ -21,11 +24,12 @@ def assert_same_gradients(call, differentiate, model):
         grads = differentiate(lambda m: 2.0**-40 * jnp.sum(call(wrap, m) ** 2))(model)
         return jax.tree.leaves(grads)
 
-    ours, plain = leaves(ls.scale_backward), leaves(lambda fun: fun)
+    plain = leaves(lambda fun: fun)
     assert len(plain) > 0
-    for a, e in zip(ours, plain, strict=True):
-        assert np.abs(e).max() > 0
-        np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6 * np.abs(e).max())
+    for wrap in (ls.scale_backward, at_given_scale):
+        for a, e in zip(leaves(wrap), plain, strict=True):
+            assert np.abs(e).max() > 0
+            np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6 * np.abs(e).max())
 
 
 class Block(eqx.Module):
