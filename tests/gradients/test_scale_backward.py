@@ -6,15 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import normal
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ls
 
 TINY = 2.0**-40  # what no float16 number is: all gradients of a loss times it are zero
-W = jax.random.normal(jax.random.key(0), (4, 4))
-WS = jax.random.normal(jax.random.key(1), (5, 4, 4))
-X = jax.random.normal(jax.random.key(2), (3, 4))
+W, WS, X = map(jnp.asarray, (normal(4, 4), normal(5, 4, 4), normal(3, 4, seed=1)))
 KEYS = jax.random.split(jax.random.key(3), 3)
 INDICES = jnp.arange(3)
 Z = jnp.array([1 + 2j, 3 - 1j])
@@ -159,6 +158,10 @@ def test_finite_cotangents_whose_sum_is_infinite_are_scaled_down():
     np.testing.assert_array_equal(scales(cotangents), 2.0**octaves + 0 * cotangents)
 
 
+def test_around_a_whole_loss_the_scale_is_512():
+    np.testing.assert_array_equal(scales([1.0]), 2.0**9)
+
+
 def test_nan_and_infinity_pass_at_scale_1_and_zeros_stay_zero():
     seen = scales([[np.inf, 1e-9], [-np.inf, 1e-9], [np.nan, 1e-9], [0.0, 0.0]])
     np.testing.assert_array_equal(seen[:, 1], [1, 1, 1, np.nan])
@@ -226,7 +229,7 @@ def test_float16_at_the_border_warns_where_the_block_is_made(block, dtype, messa
     assert {w.filename for w in record} == {__file__}
 
 
-BATCH = jnp.ones((8, 2, 4)) * 10.0 ** -jnp.arange(8.0)[:, None, None]
+BATCH = jnp.asarray(np.ones((8, 2, 4)) * 10.0 ** -np.arange(8.0)[:, None, None])
 
 
 def normalized(w, x):
@@ -255,31 +258,31 @@ def on_devices(block, check_vma=True):
 
 def over_members(block, parallel=jax.vmap):
     gradient = functools.partial(tiny_gradient, block)
-    return parallel(gradient, in_axes=(None, 0), axis_name="data")(W, BATCH)
+    run = parallel(gradient, in_axes=(None, 0), axis_name="data")
+    return (jax.jit(run) if parallel is jax.vmap else run)(W, BATCH)
 
 
 def by_inputs(block):
     def gradient(x):
         return tiny_gradient(lambda x, w: block(w, x), x, W)
 
-    return jax.vmap(gradient, axis_name="data")(BATCH)
+    return jax.jit(jax.vmap(gradient, axis_name="data"))(BATCH)
 
 
 # Where a block runs, and one that needs `axis_name` there.
 PLACES = {
-    "shard_map": (on_devices, single),
-    "a collective": (on_devices, normalized),
-    "without check_vma": (lambda block: on_devices(block, False), normalized),
-    "vmap": (over_members, normalized),
-    "pmap": (lambda block: over_members(block, jax.pmap), normalized),
-    "the backward pass alone": (by_inputs, entered),
+    "shard_map": (on_devices, single, ("data",)),
+    "a collective": (on_devices, normalized, "data"),
+    "without check_vma": (lambda block: on_devices(block, False), normalized, "data"),
+    "vmap": (over_members, normalized, ("data",)),
+    "pmap": (lambda block: over_members(block, jax.pmap), normalized, "data"),
+    "the backward pass alone": (by_inputs, entered, "data"),
 }
 
 
-@pytest.mark.parametrize(("place", "block"), PLACES.values(), ids=PLACES)
-def test_devices_agree_on_a_scale_or_are_refused(place, block):
-    for axis_name in ("data", ("data",)):
-        assert_close(place(ls.scale_backward(block, axis_name=axis_name)), place(block))
+@pytest.mark.parametrize(("place", "block", "name"), PLACES.values(), ids=PLACES)
+def test_devices_agree_on_a_scale_or_are_refused(place, block, name):
+    assert_close(place(ls.scale_backward(block, axis_name=name)), place(block))
     with pytest.raises(ValueError, match=r"`axis_name` must name every.*\['data'\]"):
         place(ls.scale_backward(block))
 

@@ -156,8 +156,8 @@ def test_with_an_axis_name_one_member_decides_for_all(what, mapping):
     def member(grads, extra_args):
         return tx.update(grads, tx.init(grads), **extra_args)
 
-    map_members = getattr(jax, mapping)
-    updates, state = map_members(member, axis_name="member")(grads, given)
+    mapped = getattr(jax, mapping)(member, axis_name="member")
+    updates, state = (jax.jit(mapped) if mapping == "vmap" else mapped)(grads, given)
     assert_no_update(updates)
     assert state.scale_state.grads_finite.tolist() == [False, False]
     allowance = state.scale_state.hysteresis_tracker.tolist()

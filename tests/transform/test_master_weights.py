@@ -12,23 +12,17 @@ from helpers import (
     assert_same_bits,
     assert_same_types,
     enable_x64,
+    normal,
 )
 
 import optax_lossscale as ls
 
-KEYS = jax.random.split(jax.random.key(0), 4)
-HALF = jax.tree.map(
-    lambda p: p.astype(jnp.float16),
-    {
-        "w": 0.3 * jax.random.normal(KEYS[0], (8, 16)),
-        "b": jnp.zeros(16),
-        "out": 0.2 * jax.random.normal(KEYS[1], (16, 4)),
-    },
-)
-FLOAT32 = jax.tree.map(lambda p: p.astype(jnp.float32), HALF)
-X = jax.random.normal(KEYS[2], (30, 16, 8)).at[7, 3, 2].set(jnp.inf)
-BATCHES = X, jax.random.normal(KEYS[3], (30, 16, 4))
-GRADS = jax.tree.map(lambda p: jnp.cos(100 * p.astype(jnp.float32)), HALF)
+WEIGHTS = {"w": 0.3 * normal(8, 16), "b": np.zeros(16), "out": 0.2 * normal(16, 4)}
+WEIGHTS = jax.tree.map(np.float16, WEIGHTS)
+HALF, FLOAT32 = (jax.tree.map(t, WEIGHTS) for t in (jnp.float16, jnp.float32))
+GRADS = jax.tree.map(lambda p: jnp.float32(np.cos(np.float32(100 * p))), WEIGHTS)
+BATCHES = normal(30, 16, 8), normal(30, 16, 4, seed=1)
+BATCHES[0][7, 3, 2] = np.inf
 
 
 def as_half(tree):

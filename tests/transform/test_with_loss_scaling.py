@@ -206,21 +206,11 @@ def test_the_state_of_another_rule_is_refused_with_the_way_to_go_on():
     opt_state = old._replace(scale_state=headroom.init())
     _, opt_state = jax.jit(tx.update)(GRADS, opt_state, PARAMS)
     assert int(opt_state.inner_state[0].count) == 1
-    # The other way round nothing is missing: what is remembered stays.
-    tx = ls.with_loss_scaling(ADAM)
-    _, after = jax.jit(tx.update)(GRADS, opt_state, PARAMS)
-    assert after.scale_state.rule_state == opt_state.scale_state.rule_state
 
 
-RULES = [
-    ls.DynamicLossScale(init_scale=2.0**17),
-    ls.HeadroomLossScale(init_scale=2.0**17),
-]
-
-
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
 @pytest.mark.parametrize("number", [8, 0, -1.0, np.float16(np.inf), np.nan, "half"])
-def test_whatever_number_is_put_into_the_state_the_run_goes_on_in_float32(rule, number):
+def test_whatever_number_is_put_into_the_state_the_run_goes_on_in_float32(number):
+    rule = ls.DynamicLossScale(init_scale=2.0**17)
     tx = ls.with_loss_scaling(optax.sgd(0.1), rule)
     state = first = tx.init(PARAMS)
     if number == "half":  # as a cast of the whole optimizer state
