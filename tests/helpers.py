@@ -21,6 +21,8 @@ import optax_lossscale as ls
 enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
 set_mesh = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh
 
+AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
+
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "tests" / "data"
 PAGES = ROOT / "notebooks"
@@ -98,6 +100,22 @@ def float16_loss(params: Any, x: jax.Array) -> jax.Array:
 def normal(*shape: int, seed: int = 0) -> np.ndarray:
     """Normal numbers, of numpy: all test files are imported, and nothing compiled."""
     return np.float32(np.random.default_rng(seed).normal(size=shape))
+
+
+def make_mesh(axis_type: Any = AUTO, **axes: int) -> jax.sharding.Mesh:
+    """A mesh of CPU devices, such as ``make_mesh(data=2, model=4)``."""
+    types = (axis_type,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types)
+
+
+def on_mesh(
+    fun: Any, in_specs: Any, out_specs: Any, mesh: Any = None, **options: Any
+) -> Callable[..., Any]:
+    """Compile ``fun`` for each device of a mesh, which by default has one axis, d."""
+    options |= {"mesh": mesh or make_mesh(d=8)}
+    return jax.jit(
+        jax.shard_map(fun, in_specs=in_specs, out_specs=out_specs, **options)
+    )
 
 
 def make_step(tx: Any, loss_fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import WARNINGS_ARE_ERRORS, enable_x64, worker_environment
+from helpers import (
+    EXPLICIT,
+    WARNINGS_ARE_ERRORS,
+    enable_x64,
+    make_mesh,
+    on_mesh,
+    worker_environment,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
@@ -130,18 +137,13 @@ def test_an_unbound_axis_name_is_explained(check, axis_name):
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_check_is_the_same_over_sharded_arrays(dtype):
-    mesh = jax.make_mesh((8,), ("data",))  # axes are explicit by default
-    apart = jax.shard_map(
-        lambda x: ls.all_finite(x, axis_name="data"),
-        mesh=mesh,
-        in_specs=P("data"),
-        out_specs=P(),
-    )
+    mesh = make_mesh(EXPLICIT, d=8)
+    apart = on_mesh(lambda x: ls.all_finite(x, axis_name="d"), P("d"), P(), mesh)
     good = jnp.ones((16, 4), dtype)
     for x, expected in ((good, True), (good.at[11, 2].set(jnp.nan), False)):
-        sharded = jax.device_put(x, NamedSharding(mesh, P("data")))
-        for check in (ls.all_finite, apart):
-            assert bool(jax.jit(check)(sharded)) == expected
+        sharded = jax.device_put(x, NamedSharding(mesh, P("d")))
+        for check in (jax.jit(ls.all_finite), apart):
+            assert bool(check(sharded)) == expected
 
 
 @pytest.mark.usefixtures("compiler")

@@ -6,7 +6,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import set_mesh, without_keys
+from helpers import EXPLICIT, make_mesh, on_mesh, set_mesh, without_keys
 from jax.sharding import PartitionSpec as P
 
 from optax_lossscale._jax_internals import (
@@ -16,11 +16,8 @@ from optax_lossscale._jax_internals import (
     zeros_like_aval,
 )
 
-AUTO, EXPLICIT = (
-    jax.make_mesh((8,), ("d",), axis_types=(kind,))
-    for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
-)
-SHARDED = jax.NamedSharding(EXPLICIT, P("d", None))
+MESH = make_mesh(EXPLICIT, d=8)
+SHARDED = jax.NamedSharding(MESH, P("d", None))
 
 
 def test_varying_axes_are_those_along_which_devices_differ():
@@ -28,7 +25,7 @@ def test_varying_axes_are_those_along_which_devices_differ():
         assert (varying_axes(x), varying_axes(y)) == ({"d"}, frozenset())
         return x
 
-    mapped = jax.shard_map(look, mesh=AUTO, in_specs=(P("d"), P()), out_specs=P("d"))
+    mapped = on_mesh(look, (P("d"), P()), P("d"))
     jax.eval_shape(mapped, jnp.ones(8), jnp.ones(3))
     assert varying_axes(jnp.ones(8)) == frozenset()
 
@@ -52,7 +49,7 @@ def test_staging_and_jit_are_seen_under_a_transfer_guard():
         (jnp.ones((2, 3), jnp.float16), None),
         (jnp.int32(3), None),
         (jax.random.split(jax.random.key(0)), None),
-        (jax.device_put(jnp.ones((8, 2)), SHARDED), EXPLICIT),
+        (jax.device_put(jnp.ones((8, 2)), SHARDED), MESH),
     ],
     ids=["float16", "int32", "keys", "sharded"],
 )
@@ -72,5 +69,4 @@ def test_zeros_vary_along_the_mapped_axes_of_an_array():
         assert varying_axes(zeros) == varying_axes(x) == {"d"}
         return zeros
 
-    mapped = jax.shard_map(like, mesh=AUTO, in_specs=P("d"), out_specs=P("d"))
-    assert not mapped(jnp.ones(8)).any()
+    assert not on_mesh(like, P("d"), P("d"))(jnp.ones(8)).any()

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from devices import vary
-from helpers import enable_x64
+from helpers import AUTO, EXPLICIT, enable_x64, make_mesh, on_mesh
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
@@ -148,11 +148,10 @@ GLOBAL[3, 3], GLOBAL[11], GLOBAL[15, 7] = np.nan, 1e-9, 9.0
 
 
 @pytest.mark.parametrize(
-    ("axis_type", "spec"), [("Auto", P("a")), ("Explicit", P("a", "b"))]
+    ("axis_type", "spec"), [(AUTO, P("a")), (EXPLICIT, P("a", "b"))]
 )
 def test_a_report_on_sharded_arrays_is_the_same(axis_type, spec):
-    types = (getattr(jax.sharding.AxisType, axis_type),) * 2
-    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=types)
+    mesh = make_mesh(axis_type, a=4, b=2)
     sharded = jax.device_put([GLOBAL], NamedSharding(mesh, spec))
     for function in (ls.gradient_report, ls.suggest_loss_scale):
         assert host(function(sharded)) == host(function([GLOBAL]))
@@ -160,17 +159,15 @@ def test_a_report_on_sharded_arrays_is_the_same(axis_type, spec):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_under_shard_map_counts_are_added_up_along_the_axis_named(check_vma):
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-
     def report(x, bias):
         # The bias has a gradient on every device.
-        grads = {"w": x, "b": vary(bias, "x")}
+        grads = {"w": x, "b": vary(bias, "d")}
         alone = ls.gradient_report(grads).nan["w"][None]
-        return ls.gradient_report(grads, axis_name="x"), alone
+        return ls.gradient_report(grads, axis_name="d"), alone
 
-    specs = {"in_specs": (P("x"), P()), "out_specs": (P(), P("x"))}
-    per_device = jax.shard_map(report, mesh=mesh, check_vma=check_vma, **specs)
-    summed, alone = jax.jit(per_device)(GLOBAL, jnp.ones(3))
+    specs = (P("d"), P()), (P(), P("d"))
+    per_device = on_mesh(report, *specs, check_vma=check_vma)
+    summed, alone = per_device(GLOBAL, jnp.ones(3))
     expected = ls.gradient_report({"w": GLOBAL, "b": jnp.ones(8 * 3)})
     assert host(summed) == host(expected)
     assert alone.tolist() == [0, 1, 0, 0, 0, 0, 0, 0]

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from helpers import make_mesh, on_mesh
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ls
@@ -208,18 +209,13 @@ def test_without_compiling_nothing_is_compiled_or_moved_that_is_forbidden(caplog
     assert caplog.records
 
 
-def shard_map(watch):
-    types = (jax.sharding.AxisType.Auto,) * 2
-    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=types)
-    return jax.jit(
-        jax.shard_map(watch, mesh=mesh, in_specs=(P("x"), P()), out_specs=P("x"))
-    )
-
-
 @pytest.mark.parametrize(
     ("mapped", "expected"),
     [
-        (shard_map, {None: 8, "x": 2, ("x", "y"): 1}),
+        (
+            lambda f: on_mesh(f, (P("x"), P()), P("x"), make_mesh(x=4, y=2)),
+            {None: 8, "x": 2, ("x", "y"): 1},
+        ),
         (lambda f: jax.pmap(f, "x", in_axes=(0, None)), {None: 8, "x": 1}),
         (lambda f: jax.jit(jax.vmap(f, (0, None), axis_name="x")), {None: 8, "x": 1}),
     ],

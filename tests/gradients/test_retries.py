@@ -11,10 +11,10 @@ import optax
 import pytest
 from every_rule import RULES
 from flax.training.train_state import TrainState
-from helpers import assert_same_bits
+from helpers import EXPLICIT, assert_same_bits, make_mesh, on_mesh
 from hypothesis import given
 from hypothesis import strategies as st
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ls
@@ -22,7 +22,7 @@ import optax_lossscale as ls
 RULE = ls.DynamicLossScale(growth_interval=5)
 MEASURING = ls.HeadroomLossScale(), ls.LogNormalLossScale()
 W, KEY = jnp.ones(3), jax.random.key(5)
-MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+MESH = make_mesh(data=8)
 
 
 def loss_fn(w, slope, shift=0.0):
@@ -199,11 +199,8 @@ def on_shards(differentiate, state, *args):
         value, *rest = differentiate(gathered_loss, *args, axis_name="data")
         return jax.lax.pmean(value, "data"), *rest
 
-    specs = {
-        "in_specs": (P(), P("data"), P("data")),
-        "out_specs": (P(), P("data"), P()),
-    }
-    return jax.shard_map(local, mesh=MESH, **specs)(state, *args)
+    specs = (P(), P("data"), P("data")), (P(), P("data"), P())
+    return on_mesh(local, *specs, MESH)(state, *args)
 
 
 @pytest.mark.parametrize("place", ["one device", "mesh", "shard_map"])
@@ -236,9 +233,8 @@ def on_devices(axis_name, check_vma=True, average=True):
         value, grads, state = fun(W, slopes)
         return value, grads if check_vma else jax.lax.pmean(grads, "data"), state
 
-    specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": check_vma}
-    mapped = jax.shard_map(local, mesh=MESH, **specs)
-    return jax.jit(mapped)(at_scale(2.0**16), SLOPES)
+    mapped = on_mesh(local, (P(), P("data")), P(), MESH, check_vma=check_vma)
+    return mapped(at_scale(2.0**16), SLOPES)
 
 
 @pytest.mark.parametrize("axis_name", ["data", ("data",)])
@@ -271,8 +267,7 @@ def own_models(states, spec):
         fun = ls.value_and_grad_with_retries(loss_fn, state, max_retries=8)
         return jax.tree.map(lambda x: x[None], fun(w[0], slope[0], shift))
 
-    specs = {"in_specs": (spec, P("data"), P("data"), P()), "out_specs": P("data")}
-    mapped = jax.jit(jax.shard_map(local, mesh=MESH, **specs))
+    mapped = on_mesh(local, (spec, P("data"), P("data"), P()), P("data"), MESH)
     return mapped(states, jnp.ones((8, 3)), 2.0 ** jnp.arange(8), jnp.float32(1.0))
 
 
@@ -304,8 +299,7 @@ def test_members_of_an_ensemble_retry_alone_or_together(axis_name, octaves):
 
 
 def test_explicit_meshes_keep_their_shardings():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
-    sharding = NamedSharding(mesh, P("data", None))
+    sharding = NamedSharding(make_mesh(EXPLICIT, data=8), P("data", None))
     w = jax.device_put(jnp.ones((8, 1)), sharding)
 
     def fun(w):

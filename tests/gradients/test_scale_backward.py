@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import normal
-from jax.sharding import AxisType, NamedSharding
+from helpers import EXPLICIT, make_mesh, normal, on_mesh
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ls
@@ -17,7 +17,7 @@ W, WS, X = map(jnp.asarray, (normal(4, 4), normal(5, 4, 4), normal(3, 4, seed=1)
 KEYS = jax.random.split(jax.random.key(3), 3)
 INDICES = jnp.arange(3)
 Z = jnp.array([1 + 2j, 3 - 1j])
-MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+MESH = make_mesh(data=8)
 by_axis = functools.partial(ls.scale_backward, axis_name="data")
 
 
@@ -173,8 +173,7 @@ def test_sums_over_devices_fit():
         return (x.astype(jnp.float16) + bias.astype(jnp.float16)).astype(jnp.float32)
 
     gradient = jax.grad(lambda bias, x: TINY * jnp.sum(block(bias, x)))
-    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
-    mapped = jax.jit(jax.shard_map(gradient, mesh=MESH, **specs))
+    mapped = on_mesh(gradient, (P(), P("data")), P(), MESH)
     grads = mapped(jnp.zeros(4), jnp.zeros((8 * 512, 4)))
     np.testing.assert_array_equal(grads, np.full(4, 8 * 512 * TINY))
 
@@ -252,8 +251,8 @@ def on_devices(block, check_vma=True):
         # With `check_vma` jax adds them up.
         return grads if check_vma else jax.lax.psum(grads, "data")
 
-    specs = {"in_specs": (P(), P("data")), "out_specs": P(), "check_vma": check_vma}
-    return jax.jit(jax.shard_map(gradient, mesh=MESH, **specs))(W, BATCH)
+    mapped = on_mesh(gradient, (P(), P("data")), P(), MESH, check_vma=check_vma)
+    return mapped(W, BATCH)
 
 
 def over_members(block, parallel=jax.vmap):
@@ -310,7 +309,7 @@ def test_derivatives_of_derivatives_are_those_of_the_function(ours, theirs):
 
 
 def test_explicit_meshes_keep_their_shardings():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    mesh = make_mesh(EXPLICIT, data=8)
     w = jax.device_put(W, NamedSharding(mesh, P()))
     x = jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("data")))
 

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_bits
-from jax.sharding import AxisType
+from helpers import assert_same_bits, on_mesh
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ls
@@ -154,17 +153,11 @@ def scanned(state, xs):
     return jax.lax.scan(lambda c, x: (c, ls.grad(square, state)(x)), 0, xs)
 
 
-def mapped(state):
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
-    fun = ls.grad(square, state)
-    return jax.shard_map(fun, mesh=mesh, in_specs=P(), out_specs=P())
-
-
 CONSTANTS = {
     "value_and_grad": lambda s: jax.jit(ls.value_and_grad(square, s))(X),
     "retries": lambda s: jax.jit(ls.value_and_grad_with_retries(square, s))(X),
     "in a scan": lambda s: jax.jit(lambda xs: scanned(s, xs))(BATCH),
-    "in a shard_map": lambda s: jax.jit(mapped(s))(X),
+    "in a shard_map": lambda s: on_mesh(ls.grad(square, s), P(), P())(X),
     "scale_backward": lambda s: jax.jit(ls.scale_backward(square, scale=s))(X),
     "scale_loss": lambda s: jax.jit(lambda w: ls.scale_loss(w, s))(1.0),
     "unscale_grads": lambda s: jax.jit(lambda g: ls.unscale_grads(g, s))(X),

@@ -9,8 +9,8 @@ import numpy as np
 import optax
 import pytest
 from flax import serialization
-from helpers import assert_same_bits, set_mesh
-from jax.sharding import AxisType, NamedSharding
+from helpers import AUTO, EXPLICIT, assert_same_bits, make_mesh, on_mesh, set_mesh
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ls
@@ -45,26 +45,22 @@ def test_the_rule_is_given_the_largest_gradient_of_each_step(rule):
 
 
 @every_rule
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_all_devices_have_the_scale_of_one_device(rule, kind):
     """Where each has its own gradients, and where arrays are global."""
-    mesh = jax.make_mesh((8,), ("d",), axis_types=(kind,))
+    mesh = make_mesh(kind, d=8)
     bad = {**GRADS, "b": GRADS["b"].at[5].set(jnp.inf)}
 
     def scale_state(grads, axis_name=None):
         tx = ls.with_loss_scaling(optax.sgd(0.1), rule, axis_name=axis_name)
         return tx.update(grads, tx.init(grads), grads)[1].scale_state
 
-    mapped = jax.shard_map(
-        lambda grads: scale_state(grads, "d"),
-        **{"mesh": mesh, "in_specs": P("d"), "out_specs": P()},
-    )
-    functions = [jax.jit(f) for f in (scale_state, mapped, scale_state)]
+    mapped = on_mesh(lambda grads: scale_state(grads, "d"), P("d"), P(), mesh)
     for grads in (GRADS, bad):
-        expected = jax.device_get(functions[0](grads))
+        expected = jax.device_get(jax.jit(scale_state)(grads))
         placed = jax.device_put(grads, NamedSharding(mesh, P("d")))
         with set_mesh(mesh):
-            for function in functions[1:]:
+            for function in (mapped, jax.jit(scale_state)):
                 assert_same_bits(jax.device_get(function(placed)), expected)
 
 

@@ -19,6 +19,8 @@ from helpers import (
     assert_same_bits,
     assert_same_types,
     enable_x64,
+    make_mesh,
+    on_mesh,
     transformation,
     without_keys,
 )
@@ -176,10 +178,9 @@ def test_results_of_every_type_are_checked(dtype, large, inner):
             assert_same_types(new_state, state)
 
 
-@pytest.mark.parametrize("spec", [P("x"), P()])
+@pytest.mark.parametrize("spec", [P("d"), P()])
 def test_all_devices_decide_alike(spec):
     """Where each updates its own shard, and where arrays are global."""
-    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
     params = jnp.ones(16)
     grads = params.at[5].set(1e30)  # on one device
 
@@ -190,15 +191,10 @@ def test_all_devices_decide_alike(spec):
         updates, state = tx.update(grads, tx.init(params), params)
         return optax.apply_updates(params, updates), ls.was_applied(state)
 
-    mapped = jax.shard_map(
-        lambda p, g: step(p, g, "x"),
-        mesh=mesh,
-        in_specs=P("x"),
-        out_specs=(P("x"), P()),
-    )
-    placed = jax.device_put((params, grads), jax.NamedSharding(mesh, spec))
-    for function in (mapped, step):
-        new_params, applied = jax.jit(function)(*placed)
+    mapped = on_mesh(lambda p, g: step(p, g, "d"), P("d"), (P("d"), P()))
+    placed = jax.device_put((params, grads), jax.NamedSharding(make_mesh(d=8), spec))
+    for function in (mapped, jax.jit(step)):
+        new_params, applied = function(*placed)
         assert not applied
         assert_same_bits(new_params, params)
 

@@ -1,7 +1,5 @@
 """Where every device or member has gradients of its own: shard_map, vmap."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -19,16 +17,11 @@ from devices import (
     loss_fn,
     vary,
 )
-from helpers import make_step, train, transformation
-from jax.sharding import AxisType, NamedSharding
+from helpers import make_mesh, make_step, on_mesh, train, transformation
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ls
-
-
-def make_mesh(*axes):
-    names, sizes = zip(*axes, strict=True)
-    return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(axes))
 
 
 def mean_over(axes):
@@ -43,22 +36,17 @@ def mean_over(axes):
 @pytest.mark.parametrize(
     "axes",
     [
-        pytest.param((("d", 8),), id="one axis"),
-        pytest.param((("d", 2), ("e", 4)), id="two axes", marks=pytest.mark.slow),
+        pytest.param({"d": 8}, id="one axis"),
+        pytest.param({"d": 2, "e": 4}, id="two axes", marks=pytest.mark.slow),
     ],
 )
 def test_data_parallel_shard_map_equals_one_device(axes, collective):
-    mesh = make_mesh(*axes)
-    names = tuple(name for name, _ in axes)
+    names = tuple(axes)
     axis_name = names if len(names) > 1 else names[0]
     # A collective that only some devices reach would never return.
     inner = optax.chain(mean_over(names), ADAM) if collective == "inside" else ADAM
     tx = ls.with_loss_scaling(inner, RULE, axis_name=axis_name)
 
-    @jax.jit
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(P(), P(), P(names)), out_specs=(P(), P())
-    )
     def step(params, state, x):
         _, grads = ls.value_and_grad(loss_fn, state)(vary(params, names), x)
         if collective == "before":
@@ -71,6 +59,7 @@ def test_data_parallel_shard_map_equals_one_device(axes, collective):
         updates, state = tx.update(grads, state, params, grads_finite=flag)
         return optax.apply_updates(params, updates), state
 
+    step = on_mesh(step, (P(), P(), P(names)), P(), make_mesh(**axes))
     params, state = train(step, PARAMS, tx.init(PARAMS), BAD_X)
     assert int(state.scale_state.skipped_steps) == 1
     if collective == "inside":
@@ -80,18 +69,10 @@ def test_data_parallel_shard_map_equals_one_device(axes, collective):
 
 def test_parameters_and_moments_in_shards_equal_one_device():
     """Gather the weights, scatter the gradients; each device updates its own rows."""
-    mesh = make_mesh(("d", 8))
     tx = ls.with_loss_scaling(ADAM, RULE, axis_name="d")
     specs = {"w": P("d"), "b": P()}
     state_specs = like_params(tx, specs, P())
 
-    @jax.jit
-    @functools.partial(
-        jax.shard_map,
-        mesh=mesh,
-        in_specs=(specs, state_specs, P("d")),
-        out_specs=(specs, state_specs),
-    )
     def step(params, state, x):
         whole = {
             "w": jax.lax.all_gather(params["w"], "d", tiled=True),
@@ -105,8 +86,9 @@ def test_parameters_and_moments_in_shards_equal_one_device():
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
+    step = on_mesh(step, (specs, state_specs, P("d")), (specs, state_specs))
     params, state = train(step, PARAMS, tx.init(PARAMS), BAD_X)
-    sharding = NamedSharding(mesh, P("d"))
+    sharding = NamedSharding(make_mesh(d=8), P("d"))
     assert state.inner_state[0].mu["w"].sharding.is_equivalent_to(sharding, 2)
     assert int(state.scale_state.skipped_steps) == 1
     assert_agree((params, state), alone(BAD_X))
@@ -132,7 +114,6 @@ def test_devices_that_would_decide_differently_are_refused(axis_name, axes, thro
     tx = ls.with_loss_scaling(
         ADAM, RULE, axis_name=axis_name, check_updates=through == "params"
     )
-    mesh = make_mesh(("d", 2), ("e", 4))
 
     def step(params, state, x):
         grads, extra_args = params, {}
@@ -144,9 +125,7 @@ def test_devices_that_would_decide_differently_are_refused(axis_name, axes, thro
             extra_args[through] = x[0] if through == "value" else x[0] > 0
         return tx.update(grads, state, params, **extra_args)
 
-    step = jax.shard_map(
-        step, mesh=mesh, in_specs=(P(), P(), P(("d", "e"))), out_specs=P()
-    )
+    step = on_mesh(step, (P(), P(), P(("d", "e"))), P(), make_mesh(d=2, e=4))
     with pytest.raises(
         ValueError, match=rf"`axis_name` must name every .*here \[{axes}\], got"
     ):
@@ -173,15 +152,9 @@ def test_devices_with_models_of_their_own_skip_alone(check_vma):
         loss, state = jax.tree.map(lambda x: x[0], (losses, state))
         return jax.tree.map(lambda x: x[None], tx.update(ones, state, value=loss))
 
-    step = jax.shard_map(
-        on_each,
-        mesh=jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,)),
-        in_specs=P("d"),
-        out_specs=P("d"),
-        check_vma=check_vma,
-    )
+    step = on_mesh(on_each, P("d"), P("d"), make_mesh(d=4), check_vma=check_vma)
     states = jax.tree.map(lambda x: jnp.stack([x] * 4), tx.init(ones))
-    updates, states = jax.jit(step)(jnp.array([1.0, jnp.nan, 1.0, 1.0]), states)
+    updates, states = step(jnp.array([1.0, jnp.nan, 1.0, 1.0]), states)
     assert updates[:, 0].tolist() == [3.0, 0.0, 3.0, 3.0]
     assert states.scale_state.skipped_steps.tolist() == [0, 1, 0, 0]
 
@@ -203,8 +176,6 @@ def test_a_leaf_whose_type_a_mask_would_change_is_masked_at_the_end():
         updates, state = tx.update(grads, state)
         return updates, state.inner_state[0]
 
-    mapped = jax.shard_map(
-        step, mesh=make_mesh(("d", 8)), in_specs=(P("d"), P()), out_specs=P("d")
-    )
-    updates, moment = jax.jit(mapped)(jnp.ones(24), tx.init(jnp.ones(3)))
+    mapped = on_mesh(step, (P("d"), P()), P("d"))
+    updates, moment = mapped(jnp.ones(24), tx.init(jnp.ones(3)))
     assert updates.tolist() == moment.tolist() == [1.0] * 24

@@ -18,8 +18,8 @@ from devices import (
     loss_fn,
 )
 from every_optimizer import IGNORED_WARNINGS, OPTIMIZERS, make, with_a_branch
-from helpers import set_mesh
-from jax.sharding import AxisType, NamedSharding
+from helpers import AUTO, EXPLICIT, make_mesh, set_mesh
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ls
@@ -40,7 +40,7 @@ def specs(tree):
     return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
 @pytest.mark.parametrize(
     "layout",
     [
@@ -50,9 +50,7 @@ def specs(tree):
 )
 def test_a_mesh_equals_one_device(axis_type, layout):
     axes, w_spec, b_spec = LAYOUTS[layout]
-    mesh = jax.make_mesh(
-        tuple(axes.values()), tuple(axes), axis_types=(axis_type,) * len(axes)
-    )
+    mesh = make_mesh(axis_type, **axes)
     shard = functools.partial(NamedSharding, mesh)
     shardings = {"w": shard(w_spec), "b": shard(b_spec)}
     with set_mesh(mesh):
@@ -62,7 +60,7 @@ def test_a_mesh_equals_one_device(axis_type, layout):
         traces = []
 
         def gathered_loss_fn(params, x):
-            if axis_type == AxisType.Explicit:
+            if axis_type == EXPLICIT:
                 params = jax.sharding.reshard(params, P())
             return loss_fn(params, x)
 
@@ -73,7 +71,7 @@ def test_a_mesh_equals_one_device(axis_type, layout):
             traces.append(1)
             loss, grads = ls.value_and_grad(gathered_loss_fn, state)(params, x)
             updates, new_state = TX.update(grads, state, params)
-            if axis_type == AxisType.Explicit:
+            if axis_type == EXPLICIT:
                 assert specs(new_state) == specs(state)
             return optax.apply_updates(params, updates), new_state
 
@@ -96,7 +94,7 @@ def test_a_mesh_equals_one_device(axis_type, layout):
 )
 def test_explicit_shardings_of_the_state_never_change(name):
     """float16 parameters, so that the state is cast too. Nothing is compiled."""
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    mesh = make_mesh(EXPLICIT, x=8)
     with set_mesh(mesh):
         params = jax.device_put(
             jnp.ones((2, 8, 4), jnp.float16), NamedSharding(mesh, P(None, "x"))
@@ -138,7 +136,7 @@ def test_a_state_made_before_its_parameters_were_sharded_takes_their_sharding(
     jit, check_updates
 ):
     """Of weakly typed parameters, optax makes such a state by itself."""
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    mesh = make_mesh(EXPLICIT, x=8)
     tx = ls.with_loss_scaling(ADAM, RULE, check_updates=check_updates)
     with set_mesh(mesh):
         params = jnp.full((8, 2), 1.0)
@@ -153,7 +151,7 @@ def test_a_state_made_before_its_parameters_were_sharded_takes_their_sharding(
     assert int(state.scale_state.skipped_steps) == 1
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
 def test_master_weights_may_be_sharded_where_parameters_are_replicated(axis_type):
     """The layout of ZeRO's first stage."""
     tx = ls.with_loss_scaling(ls.with_master_weights(optax.adam(0.1)))
@@ -161,7 +159,7 @@ def test_master_weights_may_be_sharded_where_parameters_are_replicated(axis_type
     grads, state = jnp.ones_like(params), tx.init(params)
     expected = jax.jit(tx.update)(grads, state, params)
 
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+    mesh = make_mesh(axis_type, x=8)
     shardings = optax.tree.map_params(
         tx,
         lambda _: NamedSharding(mesh, P("x")),
