@@ -14,6 +14,7 @@ import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import optax_lossscale as ls
 
@@ -41,6 +42,11 @@ def worker_environment(**variables: str) -> dict[str, str]:
     folders = (ROOT, ROOT / "tests", ROOT / "tests" / "integration")
     path = os.pathsep.join(map(str, folders))
     return {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **variables}
+
+
+def slow_but(quick: Any, cases: Any) -> list[Any]:
+    """Cases of a test, of which all but the quick ones are slow."""
+    return [pytest.param(x, marks=[pytest.mark.slow] * (x not in quick)) for x in cases]
 
 
 def code_blocks(text: str, language: str) -> list[str]:

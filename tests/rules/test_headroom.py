@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import run_rule
+from helpers import run_rule, slow_but
 
 import optax_lossscale as ls
 
@@ -24,10 +24,7 @@ def around(top):
     return np.concatenate(near)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [pytest.param(d, marks=() if d == "float16" else pytest.mark.slow) for d in DTYPES],
-)
+@pytest.mark.parametrize("dtype", slow_but(("float16",), DTYPES))
 def test_the_bound_holds_to_the_last_bit_and_no_scale_is_given_away(dtype):
     headrooms = [0.0, 3.0, 10.0, 0.5, 6.3]
     limits = {"dtype": dtype, "min_scale": SMALLEST, "max_scale": LARGEST}

@@ -11,6 +11,7 @@ from every_optimizer import with_a_branch
 from helpers import (
     assert_close,
     assert_same_bits,
+    slow_but,
     transformation,
 )
 from jax.experimental import io_callback
@@ -197,12 +198,8 @@ def typed(inner):
 
 
 @pytest.mark.filterwarnings("ignore:Every update rounds the state")  # the other type
-@pytest.mark.parametrize(
-    "transform", ["jit", *(pytest.param(t, marks=slow) for t in ("vmap", "grad"))]
-)
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=slow) for n in INNER]
-)
+@pytest.mark.parametrize("transform", slow_but(("jit",), ("jit", "vmap", "grad")))
+@pytest.mark.parametrize("name", slow_but(QUICK, INNER))
 def test_a_skipped_step_is_as_if_it_had_not_been(name, transform):
     """Whatever the optimizer computes, in both layouts, with `check_updates` or not."""
     inner = INNER[name]

@@ -11,6 +11,7 @@ from helpers import (
     assert_same_types,
     enable_x64,
     normal,
+    slow_but,
 )
 
 import optax_lossscale as ls
@@ -50,7 +51,6 @@ def trained(inner, params):
     return scan((params, tx.init(params)))[0]
 
 
-slow = pytest.mark.slow
 ADAM, SGD = optax.adam(1e-2), optax.sgd(0.1)
 
 # With copies made by ``m``, inside of wrappers and around them.
@@ -71,12 +71,9 @@ RUNS = {
     ),
     "schedule_free": lambda m: m(optax.contrib.schedule_free_adamw(0.01)),
 }
-QUICK = ("clipped adam", "partition")
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=slow) for n in RUNS]
-)
+@pytest.mark.parametrize("name", slow_but(("clipped adam", "partition"), RUNS))
 def test_a_run_equals_that_of_float32_parameters_cast_in_the_loss(name):
     params, state = trained(RUNS[name](lambda inner: inner), FLOAT32)
     half, half_state = trained(RUNS[name](ls.with_master_weights), HALF)
@@ -134,7 +131,7 @@ def test_only_what_is_narrower_is_copied():
     np.testing.assert_allclose(state.master_weights["half"], 1 - 1e-4, rtol=1e-7)
 
 
-@slow
+@pytest.mark.slow
 def test_float64_master_weights_of_float32_and_complex64():
     with enable_x64(True):
         params = {"z": jnp.array([1 + 2j], jnp.complex64), "w": jnp.ones(2, "f4")}
@@ -195,7 +192,7 @@ def test_a_state_may_be_donated_whose_optimizer_keeps_the_first_parameters():
 
 def test_gradients_that_are_none_leave_their_parameters_alone():
     tx = ls.with_loss_scaling(ls.with_master_weights(SGD))
-    updates, state = tx.update({**GRADS, "b": None}, tx.init(HALF), HALF)
+    updates, state = jax.jit(tx.update)({**GRADS, "b": None}, tx.init(HALF), HALF)
     assert updates["b"] is None
     assert_same_bits(state.inner_state.master_weights["b"], FLOAT32["b"])
 

@@ -8,19 +8,14 @@ import numpy as np
 import optax
 import pytest
 from every_optimizer import make, with_a_branch
+from helpers import slow_but
 
 import optax_lossscale as ls
 
 GUARDED = ("optax.sgd", "momentum", "optax.adamw", "clip + adamw", "optax.lion")
 SHAPE = (64, 128)
 BYTES = 4 * np.prod(SHAPE)
-guarded = pytest.mark.parametrize(
-    "name",
-    [
-        n if n == "optax.adamw" else pytest.param(n, marks=pytest.mark.slow)
-        for n in GUARDED
-    ],
-)
+guarded = pytest.mark.parametrize("name", slow_but(("optax.adamw",), GUARDED))
 # Earlier versions of XLA CPU have no library for reductions, which keeps them from
 # writing their operands out.
 reductions_are_fused = pytest.mark.skipif(
@@ -58,7 +53,7 @@ def full_size_copies(program):
 
 
 @reductions_are_fused
-@pytest.mark.parametrize("scanned", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scanned", slow_but((False,), (False, True)))
 @guarded
 def test_no_memory_beyond_the_plain_step(name, scanned):
     if scanned and name == "optax.lion":

@@ -33,10 +33,11 @@ def every_kind(dtype):
 @pytest.mark.parametrize(
     "dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e5m2, jnp.float8_e4m3fn]
 )
-@pytest.mark.parametrize("jit", [False, True])
-def test_rounding_is_that_of_a_cast(dtype, jit):
+def test_rounding_is_that_of_a_cast(dtype):
     x = jnp.asarray(every_kind(dtype))
-    y = (jax.jit(rounded, static_argnums=1) if jit else rounded)(x, dtype)
+    y = jax.jit(rounded, static_argnums=1)(x, dtype)
+    if dtype == jnp.float16:
+        assert_same_bits(rounded(x, dtype), y)
     with np.errstate(over="ignore", invalid="ignore"):
         expected = np.asarray(x).astype(dtype)
     overflows = ~np.isfinite(expected.astype(np.float32))
@@ -51,8 +52,7 @@ def test_rounding_is_that_of_a_cast(dtype, jit):
     assert (~np.isfinite(again[overflows])).all()
 
 
-@pytest.mark.parametrize("jit", [False, True])
-def test_an_update_takes_a_parameter_to_its_rounded_master_weight(jit):
+def test_an_update_takes_a_parameter_to_its_rounded_master_weight():
     """From any float16 number below 1 to any other, and back to bits of zeros."""
     rng = np.random.default_rng(0)
     small = HALVES[HALVES < 1]
@@ -61,8 +61,7 @@ def test_an_update_takes_a_parameter_to_its_rounded_master_weight(jit):
     params *= rng.choice([-1, 1], len(params)).astype(np.float16)
     masters = rng.standard_normal(2000) * 2.0 ** rng.uniform(-30, 10, 2000)
     masters = np.concatenate([masters, zeros, -zeros, zeros, -zeros]).astype(np.float32)
-    update = jax.jit(update_to) if jit else update_to
-    updates = update(jnp.asarray(masters), jnp.asarray(params))
+    updates = jax.jit(update_to)(jnp.asarray(masters), jnp.asarray(params))
     assert updates.dtype == jnp.float32
     new = optax.apply_updates(jnp.asarray(params), updates)
     np.testing.assert_array_equal(new, masters.astype(np.float16))

@@ -18,7 +18,7 @@ from devices import (
     loss_fn,
 )
 from every_optimizer import IGNORED_WARNINGS, OPTIMIZERS, make, with_a_branch
-from helpers import AUTO, EXPLICIT, make_mesh, set_mesh
+from helpers import AUTO, EXPLICIT, make_mesh, set_mesh, slow_but
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -42,11 +42,7 @@ def specs(tree):
 
 @pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
 @pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name == "two axes" else ())
-        for name in LAYOUTS
-    ],
+    "layout", slow_but(("data-parallel", "fully sharded"), LAYOUTS)
 )
 def test_a_mesh_equals_one_device(axis_type, layout):
     axes, w_spec, b_spec = LAYOUTS[layout]
@@ -85,13 +81,7 @@ def test_a_mesh_equals_one_device(axis_type, layout):
     assert_agree((params, state), alone(BAD_X))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in USUAL else pytest.mark.slow)
-        for name in OPTIMIZERS
-    ],
-)
+@pytest.mark.parametrize("name", slow_but(USUAL, OPTIMIZERS))
 def test_explicit_shardings_of_the_state_never_change(name):
     """float16 parameters, so that the state is cast too. Nothing is compiled."""
     mesh = make_mesh(EXPLICIT, x=8)
@@ -125,13 +115,8 @@ def test_explicit_shardings_of_the_state_never_change(name):
             assert before.inner_state == after.inner_state
 
 
-@pytest.mark.parametrize(
-    "jit, check_updates",
-    [
-        (True, True),
-        *(pytest.param(False, x, marks=pytest.mark.slow) for x in (False, True)),
-    ],
-)
+@pytest.mark.parametrize("jit", slow_but((True,), (True, False)))
+@pytest.mark.parametrize("check_updates", slow_but((True,), (True, False)))
 def test_a_state_made_before_its_parameters_were_sharded_takes_their_sharding(
     jit, check_updates
 ):

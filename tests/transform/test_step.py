@@ -15,12 +15,11 @@ from helpers import (
     float16_loss,
     normal,
     run_rule,
+    slow_but,
 )
 from jax.experimental import checkify
 
 import optax_lossscale as ls
-
-slow = pytest.mark.slow
 
 RULE = ls.DynamicLossScale(init_scale=2.0**10, growth_interval=3)
 TX = ls.with_loss_scaling(optax.adam(1e-2), RULE)
@@ -72,22 +71,9 @@ def test_the_two_bad_batches_are_skipped_and_the_scale_moves(reference):
     assert_same_types(state, TX.init(PARAMS))
 
 
-def in_a_scan():
-    return jax.lax.scan(lambda c, x: (train_step(c, x), None), start(), X)[0]
-
-
-def in_a_while_loop():
-    def body(carry):
-        i, carry = carry
-        step = functools.partial(train_step, x=X[i])
-        return i + 1, jax.lax.cond(i >= 0, step, lambda c: c, carry)
-
-    return jax.lax.while_loop(lambda c: c[0] < len(X), body, (0, start()))[1]
-
-
-@pytest.mark.parametrize("run", [in_a_scan, in_a_while_loop])
-def test_loops_carry_the_state(run, reference):
-    assert_close(run(), reference, rtol=1e-3, atol=1e-6)
+def test_loops_carry_the_state(reference):
+    run, _ = jax.lax.scan(lambda c, x: (train_step(c, x), None), start(), X)
+    assert_close(run, reference, rtol=1e-3, atol=1e-6)
 
 
 def test_donation_changes_nothing_and_is_used(reference):
@@ -164,10 +150,7 @@ DERIVATIVES = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [k if k == "reverse" else pytest.param(k, marks=slow) for k in DERIVATIVES],
-)
+@pytest.mark.parametrize("kind", slow_but(("reverse",), DERIVATIVES))
 def test_derivatives_of_training_are_those_without_the_skipped_steps(kind):
     """Meta-learning: the derivative of what training reaches by the learning rate."""
     noises, derivative = DERIVATIVES[kind]
@@ -221,14 +204,8 @@ SEARCHES = {
 }
 
 
-@pytest.mark.parametrize(
-    "search, jit",
-    [
-        pytest.param(s, jit, marks=() if jit and s == "backtracking" else slow)
-        for s in SEARCHES
-        for jit in (True, False)
-    ],
-)
+@pytest.mark.parametrize("search", slow_but(("backtracking",), SEARCHES))
+@pytest.mark.parametrize("jit", slow_but((True,), (True, False)))
 def test_in_a_skipped_step_a_line_search_evaluates_its_loss_at_most_once(search, jit):
     """Whatever it is given: it would go on to its last evaluation on NaN.
 
