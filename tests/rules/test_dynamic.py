@@ -4,7 +4,6 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from helpers import run_rule
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -108,34 +107,6 @@ def test_a_scale_that_is_nan_starts_again():
     state = rule.init()._replace(loss_scale=jnp.float32(jnp.nan))
     assert float(rule.update(state, True).loss_scale) == 64.0
     assert float(rule.update(state, False).loss_scale) == 32.0
-
-
-def scales(rule, run):
-    return run_rule(rule, [flag == "1" for flag in run]).loss_scale.tolist()
-
-
-HYSTERESIS_RUNS = [
-    # Any finite step refills: two non-finite steps apart cost nothing.
-    ("finite", "0101001", [8, 8, 8, 8, 8, 4, 4]),
-    # Only a growth refills: the second one costs, and so does every further one.
-    ("growth", "0101001", [8, 8, 4, 4, 2, 1, 1]),
-    # Non-finite steps add up over finite ones; a backoff clears the sum.
-    ("change", "0101001", [8, 8, 4, 4, 4, 2, 2]),
-]
-
-
-@pytest.mark.parametrize(("refill", "run", "expected"), HYSTERESIS_RUNS)
-def test_the_kinds_of_hysteresis_differ_as_documented(refill, run, expected):
-    rule = ls.DynamicLossScale(
-        init_scale=8.0, hysteresis=2, hysteresis_refill=refill, growth_interval=100
-    )
-    assert scales(rule, run) == expected
-
-
-def test_growth_comes_on_the_nth_finite_step_in_a_row_and_again_n_later():
-    rule = ls.DynamicLossScale(init_scale=1.0, growth_interval=3)
-    assert scales(rule, "111111") == [1, 1, 2, 2, 2, 4]
-    assert scales(rule, "110111") == [1, 1, 1, 1, 1, 2]
 
 
 def test_a_shorter_interval_than_the_tracker_grows_at_once():
