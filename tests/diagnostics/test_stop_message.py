@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from every_rule import RULES
+from every_rule import PRESETS, VARIANTS
 from helpers import ROOT
 
 import optax_lossscale as ls
@@ -136,12 +136,17 @@ def test_a_share_of_skipped_steps_stops_too_and_names_the_batches():
     ls.check_loss_scale(epoch(state, jnp.ones(100)))
 
 
-SKIPPING = {name: rule for name, rule in RULES.items() if rule.skip_nonfinite}
+def test_no_preset_is_warned_of_before_the_first_step():
+    for rule in PRESETS.values():
+        ls.check_loss_scale(rule.init())  # warnings are errors
+
+
+SKIPPING = {name: rule for name, rule in VARIANTS.items() if rule.skip_nonfinite}
 
 
 @pytest.mark.parametrize("rule", SKIPPING.values(), ids=SKIPPING)
 def test_after_overflows_under_any_rule_the_message_names_the_forward_pass(rule):
-    """And no rule is warned of before: the scale may follow the gradients."""
+    """And no rule is warned of before: a scale may follow the gradients."""
     state = rule.init()
     args = (jnp.float32(1e-9),) if rule.uses_max_magnitude else ()
     for flag in (True, False, False, False):

@@ -29,7 +29,6 @@ DRAWN = {
 }
 FIGURES = {
     "column": lambda: plt.subplots(figsize=(3.3, 2.2))[1],
-    "page": lambda: plt.subplots(figsize=(6.5, 3.6))[1],
     "grid": lambda: plt.subplots(2, 2, figsize=(6.5, 5.0))[1],
     "half": lambda: plt.figure(figsize=(6.5, 3.0)).subfigures(1, 2)[1].subplots(),
 }
