@@ -1,6 +1,5 @@
 """select."""
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,8 +33,7 @@ def test_select_keeps_every_bit_of_what_it_keeps():
 
 
 def test_the_derivative_of_select_is_that_of_the_chosen_tree():
-    gradient = jax.grad(lambda x: ls.select(True, x**2, x**3))(3.0)
-    chex.assert_trees_all_close(gradient, 6.0)
+    assert jax.grad(lambda x: ls.select(True, x**2, x**3))(3.0) == 6.0
 
 
 @pytest.mark.parametrize("pred", [1, None, jnp.ones(2, bool), jnp.float32(1), "yes"])

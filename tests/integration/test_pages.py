@@ -13,7 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import PAGES, assert_same_bits, code_blocks, first_program, page, run_page
+from helpers import (
+    PAGES,
+    assert_same_bits,
+    assert_same_types,
+    code_blocks,
+    first_program,
+    page,
+    run_page,
+)
 
 import optax_lossscale as ls
 
@@ -70,6 +78,8 @@ def test_a_checkpoint_is_restored_with_the_same_bits_and_under_another_mesh():
     saved = {"params": guide["params"], "opt_state": guide["opt_state"]}
     assert_same_bits(guide["restored"], saved)
     assert_same_bits(guide["resharded"], saved)
+    # So a step is not compiled again.
+    assert_same_types(guide["restored"], saved)
     sharding = guide["resharded"]["params"]["w"].sharding
     assert len(sharding.device_set) == 8 and not sharding.is_fully_replicated
     scale = ls.get_loss_scale(guide["resharded"]["opt_state"])

@@ -87,23 +87,6 @@ def test_a_rule_is_verbatim_only_if_a_dynamic_one_behaves_otherwise(dynamic, ver
     assert type(verbatim) is presets.VerbatimLossScale
 
 
-@pytest.mark.parametrize(
-    ("preset", "low", "high"),
-    [
-        (presets.VerbatimLossScale, "min_scale", "max_scale"),
-        (presets.apex_amp, "min_loss_scale", "max_loss_scale"),
-        (presets.fairseq, "threshold", "init_scale"),
-        (presets.megatron, "min_scale", "initial_scale"),
-        (presets.openseq2seq_backoff, "scale_min", "scale_max"),
-        (presets.openseq2seq_logmax, "scale_min", "scale_max"),
-    ],
-)
-def test_numbers_in_the_wrong_order_are_refused_by_their_names(preset, low, high):
-    with pytest.raises(ValueError, match=f"^`{low}` must not exceed `{high}`, got"):
-        preset(**{low: 8.0, high: 4.0})
-    preset(**{low: 8.0, high: 8.0})
-
-
 def test_numbers_that_do_not_fit_are_refused_by_their_names():
     with pytest.raises(ValueError, match="^`min_loss_scaling` must not exceed `max_sc"):
         presets.mpx_dynamic(8.0, min_loss_scaling=65505.0)

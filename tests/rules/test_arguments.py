@@ -176,20 +176,27 @@ def test_the_first_scale_may_be_positional_and_nothing_else():
     assert ls.FixedLossScale(64.0) == ls.FixedLossScale(loss_scale=64.0)
 
 
-@pytest.mark.parametrize(
-    ("make", "arguments", "lower", "upper"),
-    [
-        (ls.DynamicLossScale, {"min_scale": 2.0**16}, "min_scale", "init_scale"),
-        (ls.DynamicLossScale, {"init_scale": 2.0**25}, "init_scale", "max_scale"),
-        (ls.TolerantLossScale, {"min_scale": 2.0**16}, "min_scale", "init_scale"),
-        (ls.HeadroomLossScale, {"init_scale": 2.0**25}, "init_scale", "max_scale"),
-        (ls.LogNormalLossScale, {"max_scale": 2.0**10}, "init_scale", "max_scale"),
-    ],
-)
-def test_limits_out_of_order_are_refused_by_both_names(make, arguments, lower, upper):
-    with pytest.raises(ValueError, match=f"`{lower}` must not exceed `{upper}`") as e:
-        make(**arguments)
-    assert f"Lower `{lower}` or raise `{upper}`." in str(e.value)
+ORDERED = [
+    (ls.DynamicLossScale, "min_scale", "init_scale"),
+    (ls.DynamicLossScale, "init_scale", "max_scale"),
+    (ls.TolerantLossScale, "min_scale", "init_scale"),
+    (ls.HeadroomLossScale, "init_scale", "max_scale"),
+    (ls.LogNormalLossScale, "init_scale", "max_scale"),
+    (presets.VerbatimLossScale, "min_scale", "max_scale"),
+    (presets.apex_amp, "min_loss_scale", "max_loss_scale"),
+    (presets.fairseq, "threshold", "init_scale"),
+    (presets.megatron, "min_scale", "initial_scale"),
+    (presets.openseq2seq_backoff, "scale_min", "scale_max"),
+    (presets.openseq2seq_logmax, "scale_min", "scale_max"),
+]
+
+
+@pytest.mark.parametrize(("make", "lower", "upper"), ORDERED)
+def test_limits_out_of_order_are_refused_by_both_names(make, lower, upper):
+    match = f"^`{lower}` must not exceed `{upper}`.* Lower `{lower}` or raise `{upper}"
+    with pytest.raises(ValueError, match=match):
+        make(**{lower: 8.0, upper: 4.0})
+    make(**{lower: 8.0, upper: 8.0})
 
 
 @pytest.mark.parametrize("factor", [1.5, 2.0**31, 2.0**100])

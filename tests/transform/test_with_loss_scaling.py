@@ -34,6 +34,15 @@ def test_a_good_step_is_the_optimizers_own_and_a_bad_one_only_backs_off():
     assert_same_bits(bad.scale_state, expected)
 
 
+def test_an_optimizer_is_wrapped_in_the_middle_of_a_run_and_keeps_its_moments():
+    _, old_state = ADAM.update(GRADS, ADAM.init(PARAMS), PARAMS)
+    tx = ls.with_loss_scaling(ADAM)
+    opt_state = tx.init(PARAMS)._replace(inner_state=old_state)
+    updates, new_state = jax.jit(tx.update)(GRADS, opt_state, PARAMS)
+    expected = jax.jit(ADAM.update)(GRADS, old_state, PARAMS)
+    assert_same_bits((updates, new_state.inner_state), expected)
+
+
 NEVER_SKIPS = ls.FixedLossScale(skip_nonfinite=False)
 
 
