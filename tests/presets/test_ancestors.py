@@ -11,7 +11,6 @@ import optax_lossscale as ls
 
 PARAMS = {"w": jnp.ones(3), "unused": None}
 GRADS = {"w": jnp.array([1.0, -2.0, 3.0]), "unused": None}
-BAD_GRADS = {"w": jnp.array([1.0, jnp.inf, 3.0]), "unused": None}
 INNER = optax.adam(0.1)
 PAGE = page("coming_from/index")
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import DATA, run_rule
+from helpers import DATA, run_rule, slow_but
 
 import optax_lossscale as ls
 from optax_lossscale import presets
@@ -100,13 +100,7 @@ def test_all_that_was_recorded_is_compared_up_to_where_a_few_peers_become_unsoun
     assert sum(sound_steps(case) < len(case["scale"]) for case in TRACES) == 41
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=case["id"], marks=() if i % 4 == 0 else pytest.mark.slow)
-        for i, case in enumerate(TRACES)
-    ],
-)
+@pytest.mark.parametrize("case", slow_but(TRACES[::4], TRACES), ids=lambda c: c["id"])
 def test_the_scale_takes_the_recorded_course(case):
     if case["scale_before_first_step"] > LARGEST:
         # Python floats; in float32, where gradients are divided, such a scale is inf.
