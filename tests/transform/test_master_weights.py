@@ -222,11 +222,11 @@ def test_training_can_be_differentiated_as_in_float32():
 
 def test_a_run_is_resumed_from_float32_weights_of_elsewhere():
     tx = ls.with_loss_scaling(ls.with_master_weights(ADAM))
-    saved = jax.tree.map(lambda p: p + 1e-5, FLOAT32)
+    saved, grads = FLOAT32["w"] + 1e-5, GRADS["w"]
     state = optax.tree.set(tx.init(as_half(saved)), master_weights=saved)
-    assert_same_types(state, tx.init(HALF))
-    _, state = tx.update(GRADS, state, as_half(saved))
-    updates, _ = ADAM.update(GRADS, ADAM.init(saved))
+    assert_same_types(state, tx.init(HALF["w"]))
+    _, state = tx.update(grads, state, as_half(saved))
+    updates, _ = ADAM.update(grads, ADAM.init(saved))
     expected = optax.apply_updates(saved, updates)
     assert_same_bits(state.inner_state.master_weights, expected)
 
