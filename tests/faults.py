@@ -32,7 +32,12 @@ TESTS_OF_ROOM = {
     "_demo": ["test_main.py"],
     "_diagnostics": ["diagnostics"],
     "_gradients": ["gradients"],
-    "_rules": ["rules", "presets", "transform/test_with_loss_scaling.py"],
+    "_rules": [
+        "rules",
+        "presets",
+        "diagnostics",
+        "transform/test_with_loss_scaling.py",
+    ],
     "_transform": ["transform"],
     "plots": ["plots"],
     "presets": ["presets", "rules"],
