@@ -175,6 +175,15 @@ def difference(tree: Any, other: Any) -> tuple[str, str, str] | None:
     return None
 
 
+def unlike(tree: Any, other: Any) -> tuple[str, Any, Any] | None:
+    """Return where two trees differ in structure or shapes, or None if alike."""
+    if alike(tree, other):
+        return None  # without the texts of `difference`: every update asks
+    structures = jax.tree.structure(tree), jax.tree.structure(other)
+    path, new, old = difference(tree, other) or ("", *structures)
+    return path or "the root", new, old
+
+
 def _shapes(tree: Any) -> dict[str, str]:
     return {
         jax.tree_util.keystr(path): f"an array of shape {jnp.shape(leaf)}"

@@ -9,7 +9,6 @@ import numpy as np
 import optax
 
 from .._tree import (
-    alike,
     as_type,
     at_paths_of,
     difference,
@@ -18,6 +17,7 @@ from .._tree import (
     is_inexact,
     is_narrow,
     same_structure,
+    unlike,
 )
 from .master_weights import has_master_weights
 
@@ -62,11 +62,10 @@ def update_inner(
     except Exception as error:
         _check_alike(updates, inner_state, params, error)
         raise
-    if not alike(new_state, inner_state):
+    if found := unlike(new_state, inner_state):
         # Gradients of other shapes may broadcast against the moments.
         _check_alike(updates, inner_state, params, None)
-        structures = jax.tree.structure(new_state), jax.tree.structure(inner_state)
-        path, new, old = difference(new_state, inner_state) or ("its root", *structures)
+        path, new, old = found
         raise ValueError(
             "`inner` must keep the structure and the shapes of its state, but returns "
             f"{new} at {path}, where it was given {old}. Give it its final shape in "

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._tree import alike, as_type, difference, dtype_of, is_inexact, same_structure
+from .._tree import as_type, dtype_of, is_inexact, same_structure, unlike
 from .._validation import check
 from .extra_args import check_inner, with_extra_args
 from .rounding import update_to
@@ -210,12 +210,11 @@ def _check_dtype(dtype: Any) -> np.dtype[Any]:
 def _check_params(params: Any, masters: Any, dtype: Any) -> None:
     """Raise if parameters do not match the master weights in the state."""
     expected = _copied(params, dtype)
-    if not alike(expected, masters):
-        structures = jax.tree.structure(expected), jax.tree.structure(masters)
-        path, new, old = difference(expected, masters) or ("", *structures)
+    if found := unlike(expected, masters):
+        path, new, old = found
         raise ValueError(
             "`params` must have the structure, shapes and types that `init` was given, "
-            f"but the master weights of `params` have {new} at {path or 'the root'}, "
+            f"but the master weights of `params` have {new} at {path}, "
             f"and those in `state` have {old}. Pass the parameters of this state. If "
             "they have changed, call `init` again."
         )
