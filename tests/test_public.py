@@ -130,14 +130,26 @@ def test_importing_needs_neither_extras_nor_test_packages_and_starts_no_backend(
     assert not {"rich", "matplotlib", "flax", "equinox", "pytest"} & set(modules)
 
 
-@pytest.mark.parametrize("name", sorted(_public.ELSEWHERE))
+ELSEWHERE = {
+    "FixedLossScaleManager": "presets.mindspore_fixed",
+    "DynamicLossScaleManager": "presets.mindspore_dynamic",
+    "LossScaleManager": "`ls.LossScale`",
+    "GradScaler": "presets.torch_grad_scaler",
+    "DynamicScale": "presets.flax_dynamic_scale",
+    "LossScaleOptimizer": "presets.keras_loss_scale",
+    "NoOpLossScale": "FixedLossScale(1.0)",
+    "StaticLossScale": "presets.jmp_static",
+}
+
+
+@pytest.mark.parametrize("name", sorted(ELSEWHERE | _public.ELSEWHERE))
 def test_the_name_of_another_system_leads_to_ours(name):
     assert not hasattr(ls, name) and name not in dir(ls)
     with pytest.raises(AttributeError) as error:
         getattr(ls, name)
     message = "".join(traceback.format_exception_only(error.value))
     assert message.startswith("AttributeError: module 'optax_lossscale' has no")
-    assert "`ls." in message
+    assert ELSEWHERE.get(name, "`ls.") in message
     assert "Did you mean" not in message, "Python would name a rule with other defaults"
     for code in re.findall(r"`(ls\.[\w.]+)", message):
         assert callable(eval(code, {"ls": ls}))
