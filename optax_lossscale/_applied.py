@@ -34,7 +34,7 @@ def was_applied(state: Any) -> jax.Array:
         >>> bool(ls.was_applied(ls.LossScaleState.create(128.0).record(False)))
         False
     """
-    return _with_numbers(state).grads_finite
+    return _with_numbers(state).applied
 
 
 def applied_steps(state: Any, steps: jax.typing.ArrayLike) -> jax.Array:
@@ -103,7 +103,7 @@ def keep_if_applied(
 
     still = jax.tree.map(compared, new, old) if same_structure(new, old) else new
     return select(
-        scale_state.grads_finite & all_finite(still, axis_name=axis_name), new, old
+        scale_state.applied & all_finite(still, axis_name=axis_name), new, old
     )
 
 

@@ -26,8 +26,8 @@ class LossScaleState(NamedTuple):
             next growth; at most 1 in a rule that measures the gradients.
         hysteresis_tracker: int32, the number of non-finite steps until the scale backs
             off; -1 if it never does.
-        grads_finite: bool, whether the last step was applied: the gradients were
-            finite, and so was everything else that was checked.
+        applied: bool, whether the last step was applied: the gradients were finite, and
+            so was everything else that was checked.
         skipped_steps: int32, the number of skipped steps in total; saturates.
         consecutive_skips: int32, the number of skipped steps since the last applied
             one; saturates.
@@ -48,7 +48,7 @@ class LossScaleState(NamedTuple):
     loss_scale: jax.Array
     growth_tracker: jax.Array
     hysteresis_tracker: jax.Array
-    grads_finite: jax.Array
+    applied: jax.Array
     skipped_steps: jax.Array
     consecutive_skips: jax.Array
     skip_rate: jax.Array
@@ -70,7 +70,7 @@ class LossScaleState(NamedTuple):
             rule_state: what else the rule remembers.
 
         Returns:
-            A state in which all other counters are 0 and ``grads_finite`` is True.
+            A state in which all other counters are 0 and ``applied`` is True.
 
         Examples:
             >>> import optax_lossscale as ls
@@ -80,18 +80,18 @@ class LossScaleState(NamedTuple):
         numbers = (loss_scale, 0, hysteresis, True, 0, 0, 0.0)
         return cls._make([*map(jnp.asarray, numbers, _DTYPES), rule_state])
 
-    def record(self, grads_finite: jax.typing.ArrayLike) -> "LossScaleState":
+    def record(self, applied: jax.typing.ArrayLike) -> "LossScaleState":
         """Record whether the last step was applied, first in the ``update`` of a rule.
 
         Args:
-            grads_finite: one boolean; False if the step is skipped.
+            applied: one boolean; False if the step is skipped.
 
         Returns:
-            The state with new values of ``grads_finite``, ``skipped_steps``,
+            The state with new values of ``applied``, ``skipped_steps``,
             ``consecutive_skips`` and ``skip_rate``.
 
         Raises:
-            ValueError: if ``grads_finite`` is not one boolean.
+            ValueError: if ``applied`` is not one boolean.
 
         Examples:
             >>> import optax_lossscale as ls
@@ -99,15 +99,13 @@ class LossScaleState(NamedTuple):
             >>> int(state.skipped_steps), int(state.consecutive_skips)
             (2, 2)
         """
-        check_flag("grads_finite", grads_finite)
-        return recorded(self, grads_finite)
+        check_flag("applied", applied)
+        return recorded(self, applied)
 
 
-def recorded(
-    state: LossScaleState, grads_finite: jax.typing.ArrayLike
-) -> LossScaleState:
+def recorded(state: LossScaleState, applied: jax.typing.ArrayLike) -> LossScaleState:
     """Do what ``state.record`` does, with a flag that has already been checked."""
-    grads_finite = jnp.asarray(grads_finite)
+    applied = jnp.asarray(applied)
     skipped_steps = optax.safe_increment(state.skipped_steps)
     consecutive_skips = optax.safe_increment(state.consecutive_skips)
     # A checkpoint may hold anything, and NaN would stay forever.
@@ -119,10 +117,10 @@ def recorded(
     skipped_rate = skip_rate * 0.99 + 0.01
     skipped_rate = jnp.where(counts, skipped_rate, skip_rate)
     return state._replace(
-        grads_finite=grads_finite,
-        skipped_steps=jnp.where(grads_finite, state.skipped_steps, skipped_steps),
-        consecutive_skips=jnp.where(grads_finite, 0, consecutive_skips),
-        skip_rate=jnp.where(grads_finite, 0.99 * skip_rate, skipped_rate),
+        applied=applied,
+        skipped_steps=jnp.where(applied, state.skipped_steps, skipped_steps),
+        consecutive_skips=jnp.where(applied, 0, consecutive_skips),
+        skip_rate=jnp.where(applied, 0.99 * skip_rate, skipped_rate),
     )
 
 

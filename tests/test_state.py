@@ -16,7 +16,7 @@ TYPES = {
     "loss_scale": jnp.float32,
     "growth_tracker": jnp.int32,
     "hysteresis_tracker": jnp.int32,
-    "grads_finite": jnp.bool_,
+    "applied": jnp.bool_,
     "skipped_steps": jnp.int32,
     "consecutive_skips": jnp.int32,
     "skip_rate": jnp.float32,
@@ -114,7 +114,7 @@ def test_a_flag_that_is_not_one_boolean_is_refused(flag):
     for rule in RULES:
         with pytest.raises(ValueError, match="`grads_finite` must be one boolean"):
             rule.update(rule.init(), flag)
-    with pytest.raises(ValueError, match="`grads_finite` must be one boolean"):
+    with pytest.raises(ValueError, match="`applied` must be one boolean"):
         ls.LossScaleState.create(1.0).record(flag)
 
 

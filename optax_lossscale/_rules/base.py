@@ -171,11 +171,11 @@ def check_fields(rule: LossScale, *ascending: str) -> None:
     check_order(**{name: getattr(rule, name) for name in ascending})
 
 
-def check_rule(loss_scale: Any) -> None:
-    if not isinstance(loss_scale, LossScale):
+def check_rule(rule: Any) -> None:
+    if not isinstance(rule, LossScale):
         raise TypeError(
-            "`loss_scale` must be a rule, an instance of LossScale, got "
-            f"{describe(loss_scale)}. Pass one, such as "
+            "`rule` must be an instance of LossScale, got "
+            f"{describe(rule)}. Pass one, such as "
             "`FixedLossScale(128.0)` or `DynamicLossScale(init_scale=128.0)`."
         )
 
@@ -185,7 +185,7 @@ def first_state(rule: LossScale) -> LossScaleState:
     state: Any = rule.init()
     if not isinstance(state, LossScaleState):
         raise TypeError(
-            "`loss_scale` must have an `init` that returns a LossScaleState, got "
+            "`rule` must have an `init` that returns a LossScaleState, got "
             f"{describe(state)} from {rule!r}. Return `LossScaleState.create(scale)`."
         )
     return check_state(state)
@@ -224,7 +224,7 @@ def next_state(
     if not alike(new_state, state):
         new, old = (jax.tree.map(jnp.shape, x) for x in (new_state, state))
         raise ValueError(
-            "`loss_scale` must have an `update` that keeps the structure and the "
+            "`rule` must have an `update` that keeps the structure and the "
             f"shapes of the state, got {new} for {old} from {rule!r}. Return "
             "`state.record(grads_finite)._replace(...)`."
         )

@@ -45,7 +45,7 @@ def counted(
     ``restart`` is the growth tracker's value after a non-finite step.
     """
     state = recorded(state, grads_finite)
-    grads_finite = state.grads_finite
+    grads_finite = state.applied
 
     # A checkpoint may hold any counters.
     growth_tracker = optax.safe_increment(jnp.maximum(state.growth_tracker, restart))

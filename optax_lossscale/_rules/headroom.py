@@ -123,16 +123,16 @@ class HeadroomLossScale(LossScale):
         remembered = jnp.where(found, magnitude_for(scale), remembered)
         unseen = magnitude_for(scale * self.backoff_factor)
         magnitude = jnp.where(
-            new_state.grads_finite,
+            new_state.applied,
             jnp.maximum(remembered * 0.5 ** (1 / self.half_life), seen),
             jnp.maximum(remembered, unseen),
         )
         target = scale_for(magnitude)
         lowered = jnp.minimum(target, backed_off(self, scale))
-        loss_scale = jnp.where(new_state.grads_finite, target, lowered)
+        loss_scale = jnp.where(new_state.applied, target, lowered)
         return new_state._replace(
             loss_scale=loss_scale,
-            growth_tracker=new_state.grads_finite.astype(jnp.int32),
+            growth_tracker=new_state.applied.astype(jnp.int32),
             rule_state=HeadroomState(magnitude),
         )
 

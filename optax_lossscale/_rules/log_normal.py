@@ -125,8 +125,8 @@ class LogNormalLossScale(LossScale):
         overflowed = state.growth_tracker <= 0
         found = overflowed & (scale < self._scale_for(old))
         seen = jnp.where(found, jnp.maximum(seen, self.log_max - jnp.log2(scale)), seen)
-        x = jnp.where(new_state.grads_finite, seen, self.nonfinite_log)
-        known = ~new_state.grads_finite | (jnp.asarray(max_magnitude) > 0)
+        x = jnp.where(new_state.applied, seen, self.nonfinite_log)
+        known = ~new_state.applied | (jnp.asarray(max_magnitude) > 0)
 
         # Python subtracts and the result is rounded once, as in OpenSeq2Seq.
         averages = LogNormalState(
@@ -141,7 +141,7 @@ class LogNormalLossScale(LossScale):
         averages = _shifted(averages, jnp.where(found, jnp.maximum(excess, 0), 0))
         return new_state._replace(
             loss_scale=self._scale_for(averages),
-            growth_tracker=new_state.grads_finite.astype(jnp.int32),
+            growth_tracker=new_state.applied.astype(jnp.int32),
             rule_state=averages,
         )
 

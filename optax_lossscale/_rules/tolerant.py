@@ -116,7 +116,7 @@ class TolerantLossScale(LossScale):
         self, state: LossScaleState, grads_finite: jax.typing.ArrayLike
     ) -> LossScaleState:
         new_state = recorded(state, grads_finite)
-        finite = new_state.grads_finite
+        finite = new_state.applied
         # A checkpoint may hold any counters. A counter that has reached the largest
         # int32 stays there. That number is prime, so no smaller interval above 1
         # divides it.

@@ -45,7 +45,7 @@ class WithLossScalingState(NamedTuple):
 
 def with_loss_scaling(
     inner: optax.GradientTransformation,
-    loss_scale: LossScale = DynamicLossScale(),
+    rule: LossScale = DynamicLossScale(),
     *,
     axis_name: AxisName | None = None,
     check_updates: bool = False,
@@ -67,7 +67,7 @@ def with_loss_scaling(
 
     Args:
         inner: the optimizer, any Optax transformation.
-        loss_scale: the rule; ``FixedLossScale(1.0)`` only skips.
+        rule: how the loss scale changes; ``FixedLossScale(1.0)`` only skips.
         axis_name: inside ``shard_map``, ``pmap`` or ``vmap``, the name of the mapped
             axis, or a tuple of names, along which gradients differ. A step is applied
             only if gradients are finite everywhere. Not needed under ``jit`` alone.
@@ -88,8 +88,8 @@ def with_loss_scaling(
           the scale and its counters of growth and backoff do not change.
 
     Raises:
-        TypeError: if ``inner`` is not an Optax transformation or ``loss_scale`` is not
-            a rule; from ``update``, if ``state`` is not a `WithLossScalingState`.
+        TypeError: if ``inner`` is not an Optax transformation or ``rule`` is not a
+            `LossScale`; from ``update``, if ``state`` is not a `WithLossScalingState`.
         ValueError: if ``check_updates`` is not a bool, or is True and the rule never
             skips; from ``init``, if ``inner`` scales losses itself; from ``update``, if
             ``inner`` changes the structure, shapes or kinds of numbers of its state,
@@ -119,11 +119,11 @@ def with_loss_scaling(
         <https://arxiv.org/abs/1710.03740>`_, 2017, section 3.2
     """
     check_inner(inner, "with_loss_scaling")
-    check_rule(loss_scale)
+    check_rule(rule)
     check("check_updates", check_updates)
-    if check_updates and not loss_scale.skip_nonfinite:
+    if check_updates and not rule.skip_nonfinite:
         raise ValueError(
-            f"`check_updates` must be False with {loss_scale!r}, which never skips, "
+            f"`check_updates` must be False with {rule!r}, which never skips, "
             "got True. Use a rule that skips, such as `FixedLossScale(1.0)`."
         )
     inner = with_extra_args(inner)
@@ -137,7 +137,7 @@ def with_loss_scaling(
                 "rule. Wrap once, outermost."
             )
         warn_of_float16(params, inner_state)
-        return WithLossScalingState(first_state(loss_scale), inner_state)
+        return WithLossScalingState(first_state(rule), inner_state)
 
     def update_fn(
         updates: optax.Updates,
@@ -146,16 +146,16 @@ def with_loss_scaling(
         **extra_args: Any,
     ) -> tuple[optax.Updates, WithLossScalingState]:
         _check_state(state)
-        scale_state = own_state(loss_scale, state.scale_state)
+        scale_state = own_state(rule, state.scale_state)
 
         def next_scale(grads_finite: jax.Array) -> LossScaleState:
-            if not loss_scale.uses_max_magnitude:
-                return next_state(loss_scale, scale_state, grads_finite)
+            if not rule.uses_max_magnitude:
+                return next_state(rule, scale_state, grads_finite)
             # Nobody needs its derivative, which is NaN in a skipped step.
             magnitude = max_magnitude(
                 jax.lax.stop_gradient(updates), axis_name=axis_name
             )
-            return next_state(loss_scale, scale_state, grads_finite, magnitude)
+            return next_state(rule, scale_state, grads_finite, magnitude)
 
         def inner_update(updates: optax.Updates, extra_args: dict[str, Any]) -> Any:
             new_updates, new_state = update_inner(
@@ -170,7 +170,7 @@ def with_loss_scaling(
                 check_agreement(usable, scale_state.loss_scale, axis_name)
             return usable, new_updates, new_state
 
-        if not loss_scale.skip_nonfinite:
+        if not rule.skip_nonfinite:
             _, new_updates, inner_state = inner_update(updates, extra_args)
             new_scale_state = next_scale(jnp.ones((), jnp.bool_))
             return new_updates, WithLossScalingState(new_scale_state, inner_state)

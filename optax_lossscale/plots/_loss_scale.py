@@ -64,7 +64,7 @@ def plot_loss_scale(
         np.zeros(steps) if skipped is None else skipped,
         lambda x: (len(x) == steps) & ((x == 0) | (x == 1)),
         f"{steps} booleans, one for each scale, or 0 and 1 instead",
-        "A step was skipped if `grads_finite` is False in the state after it.",
+        "A step was skipped if `applied` is False in the state after it.",
     ).astype(bool)
     ax = _common.prepare(ax)
     from matplotlib.cbook import normalize_kwargs

@@ -12,7 +12,7 @@ import optax_lossscale as ls
 def test_the_fixed_scale_never_changes_and_skips_are_counted(scale):
     flags = [True, False, False, True, False]
     states = run_rule(ls.FixedLossScale(scale), flags)
-    assert states.grads_finite.tolist() == flags
+    assert states.applied.tolist() == flags
     assert set(states.loss_scale) == {np.float32(scale)}
     assert states.skipped_steps.tolist() == [0, 1, 2, 2, 3]
     assert states.consecutive_skips.tolist() == [0, 1, 2, 0, 1]

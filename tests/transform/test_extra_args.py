@@ -159,6 +159,6 @@ def test_with_an_axis_name_one_member_decides_for_all(what, mapping):
     mapped = getattr(jax, mapping)(member, axis_name="member")
     updates, state = (jax.jit(mapped) if mapping == "vmap" else mapped)(grads, given)
     assert_no_update(updates)
-    assert state.scale_state.grads_finite.tolist() == [False, False]
+    assert state.scale_state.applied.tolist() == [False, False]
     allowance = state.scale_state.hysteresis_tracker.tolist()
     assert allowance == ([2, 2] if what == "value" else [1, 1])

@@ -110,7 +110,7 @@ def test_a_wrapped_optimizer(name, kind):
                 assert_same_bits(new_params, params)
                 assert_same_bits(new_state.inner_state, state.inner_state)
                 assert_same_types(new_state, state)
-                assert not new_state.scale_state.grads_finite
+                assert not new_state.scale_state.applied
         return new_params, new_state
 
     for bad_ones_first in (False, False, True):

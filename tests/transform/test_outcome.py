@@ -204,7 +204,7 @@ def test_members_of_an_ensemble_decide_each_for_themselves():
     params, factors = jnp.ones(2), jnp.array([1.0, 1e30, jnp.nan])
     members = jax.jit(jax.vmap(tx.update, in_axes=(0, None, None)))
     _, states = members(factors[:, None] * params, tx.init(params), params)
-    assert states.scale_state.grads_finite.tolist() == [True, False, False]
+    assert states.scale_state.applied.tolist() == [True, False, False]
     assert states.scale_state.loss_scale.tolist() == [2.0**15, 2.0**15, 2.0**14]
 
 

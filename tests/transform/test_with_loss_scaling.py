@@ -55,12 +55,12 @@ NEVER_SKIPS = ls.FixedLossScale(skip_nonfinite=False)
         (None, {}, TypeError, "`inner` must be an Optax .*got None. Pass an optimizer"),
         (1e-3, {}, TypeError, "got 0.001. Pass an optimizer"),
         *(
-            (SGD, {"loss_scale": x}, TypeError, "`loss_scale` must be a rule.*FixedLos")
+            (SGD, {"rule": x}, TypeError, "`rule` must be an instance.*FixedLos")
             for x in (128.0, ls.DynamicLossScale, "dynamic", None, SGD)
         ),
         (SGD, {"check_updates": 1}, ValueError, "must be True or False, got 1"),
         (
-            *(SGD, {"check_updates": True, "loss_scale": NEVER_SKIPS}, ValueError),
+            *(SGD, {"check_updates": True, "rule": NEVER_SKIPS}, ValueError),
             "`check_updates` must be False with FixedLossScale.*never skips",
         ),
     ],
@@ -202,7 +202,7 @@ def test_a_rule_whose_init_returns_no_state_is_refused(first):
 def test_a_rule_that_changes_its_state_is_refused(change, message):
     first = ls.LossScaleState.create(1.0, rule_state=jnp.zeros(1))
     tx = ls.with_loss_scaling(SGD, UsersRule(first, change))
-    with pytest.raises(ValueError, match=f"`loss_scale` must have .*{message}"):
+    with pytest.raises(ValueError, match=f"`rule` must have .*{message}"):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 
