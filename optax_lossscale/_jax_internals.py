@@ -1,12 +1,11 @@
 """Uses of jax internals. Only this file handles differences between jax versions."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.interpreters import ad
 
@@ -26,8 +25,8 @@ def without_constants(closed_jaxpr: ClosedJaxpr) -> Jaxpr:
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
 
 
-def stage(function: Callable[[Any], Any], args: Any) -> tuple[ClosedJaxpr, Any, bool]:
-    """Return the program of a function, its output shapes, and whether it leaks.
+def stage(function: Callable[[Any], Any], args: Any) -> tuple[ClosedJaxpr, bool]:
+    """Return the program of a function, and whether it may leak.
 
     It leaks if it stores a traced value where the value outlives the program.
     """
@@ -38,25 +37,8 @@ def stage(function: Callable[[Any], Any], args: Any) -> tuple[ClosedJaxpr, Any, 
         traces.extend(weakref.ref(x._trace) for x in jax.tree.leaves(args)[:1])
         return function(args)
 
-    closed_jaxpr, shapes = jax.make_jaxpr(watched, return_shape=True)(args)
-    return closed_jaxpr, shapes, any(trace() is not None for trace in traces)
-
-
-def bind(eqn: JaxprEqn, args: Iterable[Any]) -> Sequence[Any]:
-    """Evaluate one equation of a jaxpr, with its name stack and context."""
-    bind_params = eqn.primitive.get_bind_params(eqn.params)
-    # jax 0.7 returns the functions among the parameters separately.
-    functions, bind_params = (
-        bind_params if isinstance(bind_params, tuple) else ((), bind_params)
-    )
-    source = eqn.source_info
-    name_stack = source_info_util.current_name_stack() + source.name_stack
-    with (
-        source_info_util.user_context(source.traceback, name_stack=name_stack),
-        eqn.ctx.manager,
-    ):
-        out = eqn.primitive.bind(*functions, *args, **bind_params)
-    return out if eqn.primitive.multiple_results else [out]
+    closed_jaxpr = jax.make_jaxpr(watched)(args)
+    return closed_jaxpr, any(trace() is not None for trace in traces)
 
 
 def is_staging() -> bool:

@@ -24,61 +24,62 @@ from .master_weights import has_master_weights
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
 
 
-def init_inner(
-    inner: optax.GradientTransformationExtraArgs, params: optax.Params
-) -> optax.OptState:
-    """Return the first state as Optax makes it, but for float16 as for float32.
-
-    Adam's second moment is zero in float16. And a state whose types change in the first
-    step, as narrow or weakly typed numbers would, cannot be the carry of a ``scan``.
-    """
-    state = inner.init(params)
-    if any(map(is_narrow, jax.tree.leaves(params))):
-        wide_state = inner.init(_widened(params, params))
-        # Match by path: wide parameters have no master weights.
-        wide = dict(jax.tree_util.tree_leaves_with_path(wide_state))
-        state = jax.tree_util.tree_map_with_path(wide.get, state)
-    return jax.tree.map(_strong, state)
-
-
-def update_inner(
+def with_kept_types(
     inner: optax.GradientTransformationExtraArgs,
-    updates: optax.Updates,
-    inner_state: optax.OptState,
-    params: optax.Params | None,
-    extra_args: dict[str, Any],
-) -> tuple[optax.Updates, optax.OptState]:
-    """Update, and return a state with exactly the types that went in.
+) -> optax.GradientTransformationExtraArgs:
+    """Wrap a transformation so that the types of its state never change.
 
-    Gradients and updates of float16 parameters are float32 in between, as the state is.
-    Otherwise the branches of a ``jax.lax.cond`` in the optimizer could return different
-    types.
+    A state whose types change in the first step cannot be the carry of a ``scan``. What
+    belongs to a float16 or float8 parameter is float32, as for a float32 parameter:
+    Adam's second moment is zero in float16.
     """
-    grads = updates
-    if not any(map(is_narrow, jax.tree.leaves(inner_state))):
-        grads = _widened(updates, params)
-    try:
-        new_updates, new_state = inner.update(grads, inner_state, params, **extra_args)
-    except Exception as error:
-        _check_alike(updates, inner_state, params, error)
-        raise
-    if found := unlike(new_state, inner_state):
-        # Gradients of other shapes may broadcast against the moments.
-        _check_alike(updates, inner_state, params, None)
-        path, new, old = found
-        raise ValueError(
-            "`inner` must keep the structure and the shapes of its state, but returns "
-            f"{new} at {path}, where it was given {old}. Give it its final shape in "
-            "`init`. `optax.monitor` never has one: chain it outside "
-            "`with_loss_scaling`."
-        )
-    _check_types(new_state, inner_state)
-    if same_structure(new_updates, updates) and not has_master_weights(inner_state):
-        new_updates = jax.tree.map(
-            lambda new, wide, g: new if wide is g else jnp.asarray(new, dtype_of(g)),
-            *(new_updates, grads, updates),
-        )
-    return new_updates, in_types_of(inner_state, new_state)
+
+    def init_fn(params: optax.Params) -> optax.OptState:
+        state = inner.init(params)
+        if any(map(is_narrow, jax.tree.leaves(params))):
+            wide_state = inner.init(_widened(params, params))
+            # Match by path: wide parameters have no master weights.
+            wide = dict(jax.tree_util.tree_leaves_with_path(wide_state))
+            state = jax.tree_util.tree_map_with_path(wide.get, state)
+        return jax.tree.map(_strong, state)
+
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        grads = updates
+        # Gradients are as wide as the state, or the branches of a `jax.lax.cond` in the
+        # optimizer could return different types.
+        if not any(map(is_narrow, jax.tree.leaves(state))):
+            grads = _widened(updates, params)
+        try:
+            new_updates, new_state = inner.update(grads, state, params, **extra_args)
+        except Exception as error:
+            _check_alike(updates, state, params, error)
+            raise
+        if found := unlike(new_state, state):
+            # Gradients of other shapes may broadcast against the moments.
+            _check_alike(updates, state, params, None)
+            path, new, old = found
+            raise ValueError(
+                "`inner` must keep the structure and the shapes of its state, but "
+                f"returns {new} at {path}, where it was given {old}. Give it its final "
+                "shape in `init`. `optax.monitor` never has one: chain it outside "
+                "`with_loss_scaling`."
+            )
+        _check_types(new_state, state)
+        if same_structure(new_updates, updates) and not has_master_weights(state):
+            new_updates = jax.tree.map(
+                lambda new, wide, g: (
+                    new if wide is g else jnp.asarray(new, dtype_of(g))
+                ),
+                *(new_updates, grads, updates),
+            )
+        return new_updates, in_types_of(state, new_state)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
 def _widened(tree: Any, params: Any) -> Any:
@@ -153,7 +154,7 @@ def _check_types(new_state: optax.OptState, state: optax.OptState) -> None:
             f"Every update rounds the state of the wrapped optimizer at {rounded}. "
             "Moments with so few digits may ruin the training. Pass gradients of the "
             "narrower type, or cast the state to the wider one.",
-            stacklevel=9,  # the caller of `update`, if it is not compiled
+            stacklevel=8,  # the caller of `update`, if it is not compiled
         )
 
 

@@ -14,7 +14,7 @@ from .._state import LossScaleState, recorded
 from .._tree import select
 from .._validation import AxisName, check, check_flag
 from .extra_args import check_inner, with_extra_args
-from .inner import init_inner, update_inner
+from .inner import with_kept_types
 from .masks import masked_update
 from .master_weights import warn_of_float16
 from .outcome import outcome_finite
@@ -126,10 +126,10 @@ def with_loss_scaling(
             f"`check_updates` must be False with {rule!r}, which never skips, "
             "got True. Use a rule that skips, such as `FixedLossScale(1.0)`."
         )
-    inner = with_extra_args(inner)
+    inner = with_kept_types(with_extra_args(inner))
 
     def init_fn(params: optax.Params) -> WithLossScalingState:
-        inner_state = init_inner(inner, params)
+        inner_state = inner.init(params)
         if find_loss_scale_states(inner_state):
             raise ValueError(
                 "`inner` must not scale losses itself, but its state contains a "
@@ -148,31 +148,27 @@ def with_loss_scaling(
         _check_state(state)
         scale_state = own_state(rule, state.scale_state)
 
-        def next_scale(grads_finite: jax.Array) -> LossScaleState:
+        def next_scale_state(grads_finite: jax.Array) -> LossScaleState:
             if not rule.uses_max_magnitude:
                 return next_state(rule, scale_state, grads_finite)
             # Nobody needs its derivative, which is NaN in a skipped step.
-            magnitude = max_magnitude(
-                jax.lax.stop_gradient(updates), axis_name=axis_name
-            )
+            grads = jax.lax.stop_gradient(updates)
+            magnitude = max_magnitude(grads, axis_name=axis_name)
             return next_state(rule, scale_state, grads_finite, magnitude)
 
-        def inner_update(updates: optax.Updates, extra_args: dict[str, Any]) -> Any:
-            new_updates, new_state = update_inner(
-                inner, updates, state.inner_state, params, extra_args
-            )
+        def checked_update(grads: optax.Updates, extra_args: dict[str, Any]) -> Any:
+            old = state.inner_state
+            new_updates, new = inner.update(grads, old, params, **extra_args)
             usable = jnp.ones((), jnp.bool_)
             if check_updates:
-                usable = outcome_finite(
-                    new_updates, new_state, state.inner_state, params
-                )
+                usable = outcome_finite(new_updates, new, old, params)
                 usable = everywhere(usable, axis_name)
                 check_agreement(usable, scale_state.loss_scale, axis_name)
-            return usable, new_updates, new_state
+            return usable, new_updates, new
 
         if not rule.skip_nonfinite:
-            _, new_updates, inner_state = inner_update(updates, extra_args)
-            new_scale_state = next_scale(jnp.ones((), jnp.bool_))
+            _, new_updates, inner_state = checked_update(updates, extra_args)
+            new_scale_state = next_scale_state(jnp.ones((), jnp.bool_))
             return new_updates, WithLossScalingState(new_scale_state, inner_state)
 
         grads_finite, value_finite = all_finite(updates), jnp.ones((), jnp.bool_)
@@ -186,18 +182,16 @@ def with_loss_scaling(
         apply = grads_finite & value_finite
         check_agreement(apply, scale_state.loss_scale, axis_name)
         applied, new_updates, inner_state = masked_update(
-            inner_update,
-            check_updates,
-            apply,
-            updates,
-            state.inner_state,
-            extra_args,
+            *(checked_update, check_updates, apply),
+            *(updates, state.inner_state, extra_args),
         )
         # No scale cures a loss that is not finite before it is scaled, nor an optimizer
         # that turns finite gradients into NaN or inf.
         scale_at_fault = value_finite & (applied | ~grads_finite)
         new_scale_state = select(
-            scale_at_fault, next_scale(grads_finite), recorded(scale_state, False)
+            scale_at_fault,
+            next_scale_state(grads_finite),
+            recorded(scale_state, False),
         )
         return new_updates, WithLossScalingState(new_scale_state, inner_state)
 

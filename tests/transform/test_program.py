@@ -124,9 +124,9 @@ def test_no_check_and_no_mask_where_nothing_is_skipped():
     "options, expected",
     [
         ({}, 2),  # of two gradients
-        ({"loss_scale": ls.HeadroomLossScale()}, 5),
+        ({"rule": ls.HeadroomLossScale()}, 5),
         ({"check_updates": True}, 4),
-        ({"loss_scale": ls.FixedLossScale(skip_nonfinite=False)}, 0),
+        ({"rule": ls.FixedLossScale(skip_nonfinite=False)}, 0),
     ],
 )
 def test_only_what_is_asked_for_is_reduced(options, expected):
