@@ -280,7 +280,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "clips_every_step": (_switch, _QUIRK),
     "scale_dtype": (_choice, SCALE_DTYPES, "The scale is rounded to this type."),
     "max_magnitude": (_real, "`max_magnitude(grads)` returns one for gradients."),
-    # Of presets and saved states. A limit may be beyond ours, and is moved to it.
+    # Of presets. A limit may be beyond ours, and is moved to it.
     "floor": (_between, 0, LARGEST_SCALE, "It is the smallest loss scale; 1 is usual."),
     "ceiling": (_between, SMALLEST_SCALE, math.inf, "It is the largest loss scale."),
     "whole_factor": (_count, "It multiplies the growth interval, too.", 2),
@@ -290,8 +290,6 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "raise_error_at_min_scale": (_switch, "It is ignored. Use `check_loss_scale`."),
     "enabled": (_switch, "It decides whether to scale the loss."),
     "dynamic": (_switch, "Pass a number as `initial_scale`."),
-    "saved_scale": (_scale, "The run has failed. Start from `rule.init()`."),
-    "saved_count": (_count, "It counts steps.", -(2**31)),
     # Of functions.
     "check_updates": (_switch, "True also checks the results."),
     "value": (_real, "It is the unscaled loss. For an ensemble use `jax.vmap`."),

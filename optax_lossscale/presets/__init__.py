@@ -1,4 +1,4 @@
-"""The loss-scaling rules of other systems, and conversion of their saved states.
+"""The loss-scaling rules of other systems.
 
 A preset takes the arguments of the system that it is named after, with the same
 defaults, and returns a rule that changes the scale in the same way. The tests replay
@@ -9,8 +9,8 @@ training, the preset does not reproduce it: the book has a table of all `departu
   it is a `VerbatimLossScale`, for example if the first scale is below the smallest one.
 - An argument that is out of range raises ValueError.
 
-``from_..._state_dict`` and ``to_..._state_dict`` convert saved states, so that a run
-can continue in the other system.
+A run that began in another system goes on from its scale and its counters: see the
+guides for those who come from another system.
 
 Examples:
     >>> import optax
@@ -24,15 +24,10 @@ from .._rules.verbatim import VerbatimLossScale
 from ._apex import apex_amp
 from ._deepspeed import deepspeed, deepspeed_fp16
 from ._fairseq import fairseq, metaseq
-from ._flax import flax_dynamic_scale, from_flax_state_dict, to_flax_state_dict
-from ._jmp import from_jmp_state_dict, jmp_dynamic, jmp_static, to_jmp_state_dict
-from ._keras import (
-    from_keras_state_dict,
-    keras_loss_scale,
-    tf_keras_loss_scale,
-    to_keras_state_dict,
-)
-from ._megatron import from_megatron_state_dict, megatron, to_megatron_state_dict
+from ._flax import flax_dynamic_scale
+from ._jmp import jmp_dynamic, jmp_static
+from ._keras import keras_loss_scale, tf_keras_loss_scale
+from ._megatron import megatron
 from ._mindspore import mindspore_dynamic, mindspore_fixed
 from ._mpx import mpx_dynamic
 from ._openseq2seq import openseq2seq_backoff, openseq2seq_logmax
@@ -42,7 +37,7 @@ from ._tensorflow import (
     tf_dynamic_loss_scale,
     tf_fixed_loss_scale,
 )
-from ._torch import from_torch_state_dict, to_torch_state_dict, torch_grad_scaler
+from ._torch import torch_grad_scaler
 
 __all__ = [
     "VerbatimLossScale",
@@ -51,11 +46,6 @@ __all__ = [
     "deepspeed_fp16",
     "fairseq",
     "flax_dynamic_scale",
-    "from_flax_state_dict",
-    "from_jmp_state_dict",
-    "from_keras_state_dict",
-    "from_megatron_state_dict",
-    "from_torch_state_dict",
     "jmp_dynamic",
     "jmp_static",
     "keras_loss_scale",
@@ -71,11 +61,6 @@ __all__ = [
     "tf_dynamic_loss_scale",
     "tf_fixed_loss_scale",
     "tf_keras_loss_scale",
-    "to_flax_state_dict",
-    "to_jmp_state_dict",
-    "to_keras_state_dict",
-    "to_megatron_state_dict",
-    "to_torch_state_dict",
     "torch_grad_scaler",
 ]
 

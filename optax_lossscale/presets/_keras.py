@@ -1,22 +1,8 @@
 """Keras 3, and Keras 2 as ``tf.keras``: ``LossScaleOptimizer``."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from .._rules.base import LossScale
 from .._rules.fixed import FixedLossScale
-from .._state import LossScaleState
 from .._validation import check
 from ._build import Growing, growing
-from ._saved import Form, arrays, restored
-
-# The variables "2" and "3" of a LossScaleOptimizer are its `step_counter` and
-# `dynamic_scale`. Those of its inner optimizer come after them.
-_FORM = Form(
-    system="Keras",
-    source="what `save_own_variables` stored",
-    fields={"2": "growth_tracker", "3": "loss_scale"},
-)
 
 
 def keras_loss_scale(
@@ -37,62 +23,6 @@ def keras_loss_scale(
         32768.0
     """
     return growing(**locals())
-
-
-def from_keras_state_dict(
-    state_dict: Mapping[str, Any], **arguments: Any
-) -> tuple[LossScaleState, Growing]:
-    """Return the state and the rule that continue a Keras 3 ``LossScaleOptimizer``.
-
-    Args:
-        state_dict: what its ``save_own_variables`` stored. ``"2"`` is the step counter
-            and ``"3"`` the scale. Other entries are ignored.
-        arguments: those of `keras_loss_scale`, which Keras saves in its configuration.
-
-    Returns:
-        The state, and the rule of `keras_loss_scale`.
-
-    Raises:
-        TypeError, ValueError: as `from_torch_state_dict`.
-
-    Examples:
-        >>> from optax_lossscale import presets
-        >>> state_dict = {"2": 7, "3": 1024.0}
-        >>> state, rule = presets.from_keras_state_dict(state_dict, initial_scale=8.0)
-        >>> presets.to_keras_state_dict(state, rule) == state_dict
-        True
-    """
-    if isinstance(state_dict, Mapping):
-        state_dict = {k: x for k, x in state_dict.items() if k in _FORM.fields}
-    fields, _ = _FORM.read(state_dict)
-    rule = keras_loss_scale(**arguments)
-    return restored(rule, fields), rule
-
-
-def to_keras_state_dict(state: Any, rule: LossScale) -> dict[str, Any]:
-    """Return the variables of a Keras 3 ``LossScaleOptimizer`` that continues a run.
-
-    Keras saves neither limits nor the counts of skipped steps.
-
-    Args:
-        state: whatever `get_loss_scale_state` takes.
-        rule: the rule that produced ``state``.
-
-    Returns:
-        The two entries of `from_keras_state_dict`, as arrays of shape ``()``. Add them
-        to the variables that you pass to ``load_own_variables``.
-
-    Raises:
-        ValueError: as `get_loss_scale_state`, or if Keras cannot follow the rule.
-
-    Examples:
-        >>> from optax_lossscale import presets
-        >>> rule = presets.keras_loss_scale()
-        >>> float(presets.to_keras_state_dict(rule.init(), rule)["3"])
-        32768.0
-    """
-    required = {"hysteresis": 1, "growth_factor": 2.0, "backoff_factor": 0.5}
-    return arrays(_FORM.write(state, rule, **required))
 
 
 def tf_keras_loss_scale(

@@ -50,8 +50,7 @@ def assert_sound(rule, state):
 
 def test_every_preset_is_here():
     functions = inspect.getmembers(presets, inspect.isfunction)
-    names = {n for n, _ in functions if not n.startswith("_")}
-    assert PRESETS.keys() == {n for n in names if not n.endswith("_state_dict")}
+    assert PRESETS.keys() == {n for n, _ in functions if not n.startswith("_")}
 
 
 floats = st.floats(width=32, allow_nan=True, allow_infinity=True, allow_subnormal=True)
