@@ -22,20 +22,20 @@ finite, and lets a rule change the scale.
   rules of other systems in `presets`, and your own, derived from `LossScale`.
 - For float16 parameters: `with_master_weights`.
 - To read the state: `get_loss_scale`, `get_loss_scale_state`, `was_applied`,
-  `applied_steps`, `LossScaleState`.
+  `LossScaleState`.
 - To differentiate with ``jax.grad`` yourself: `scale_loss`, `unscale_grads`.
 - Beyond one scale: `scale_backward` gives each block of a network its own scale, and
   `value_and_grad_with_retries` retries a step at a lower scale instead of skipping it.
 - For what the optimizer does not see, such as BatchNorm statistics: `keep_if_applied`,
   `all_finite`, `select`.
 - To find out what went wrong: `gradient_report`, `format_report`, `suggest_loss_scale`,
-  `check_loss_scale`, `watch_loss_scale`, and figures in `plots`.
+  `check_loss_scale`, and figures in `plots`.
 """
 
 from . import plots, presets
-from ._applied import applied_steps, keep_if_applied, was_applied
+from ._applied import keep_if_applied, was_applied
 from ._diagnostics.gradient_report import gradient_report
-from ._diagnostics.guard import LossScaleError, check_loss_scale, watch_loss_scale
+from ._diagnostics.guard import LossScaleError, check_loss_scale
 from ._diagnostics.suggestion import SuggestedLossScale, suggest_loss_scale
 from ._diagnostics.table import GradientReport, format_report
 from ._find import get_loss_scale, get_loss_scale_state
@@ -73,7 +73,6 @@ __all__ = [
     "TolerantLossScale",
     "WithLossScalingState",
     "all_finite",
-    "applied_steps",
     "check_loss_scale",
     "format_report",
     "get_loss_scale",
@@ -92,7 +91,6 @@ __all__ = [
     "value_and_grad",
     "value_and_grad_with_retries",
     "was_applied",
-    "watch_loss_scale",
     "with_loss_scaling",
     "with_master_weights",
 ]

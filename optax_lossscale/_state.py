@@ -33,8 +33,7 @@ class LossScaleState(NamedTuple):
             one; saturates.
         skip_rate: float32, the share of skipped steps of late, an exponential moving
             average over about 100 steps; 0 in a healthy run. Of the skips in a row,
-            only the first 25 count. It is -0.0 if no step was ever skipped although the
-            scale stayed at 2**24 or above for a whole growth interval.
+            only the first 25 count.
         rule_state: what else a rule remembers, a ``NamedTuple`` of strongly typed
             arrays. It is an empty tuple, which adds no leaf, for most rules.
 

@@ -52,7 +52,7 @@ def test_the_scale_is_found_anywhere(tx):
         *((state, "`with_loss_scaling`") for state in ({}, None, 128.0)),
     ],
 )
-@pytest.mark.parametrize("use", [*READ, *SCALE, lambda s: ls.applied_steps(s, 1)])
+@pytest.mark.parametrize("use", [*READ, *SCALE])
 def test_a_state_without_a_scale_is_refused(state, advice, use):
     message = f"`state` must contain a LossScaleState, got a .*{advice}"
     with pytest.raises(ValueError, match=message):

@@ -76,7 +76,6 @@ def test_a_preset_is_annotated_with_what_it_returns(name):
 
 OPTIONS = "argnums=0 has_aux=False holomorphic=False allow_int=False value_and_grad"
 RETRIES = "max_retries=4 backoff_factor=0.5 axis_name"
-SKIPS = "max_consecutive_skips=100"
 SIGNATURES = {
     "with_loss_scaling": "inner rule * axis_name check_updates=False",
     "with_master_weights": "inner dtype",
@@ -87,14 +86,13 @@ SIGNATURES = {
     "unscale_grads": "grads state",
     **dict.fromkeys(("get_loss_scale", "get_loss_scale_state"), "state"),
     "was_applied": "state",
-    "applied_steps": "state steps",
     "keep_if_applied": "state new old * axis_name",
     **dict.fromkeys(("all_finite", "max_magnitude"), "tree * axis_name"),
     "select": "pred on_true on_false",
-    "check_loss_scale": f"state * {SKIPS} report",
-    "watch_loss_scale": f"state * {SKIPS} every=1 grads on_error axis_name",
+    "check_loss_scale": "state * max_consecutive_skips=100 every=1 grads on_error "
+    "axis_name",
     "gradient_report": "grads * loss_scale=1.0 dtype axis_name",
-    "format_report": "report limit=20",
+    "format_report": "report * limit=20",
     "suggest_loss_scale": "grads * dtype headroom=3.0 min_scale=1.0 max_scale=2.0**24",
     "GradientReport": "nan inf zero underflow subnormal overflow max_abs size",
     "SuggestedLossScale": "loss_scale rescued lost informative",

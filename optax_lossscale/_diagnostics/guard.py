@@ -1,4 +1,4 @@
-"""Guards that detect, on the host or in a compiled loop, that training has stopped."""
+"""A guard that detects, on the host or in a compiled loop, that training stopped."""
 
 import functools
 import warnings
@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from .._find import get_loss_scale_state, keeps_nan
 from .._state import LossScaleState
-from .._validation import AxisName, check, check_axis_name, check_concrete, describe
+from .._validation import AxisName, check, check_axis_name, describe
 from .gradient_report import check_gradients, gradient_report
 from .stop_message import ACCUMULATOR_MESSAGE, CEILING_MESSAGE, stop_message
-from .table import GradientReport, check_report
+from .table import GradientReport
 
 
 class LossScaleError(RuntimeError):
@@ -30,69 +30,27 @@ def check_loss_scale(
     state: Any,
     *,
     max_consecutive_skips: int = 100,
-    report: GradientReport | None = None,
-) -> None:
-    """Raise an error if too many steps were skipped, in a row or of late.
-
-    If every step is skipped, training has stopped, but the loop runs on. Call this
-    where you log. It waits for the device. In a compiled loop, use `watch_loss_scale`.
-
-    It warns if the scale was 2**24 or more for a growth interval, and no step was ever
-    skipped: the step does not call `value_and_grad`, or nothing computes in float16.
-
-    Args:
-        state: an optimizer state, not traced, as for `get_loss_scale_state`.
-        max_consecutive_skips: how many steps in a row may be skipped, 1 or more.
-        report: the `gradient_report` of the last gradients, to show in the error.
-
-    Raises:
-        LossScaleError: if more steps in a row were skipped, or if ``skip_rate``, the
-            share of skipped steps of late, is above 1/4; or if an ``optax.MultiSteps``
-            outside `with_loss_scaling` has accumulated NaN or inf.
-        ValueError: as `get_loss_scale_state`, or if an argument is not as described.
-
-    Examples:
-        >>> import optax_lossscale as ls
-        >>> rule = ls.DynamicLossScale(init_scale=4.0)
-        >>> state = rule.update(rule.update(rule.init(), False), False)
-        >>> ls.check_loss_scale(state, max_consecutive_skips=1)
-        Traceback (most recent call last):
-        ...
-        optax_lossscale.LossScaleError: The last 2 steps were all skipped, ...
-    """
-    scale_state = get_loss_scale_state(state)
-    advice = "Call it outside the compiled function, or `watch_loss_scale` inside."
-    check_concrete("state", scale_state, advice)
-    if report is not None:
-        check_report(report)
-    if keeps_nan(state):
-        raise LossScaleError(ACCUMULATOR_MESSAGE)
-    limit = check("max_consecutive_skips", max_consecutive_skips)
-    due = jax.device_get(_is_due(scale_state, limit, 1, True))
-    _tell(limit, None, due, scale_state, report)
-
-
-def watch_loss_scale(
-    state: Any,
-    *,
-    max_consecutive_skips: int = 100,
     every: int = 1,
     grads: Any = None,
     on_error: Callable[[LossScaleError], None] | None = None,
     axis_name: AxisName | None = None,
 ) -> None:
-    """Raise an error from a compiled loop if too many steps were skipped.
+    """Raise an error if training has stopped: too many steps were skipped.
 
-    Use it where many steps run in one ``jax.lax.scan``. The device decides, and calls
-    the host only if training has stopped. Without ``on_error``, the program then ends
-    with a ``jax.errors.JaxRuntimeError`` that quotes the `LossScaleError`, and its
-    results are lost. It warns, and acts outside compiled functions, as
-    `check_loss_scale` does.
+    If every step is skipped, the loop runs on, but nothing is learned. Call this where
+    you log, where it waits for the device, or in a compiled loop. There the device
+    decides, and calls the host only if training has stopped. Without ``on_error``, the
+    program then ends with a ``jax.errors.JaxRuntimeError`` that quotes the
+    `LossScaleError`, and its results are lost.
+
+    It warns if no step was ever skipped, and the last 500 steps had a scale of 2**24 or
+    more: the step does not call `value_and_grad`, or nothing computes in float16. It
+    cannot tell if the scale grows sooner than that.
 
     Args:
         state: the optimizer state after the update, as for `get_loss_scale_state`.
         max_consecutive_skips: how many steps in a row may be skipped, 1 or more.
-        every: the number of skipped steps between two reports, 1 or more.
+        every: the number of skipped steps between two errors, 1 or more.
         grads: the gradients of this step, to show their `gradient_report` in the error.
             The report is computed only for an error.
         on_error: called on the host with the `LossScaleError` instead of raising it.
@@ -100,9 +58,12 @@ def watch_loss_scale(
             same everywhere. Only the first device along it calls the host.
 
     Raises:
-        LossScaleError: outside compiled functions, as `check_loss_scale`.
-        ValueError: as `check_loss_scale`, or if the state is that of an ensemble and
-            ``grads`` are passed.
+        LossScaleError: if more steps in a row were skipped; if ``skip_rate``, the share
+            of skipped steps of late, is above 1/4; if the scale is not a positive
+            number; or, outside compiled functions, if an ``optax.MultiSteps`` outside
+            `with_loss_scaling` has accumulated NaN or inf.
+        ValueError: as `get_loss_scale_state`, if an argument is not as described, or if
+            the state is that of an ensemble and ``grads`` are passed.
 
     Examples:
         >>> import jax
@@ -110,7 +71,7 @@ def watch_loss_scale(
         >>> rule, errors = ls.DynamicLossScale(), []
         >>> def step(state, flag):
         ...     state = rule.update(state, flag)
-        ...     ls.watch_loss_scale(state, on_error=errors.append)
+        ...     ls.check_loss_scale(state, on_error=errors.append)
         ...     return state, None
         >>> flags = jax.numpy.zeros(101, bool)
         >>> state, _ = jax.lax.scan(step, rule.init(), flags)
@@ -135,6 +96,10 @@ def watch_loss_scale(
             )
     if axis_name is not None:
         check_axis_name(axis_name)
+    leaves = jax.tree.leaves((state, grads))
+    eager = not any(isinstance(x, jax.core.Tracer) for x in leaves)
+    if eager and keeps_nan(state):
+        return _raise(ACCUMULATOR_MESSAGE, on_error)
     tell = functools.partial(_tell, limit, on_error)
     scale_state, grads = jax.lax.stop_gradient((scale_state, grads))
 
@@ -142,8 +107,6 @@ def watch_loss_scale(
         scale = scale_state.loss_scale
         return None if grads is None else gradient_report(grads, loss_scale=scale)
 
-    leaves = jax.tree.leaves((scale_state, grads))
-    eager = not any(isinstance(x, jax.core.Tracer) for x in leaves)
     due = _is_due(scale_state, limit, every, eager)
     if eager:
         if (fetched := jax.device_get(due)).any():
@@ -158,6 +121,12 @@ def watch_loss_scale(
     )
 
 
+def _raise(message: str, on_error: Callable[[LossScaleError], None] | None) -> None:
+    if on_error is None:
+        raise LossScaleError(message)
+    on_error(LossScaleError(message))
+
+
 def _tell(
     limit: int,
     on_error: Callable[[LossScaleError], None] | None,
@@ -170,10 +139,7 @@ def _tell(
     if unused:
         warnings.warn(CEILING_MESSAGE, stacklevel=3)
     if stopped:
-        error = LossScaleError(stop_message(state, limit, report))
-        if on_error is None:
-            raise error
-        on_error(error)
+        _raise(stop_message(state, limit, report), on_error)
 
 
 @functools.partial(jax.jit, static_argnames=("limit", "every", "eager"))
@@ -181,11 +147,15 @@ def _is_due(state: LossScaleState, limit: int, every: int, eager: bool) -> jax.A
     """Return whether training has stopped, and whether the scale is of no use.
 
     The first is reported at the first skip beyond the limit, then every few; the second
-    in a compiled loop once in a growth interval.
+    in a compiled loop every 500 steps.
     """
     beyond = state.consecutive_skips - limit
     in_a_row = (beyond > 0) & ((beyond - 1) % every == 0)
     # Only a fault skips more: a rule overflows once in its growth interval.
     often = (state.skip_rate > 0.25) & (state.skipped_steps % every == 0)
-    unused = jnp.signbit(state.skip_rate) & (eager | (state.growth_tracker == 0))
-    return jnp.stack([jnp.any(in_a_row | often), jnp.any(unused)])
+    wrong = ~((state.loss_scale > 0) & (state.loss_scale < jnp.inf))
+    # So many finite steps in a row have had this scale.
+    tracker = state.growth_tracker
+    unused = (state.loss_scale >= 2.0**24) & (state.skipped_steps == 0)
+    unused &= (tracker >= 500) & (eager | (tracker % 500 == 0))
+    return jnp.stack([jnp.any(in_a_row | often | wrong), jnp.any(unused)])

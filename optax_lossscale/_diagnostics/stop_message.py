@@ -32,6 +32,8 @@ keeps a NaN. Put `with_loss_scaling` around it. See notebooks/guides/wrappers.md
 _RESULTS = """With `check_updates=True`, the optimizer turns finite gradients into NaN \
 or inf. Clip the gradients, raise `eps`, or use `with_master_weights`. See \
 notebooks/guides/float16_parameters.md."""
+_RESTORED = """The state was restored from a run that had failed, or was set by hand. \
+Set a scale: `optax.tree.set(opt_state, loss_scale=2.0**15)`."""
 _NOT_SCALED = """The loss is not scaled: the step calls `jax.value_and_grad`. Call \
 `value_and_grad(loss_fn, opt_state)` of this package. See notebooks/index.md."""
 _NOT_FLOAT16 = """Nothing is computed in float16. Then `FixedLossScale(1.0)` suffices. \
@@ -48,7 +50,7 @@ def listed(what: list[str], causes: list[str]) -> str:
 
 
 CEILING_MESSAGE = listed(
-    ["The loss scale has grown to 2**24 and stayed there. No step was ever skipped."],
+    ["The loss scale is 2**24 or more, and has been for 500 steps. None was skipped."],
     [_NOT_SCALED, _NOT_FLOAT16, _SMALL],
 )
 
@@ -66,6 +68,8 @@ def stop_message(
     in_a_row = bool(np.any(state.consecutive_skips > limit))
     # In an ensemble, the member that has skipped the most steps.
     skips = np.asarray(state.consecutive_skips if in_a_row else state.skip_rate)
+    wrong = ~((state.loss_scale > 0) & (state.loss_scale < np.inf))
+    skips = np.where(np.any(wrong), wrong, skips)
     worst = np.unravel_index(np.argmax(skips), skips.shape)
     state = jax.tree.map(lambda x: np.asarray(x)[worst], state)
     member = f" of member {', '.join(map(str, worst))}" if worst else ""
@@ -75,6 +79,9 @@ def stop_message(
         what += f"more than `max_consecutive_skips`={limit}."
     so_far = f"Loss scale: {state.loss_scale:g}. Skipped in all: {state.skipped_steps}."
     causes = _causes(state, report) if in_a_row else [_BATCHES, _FORWARD, _INTERVAL]
+    if not 0 < state.loss_scale < np.inf:
+        what = f"The loss scale{member} is not a positive number."
+        causes = [_RESTORED]
     message = listed([what, so_far], causes)
     if report is not None:
         message += f"\nThe last gradients:\n{format_report(report, limit=5)}"

@@ -80,7 +80,7 @@ class Table(str):
         return str(self)
 
 
-def format_report(report: GradientReport, limit: int = 20) -> str:
+def format_report(report: GradientReport, *, limit: int = 20) -> str:
     """Format a report as a table with one row per array, the worst array first.
 
     Arrays are sorted by their share of NaN and inf, then of overflow, underflow,

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 import jax
 import jax.numpy as jnp
 
-from .._applied import take
 from .._state import LossScaleState, check_state
 from .._tree import alike, in_types_of
 from .._validation import check, check_flag, check_order, describe
@@ -197,8 +196,6 @@ def own_state(rule: LossScale, state: Any) -> LossScaleState:
     A rule without a ``rule_state`` leaves that of another rule alone.
     """
     state = check_state(state)
-    if rule.skip_nonfinite:  # otherwise the state stays the same
-        take(state)
     given, own = state.rule_state, jax.eval_shape(rule.init).rule_state
     if not jax.tree.leaves(own):
         return state

@@ -63,10 +63,7 @@ def counted(
         "change": grows | backs_off,
     }[rule.hysteresis_refill]
     hysteresis_tracker = jnp.where(grads_finite, hysteresis_tracker, left)
-    # The guards warn: a whole interval at such a scale, and no overflow ever.
-    unused = grows & (state.loss_scale >= 2.0**24) & (state.skipped_steps == 0)
     new_state = state._replace(
-        skip_rate=jnp.where(unused, -0.0, state.skip_rate),
         growth_tracker=jnp.where(grads_finite, growth_tracker, restart),
         hysteresis_tracker=jnp.where(refills, rule.hysteresis, hysteresis_tracker),
     )

@@ -26,7 +26,7 @@ def test_diagnostics_are_constants_inside_of_a_differentiated_function(derivativ
         report = ls.gradient_report(grads, loss_scale=x)
         suggested = ls.suggest_loss_scale(grads)
         state = STOPPED._replace(loss_scale=x * STOPPED.loss_scale)
-        ls.watch_loss_scale(
+        ls.check_loss_scale(
             state, max_consecutive_skips=4, grads=grads, on_error=errors.append
         )
         constants = report.max_abs["w"] * suggested.loss_scale * suggested.rescued

@@ -49,9 +49,10 @@ def test_the_message_says_what_happened_then_the_likeliest_cause_in_80_columns()
     assert max(map(len, text.splitlines())) <= 80
     for page in re.findall(r"notebooks/\S+\.md", text):
         assert (ROOT / page).is_file()
-    report = ls.gradient_report([jnp.array([1.0, jnp.nan])] * 6)
+    grads = [jnp.array([1.0, jnp.nan])] * 6
+    report = ls.gradient_report(grads, loss_scale=state.loss_scale)
     table = ls.format_report(report, limit=5)
-    assert message(state, report=report) == f"{text}\nThe last gradients:\n{table}"
+    assert message(state, grads=grads) == f"{text}\nThe last gradients:\n{table}"
 
 
 FINITE, NAN = jnp.ones(2), jnp.full(2, jnp.nan)
@@ -88,9 +89,7 @@ def test_the_causes_fit_the_scale_and_the_gradients(fields, grads, expected):
     state = ls.DynamicLossScale().init()
     counters = {"consecutive_skips": 200, "skipped_steps": 200}
     state = state._replace(**counters | fields)
-    report = None if grads is None else ls.gradient_report(grads)
-    text = message(state, report=report)
-    assert causes(text) == expected
+    assert causes(message(state, grads=grads)) == expected
 
 
 def test_a_gradient_function_built_from_an_old_state_is_the_first_cause():
@@ -105,8 +104,8 @@ def test_a_gradient_function_built_from_an_old_state_is_the_first_cause():
     for _ in range(20):
         _, state = tx.update(from_the_first_state(params), state, params)
     assert ls.get_loss_scale(state) == 1.0
-    report = ls.gradient_report(ls.grad(loss, state)(params))
-    assert causes(message(state, report=report))[0] == OLD_STATE
+    grads = ls.grad(loss, state)(params)
+    assert causes(message(state, grads=grads))[0] == OLD_STATE
 
 
 def test_a_share_of_skipped_steps_stops_too_and_names_the_batches():
@@ -119,7 +118,7 @@ def test_a_share_of_skipped_steps_stops_too_and_names_the_batches():
         def step(state, x):
             _, state = tx.update(x * params, state, params)
             if guarded:
-                ls.watch_loss_scale(state, on_error=errors.append, every=10)
+                ls.check_loss_scale(state, on_error=errors.append, every=10)
             return state, None
 
         return jax.lax.scan(step, state, batches)[0]

@@ -110,6 +110,6 @@ def test_what_is_no_report_of_one_tree_is_refused(report, message):
 def test_a_traced_report_and_a_limit_that_is_no_count_are_refused():
     with pytest.raises(ValueError, match="a traced value. Return it from the compiled"):
         jax.jit(lambda g: len(ls.format_report(ls.gradient_report(g))))(GRADS)
-    for limit in (0, -1, 1.5, None, True):
+    for limit in (0, 1.5, True):
         with pytest.raises(ValueError, match="`limit` must be a whole number from 1"):
-            ls.format_report(ls.gradient_report(GRADS), limit)
+            ls.format_report(ls.gradient_report(GRADS), limit=limit)

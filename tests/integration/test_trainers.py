@@ -59,7 +59,6 @@ def test_peft_trainer_skips_a_bad_batch_and_counts_it(page, tmp_path):
     state = ls.get_loss_scale_state(trainer.optimizer)
     assert (float(state.loss_scale), int(state.skipped_steps)) == (2.0**14, 1)
     assert trainer.train_steps == 20
-    assert ls.applied_steps(trainer.optimizer, trainer.train_steps) == 19
     # Pairs of micro-batches that were applied.
     assert int(optax.tree.get(variables(trainer), "gradient_step")[...]) == 9
 
