@@ -24,7 +24,8 @@ finite, and lets a rule change the scale.
 - To read the state: `get_loss_scale`, `get_loss_scale_state`, `was_applied`,
   `LossScaleState`.
 - To differentiate with ``jax.grad`` yourself: `scale_loss`, `unscale_grads`.
-- Beyond one scale: `scale_backward` gives each block of a network its own scale, and
+- For a trainer that differentiates your loss: `scale_backward`.
+- Beyond one scale: `scale_block` gives each block of a network its own scale, and
   `value_and_grad_with_retries` retries a step at a lower scale instead of skipping it.
 - For what the optimizer does not see, such as BatchNorm statistics: `keep_if_applied`,
   `all_finite`, `select`.
@@ -43,6 +44,7 @@ from ._finite import all_finite, max_magnitude
 from ._gradients.by_hand import scale_loss, unscale_grads
 from ._gradients.retries import value_and_grad_with_retries
 from ._gradients.scale_backward import scale_backward
+from ._gradients.scale_block import scale_block
 from ._gradients.value_and_grad import grad, value_and_grad
 from ._public import lead_to_ours as _lead_to_ours
 from ._public import set_home as _set_home
@@ -84,6 +86,7 @@ __all__ = [
     "plots",
     "presets",
     "scale_backward",
+    "scale_block",
     "scale_loss",
     "select",
     "suggest_loss_scale",

@@ -13,7 +13,7 @@ def main(arguments: list[str] | None = None) -> None:
         description=(
             "Train a small network on Python's own manual five times from the same "
             "seed: in float32, and in float16 without a loss scale, with a fixed "
-            "scale, with a dynamic scale, and with scale_backward. Then compare the "
+            "scale, with a dynamic scale, and with scale_block. Then compare the "
             "results."
         ),
     )

@@ -1,6 +1,5 @@
 """Find the loss scale in an optimizer state."""
 
-import warnings
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ from ._finite import all_finite
 from ._jax_internals import is_in_jit
 from ._state import LossScaleState, canonical, check_state
 from ._tree import is_inexact
+from ._warn import warn
 
 _AROUND = "Put `with_loss_scaling` around it."
 _UNCHECKED = f"It hides gradients from the check: a NaN in them is applied. {_AROUND}"
@@ -109,14 +109,13 @@ def scale_state_in_use(state: Any) -> LossScaleState:
     scale_state = get_effective_state(state)
     concrete = not any(isinstance(x, jax.core.Tracer) for x in scale_state[:-1])
     if concrete and is_in_jit() and jax.device_get(scale_state.hysteresis_tracker) >= 0:
-        warnings.warn(
+        warn(
             f"The loss scale, {jax.device_get(scale_state.loss_scale):g}, is a "
             "constant of the function being compiled, because `state` is not one of "
             "its arguments. Once this scale overflows, every step is skipped. Call "
             "`value_and_grad(loss_fn, opt_state)` inside the compiled function, with "
             "the `opt_state` that is passed to it. If the scale should never change, "
-            "use `FixedLossScale`.",
-            stacklevel=3,  # the line that calls the caller
+            "use `FixedLossScale`."
         )
     _warn_of_moments_outside(state)
     return scale_state
@@ -139,12 +138,11 @@ def _warn_of_moments_outside(state: Any) -> None:
     for path, x in outside if protected else ():
         # Moments of other shapes belong to an optimizer of other parameters.
         if not protected[0] or _shapes(x) <= protected[0]:
-            warnings.warn(
+            warn(
                 f"`state` has a {type(x).__name__} at {jax.tree_util.keystr(path)}, "
                 "outside `with_loss_scaling`, which cannot protect it: a skipped step "
                 "changes the weights, or it keeps a NaN. Put the whole optimizer "
-                "inside: `with_loss_scaling(optax.chain(...))`.",
-                stacklevel=4,  # the line that calls the caller of the caller
+                "inside: `with_loss_scaling(optax.chain(...))`."
             )
             return
 

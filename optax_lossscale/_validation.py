@@ -308,5 +308,5 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
         "a function that differentiates",
         "Pass `jax.value_and_grad`, or that of `flax.nnx` or of another library.",
     ),
-    "block": (_function, "a function", "Pass it as in `scale_backward(layer)`."),
+    "block": (_function, "a function", "Pass it as in `scale_block(layer)`."),
 }

@@ -11,7 +11,7 @@ from helpers import WARNINGS_ARE_ERRORS
 
 from optax_lossscale.__main__ import main
 
-WAYS = ("no scale", "fixed scale", "dynamic scale", "scale_backward")
+WAYS = ("no scale", "fixed scale", "dynamic scale", "scale_block")
 NAMES = ["float32", *(f"float16, {way}" for way in WAYS)]
 DYNAMIC = NAMES[3]
 

@@ -36,7 +36,7 @@ def sentences(results: dict[str, Result], true_words: float) -> Iterator[str]:
     yield (
         f"words: words predicted per position; the true number is {true_words:.2f}. "
         "flushed: logits' gradients that are zero in the backward pass with the final "
-        "weights. scale: the loss scale of the last step, or that of scale_backward."
+        "weights. scale: the loss scale of the last step, or that of scale_block."
     )
     best = results["float32"].held_out_loss
     ratios = [f"{r.held_out_loss / best:.3f}x ({n})" for n, r in results.items()]

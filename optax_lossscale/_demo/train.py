@@ -12,7 +12,7 @@ import optax_lossscale as ls
 from . import task
 
 FLOAT32 = functools.partial(task.network, dtype=jnp.float32)
-WRAPPED = functools.partial(task.network, around=ls.scale_backward)
+WRAPPED = functools.partial(task.network, around=ls.scale_block)
 
 
 class Way(NamedTuple):
@@ -32,7 +32,7 @@ WAYS = (
     Way("float16, fixed scale", task.network, ls.FixedLossScale(2.0**13)),
     Way("float16, dynamic scale", task.network, DYNAMIC, poisoned=True),
     # The rule only skips.
-    Way("float16, scale_backward", WRAPPED, ls.FixedLossScale(1.0)),
+    Way("float16, scale_block", WRAPPED, ls.FixedLossScale(1.0)),
 )
 
 
@@ -102,7 +102,7 @@ def judge(params: Any, positions: Any) -> tuple[jax.Array, jax.Array, jax.Array]
 
 
 def own_scale(params: Any, positions: Any) -> jax.Array:
-    """Return the scale of `scale_backward`, which no state holds."""
+    """Return the scale of `scale_block`, which no state holds."""
     cotangent = jax.grad(task.cross_entropy)(task.network(params, positions), positions)
     sums = jnp.abs(cotangent).sum(axis=0)
     return ls.suggest_loss_scale(sums, headroom=6.0).loss_scale

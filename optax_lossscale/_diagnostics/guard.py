@@ -1,7 +1,6 @@
 """A guard that detects, on the host or in a compiled loop, that training stopped."""
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 from .._find import get_loss_scale_state, keeps_nan
 from .._state import LossScaleState
 from .._validation import AxisName, check, check_axis_name, describe
+from .._warn import warn
 from .gradient_report import check_gradients, gradient_report
 from .stop_message import ACCUMULATOR_MESSAGE, CEILING_MESSAGE, stop_message
 from .table import GradientReport
@@ -137,7 +137,7 @@ def _tell(
     """Tell the user, on the host, that training has stopped or the scale is unused."""
     stopped, unused = due  # both False for another member under ``jax.vmap``
     if unused:
-        warnings.warn(CEILING_MESSAGE, stacklevel=3)
+        warn(CEILING_MESSAGE)
     if stopped:
         _raise(stop_message(state, limit, report), on_error)
 

@@ -16,7 +16,7 @@ float16, so the loss and nearly all gradients are NaN or inf. No loss scale help
 Find the block, and compute it in float32. {_PAGE}"""
 _LAYER = f"""The backward pass overflows or divides by zero. Of the arrays with NaN or \
 inf, take the one closest to the loss: the fault is in its layer or right behind it. \
-Compute that in float32, or wrap it with `scale_backward`. {_PAGE}"""
+Compute that in float32, or wrap it with `scale_block`. {_PAGE}"""
 _DATA = f"""The batch or the parameters hold NaN or inf. Check both with `all_finite`. \
 If training has diverged, lower the learning rate. {_PAGE}"""
 _BATCHES = f"""Some batches hold NaN or inf. Find them with `all_finite`, and pass \

@@ -1,7 +1,6 @@
 """Differentiate a loss at a given scale, for the functions that take a state."""
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 
 from .._tree import dtype_of, scale_loss_by, unscale
 from .._validation import check, describe
+from .._warn import warn
 from . import nnx_objects
 
 
@@ -68,10 +68,9 @@ def warn_of_narrow_loss(value: Any) -> None:
     """Warn if a scale above 65504 is infinite in the type of the loss."""
     dtype = dtype_of(value)
     if float(jnp.finfo(dtype).max) <= 65504.0:
-        warnings.warn(
+        warn(
             f"The loss is {dtype}. A loss scale of 2**16, to which the default grows "
             "first, is infinite in that type, and then so are all gradients. Cast what "
             "goes into the loss, as in `loss_fn(logits.astype(jnp.float32), labels)`. "
-            "A cast of the loss itself is too late.",
-            stacklevel=3,  # the line that computes the gradients
+            "A cast of the loss itself is too late."
         )

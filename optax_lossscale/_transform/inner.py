@@ -1,6 +1,5 @@
 """Call the wrapped transformation, and keep the types of its state."""
 
-import warnings
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ from .._tree import (
     same_structure,
     unlike,
 )
+from .._warn import warn
 from .master_weights import has_master_weights
 
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
@@ -150,11 +150,10 @@ def _check_types(new_state: optax.OptState, state: optax.OptState) -> None:
         ):
             rounded = rounded or f"{where}, from {dtype_of(new)} to {dtype_of(old)}"
     if rounded:
-        warnings.warn(
+        warn(
             f"Every update rounds the state of the wrapped optimizer at {rounded}. "
             "Moments with so few digits may ruin the training. Pass gradients of the "
-            "narrower type, or cast the state to the wider one.",
-            stacklevel=8,  # the caller of `update`, if it is not compiled
+            "narrower type, or cast the state to the wider one."
         )
 
 

@@ -1,6 +1,5 @@
 """The Optax transformation that keeps float32 copies of narrow parameters."""
 
-import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +9,7 @@ import optax
 
 from .._tree import as_type, dtype_of, is_inexact, same_structure, unlike
 from .._validation import check
+from .._warn import warn
 from .extra_args import check_inner, with_extra_args
 from .rounding import update_to
 
@@ -161,14 +161,13 @@ def warn_of_float16(params: optax.Params, inner_state: optax.OptState) -> None:
     if not paths or has_master_weights(inner_state):
         return
     where = jax.tree_util.keystr(paths[0])
-    warnings.warn(
+    warn(
         f"{len(paths)} of {len(leaves)} parameters are float16"
         f"{f', the first one at {where}' if where else ''}, and the optimizer keeps no "
         "float32 copies of them. Updates smaller than a 4,000th of a weight are lost. "
         "Keep parameters in float32 and cast them inside the loss, or keep float32 "
         "copies in the optimizer: `with_loss_scaling(with_master_weights(inner))`. "
-        "Frozen parameters need neither.",
-        stacklevel=3,  # the caller of `init`
+        "Frozen parameters need neither."
     )
 
 

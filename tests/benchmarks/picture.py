@@ -18,7 +18,7 @@ COLOURS = {
     "headroom rule": "#CC79A7",
     "master weights": "#F0E442",
     "check_updates": "#999999",
-    "scale_backward": "#882255",
+    "scale_block": "#882255",
     "retries": "#332288",
     "apply_if_finite": "#009E73",
     "jmp": "#E69F00",

@@ -89,10 +89,10 @@ def headroom(tx: optax.GradientTransformation, loss_fn: LossFn):
     return lossscale(tx, loss_fn, ls.HeadroomLossScale(init_scale=INIT_SCALE))
 
 
-def scale_backward(tx: optax.GradientTransformation, loss_fn: LossFn):
+def scale_block(tx: optax.GradientTransformation, loss_fn: LossFn):
     """A scale for each block that the loss wraps, instead of one for the loss."""
     tx = ls.with_loss_scaling(tx, ls.FixedLossScale(1.0))
-    return plain(tx, functools.partial(loss_fn, wrap=ls.scale_backward))
+    return plain(tx, functools.partial(loss_fn, wrap=ls.scale_block))
 
 
 def retries(tx: optax.GradientTransformation, loss_fn: LossFn):
@@ -185,13 +185,13 @@ RECIPES = {
     "headroom rule": headroom,
     "master weights": master_weights,
     "check_updates": check_updates,
-    "scale_backward": scale_backward,
+    "scale_block": scale_block,
     "retries": retries,
     "apply_if_finite": apply_if_finite,
     "jmp": jmp_recipe,
     "flax": flax_recipe,
 }
-NEED_A_LOSS = {"scale_backward", "retries"}
+NEED_A_LOSS = {"scale_block", "retries"}
 
 
 def plain_first(names: list[str]) -> list[str]:

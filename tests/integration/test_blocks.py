@@ -1,4 +1,4 @@
-"""scale_backward around the modules of other libraries."""
+"""scale_block around the modules of other libraries."""
 
 import functools
 
@@ -26,7 +26,7 @@ def assert_same_gradients(call, differentiate, model):
 
     plain = leaves(lambda fun: fun)
     assert len(plain) > 0
-    for wrap in (ls.scale_backward, at_given_scale):
+    for wrap in (ls.scale_block, at_given_scale):
         for a, e in zip(leaves(wrap), plain, strict=True):
             assert np.abs(e).max() > 0
             np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6 * np.abs(e).max())
@@ -41,7 +41,7 @@ class Block(eqx.Module):
     def plain(self, x):
         return self.gain * self.activation(self.linear(x))
 
-    __call__ = ls.scale_backward(plain)
+    __call__ = ls.scale_block(plain)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ class Block(eqx.Module):
     [
         lambda wrap, m: wrap(m.plain)(X[0]),
         lambda wrap, m: wrap(lambda m, x: m.plain(x))(m, X[0]),
-        lambda wrap, m: m(X[0]) if wrap is ls.scale_backward else m.plain(X[0]),
+        lambda wrap, m: m(X[0]) if wrap is ls.scale_block else m.plain(X[0]),
     ],
     ids=["closed over", "an argument", "its own method"],
 )
@@ -83,7 +83,7 @@ class NnxBlock(nnx.Module):
 def test_nnx_modules_are_differentiated_and_refused_if_they_change(call, message):
     assert_same_gradients(call, nnx.grad, NnxBlock())
     with pytest.raises(Exception, match=message):
-        nnx.grad(lambda m: jnp.sum(call(ls.scale_backward, m)))(NnxBlock(True))
+        nnx.grad(lambda m: jnp.sum(call(ls.scale_block, m)))(NnxBlock(True))
 
 
 @pytest.mark.parametrize(
