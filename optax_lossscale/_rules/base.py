@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import functools
-import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self, TypeVar, cast
 
@@ -143,15 +143,17 @@ class LossScale(abc.ABC):
                 f"`config` must be a dictionary from `get_config`, got {config!r}."
             )
         fields = dict(config)
-        rules: Mapping[str, Any] = (
-            _package_rules() if cls is LossScale else {cls.__name__: cls}
-        )
         name = fields.pop("class_name", cls.__name__)
-        if not isinstance(name, str) or name not in rules:
+        rules: Mapping[str, Any] = {cls.__name__: cls}
+        if cls is LossScale:
+            package = sys.modules[__name__.partition(".")[0]]
+            public = {**vars(package.presets), **vars(package)}.items()
+            rules = {n: x for n, x in public if _is_rule(x)}
+        if str(name) not in rules:
             raise ValueError(
                 f"`config['class_name']` must be one of {sorted(rules)}, got {name!r}. "
                 "`LossScale.from_config` builds the rules of this package. For your "
-                "own rule, call `from_config` on the rule's class."
+                "own rule, call `from_config` on its class."
             )
         rule = rules[name]
         unknown = sorted(fields.keys() - set(_field_names(rule)), key=str)
@@ -229,15 +231,8 @@ def next_state(
     return in_types_of(state, new_state)
 
 
-def _package_rules() -> dict[str, type[LossScale]]:
-    package, found, rules = __name__.partition(".")[0], [LossScale], {}
-    while found:
-        rule = found.pop()
-        found += rule.__subclasses__()
-        ours = rule.__module__.partition(".")[0] == package
-        if ours and not inspect.isabstract(rule):
-            rules[rule.__name__] = rule
-    return rules
+def _is_rule(x: Any) -> bool:
+    return isinstance(x, type) and issubclass(x, LossScale) and x is not LossScale
 
 
 def _field_names(cls: type[LossScale]) -> list[str]:

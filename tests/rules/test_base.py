@@ -71,7 +71,7 @@ def test_a_users_rule_restores_itself_and_the_base_only_those_of_the_package():
     config = Halving(16.0).get_config()
     assert config == {"class_name": "Halving", "start": 16.0}
     assert Halving.from_config(config) == Halving(16.0)
-    with pytest.raises(ValueError, match="'Halving'.*call `from_config` on the rule's"):
+    with pytest.raises(ValueError, match="got 'Halving'.*call `from_config` on its"):
         ls.LossScale.from_config(config)
 
     @dataclasses.dataclass(frozen=True)
