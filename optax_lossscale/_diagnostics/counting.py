@@ -72,30 +72,18 @@ def _measure_leaf(x: Any, scale: jax.Array, limits: Limits) -> Counts:
     # As integers, nonnegative floats keep their order, and no NaN needs care.
     operands = [flag.astype(jnp.uint32) for flag in flags]
     operands.append(magnitude.astype(jnp.float32).view(jnp.uint32))
-    # On CPUs, XLA makes one fast loop of one reduction with many operands. Where uint32
-    # is too small, float32 sums follow, which XLA computes as trees.
-    axes = _axes_that_fit_uint32(x.shape)
+    # On a CPU, XLA would write the addends of each sum to memory. One reduction of all
+    # writes none.
     starts = [np.uint32(0)] * len(operands)
+    axes = range(x.ndim)
     *included, largest = jax.lax.reduce(operands, starts, _add_and_maximum, axes)
-    size = jnp.asarray(math.prod(x.shape[axis] for axis in axes), jnp.uint32)
-    counts = [b - a for a, b in itertools.pairwise([0, *included, size])]
-    sums = (jnp.sum(count.astype(jnp.float32)) for count in counts)
+    size = jnp.asarray(x.size, jnp.uint32)
+    counts = (b - a for a, b in itertools.pairwise([jnp.uint32(0), *included, size]))
     return {
-        **dict(zip(_KINDS, sums, strict=True)),
+        **{k: n.astype(jnp.float32) for k, n in zip(_KINDS, counts, strict=True)},
         "size": jnp.asarray(x.size, jnp.float32),
-        "max_abs": jnp.minimum(jnp.max(largest), _INF - 1).view(jnp.float32),
+        "max_abs": jnp.minimum(largest, _INF - 1).view(jnp.float32),
     }
-
-
-def _axes_that_fit_uint32(shape: tuple[Any, ...]) -> list[int]:
-    """Return axes along which uint32 counts cannot overflow, nearly always all."""
-    axes: list[int] = []
-    # A symbolic length could be anything.
-    lengths = [length if isinstance(length, int) else 2**31 for length in shape]
-    for axis in sorted(range(len(shape)), key=lengths.__getitem__, reverse=True):
-        if math.prod(lengths[i] for i in [*axes, axis]) < 2**32:
-            axes.append(axis)
-    return axes
 
 
 def _add_and_maximum(left: list[jax.Array], right: list[jax.Array]) -> list[jax.Array]:

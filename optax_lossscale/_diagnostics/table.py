@@ -20,8 +20,9 @@ class GradientReport(NamedTuple):
     """The result of `gradient_report`: one number per leaf of the gradients.
 
     Each field is a tree with the structure of the gradients and float32 leaves of shape
-    ``()``. Counts are exact up to 2**24, and within a relative error of 1e-6 beyond. An
-    interactive session shows the table of `format_report`.
+    ``()``. Counts are exact up to 2**24, and within a relative error of 1e-6 beyond, if
+    a leaf has less than 2**32 elements. An interactive session shows the table of
+    `format_report`.
 
     Attributes:
         nan: elements that are NaN.
