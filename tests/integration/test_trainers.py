@@ -153,9 +153,7 @@ def test_skip_bad_steps_belongs_inside(page, inside):
 def test_a_closed_fit_trains_at_a_fixed_scale_and_skips(page):
     assert page["loss_fn"](page["fitted"], page["batch"]) < 0.3
     start = {"w": jnp.zeros((8, 1)), "b": jnp.zeros(1)}
-    tiny = ls.scale_block(
-        lambda *args: 2.0**-22 * page["loss_fn"](*args), scale=2.0**22
-    )
+    tiny = ls.scale_backward(lambda *args: 2.0**-22 * page["loss_fn"](*args), 2.0**22)
     batches = [page["batch"]] * 3 + [bad(page["batch"])]
     fitted, state = page["fit"](start, page["fit_tx"], tiny, batches)
     assert np.all(fitted["w"] != 0)

@@ -78,26 +78,6 @@ def test_checked_updates_keep_no_state_waiting_but_masks_at_the_end_would():
 
 
 @pytest.mark.slow
-def test_a_line_search_copies_no_history():
-    """Ten times the parameters, twice, of which a step writes two rows."""
-    params, history = jnp.ones((64, 512)), 2 * 10 * 64 * 512 * 4
-
-    def step(params, state):
-        value, grads = jax.value_and_grad(loss_fn)(params)
-        updates, state = tx.update(
-            grads, state, params, value=value, grad=grads, value_fn=loss_fn
-        )
-        return optax.apply_updates(params, updates), state
-
-    def loss_fn(params):
-        return jnp.sum(params**2)
-
-    for tx in (optax.lbfgs(), ls.with_loss_scaling(optax.lbfgs())):
-        program = jax.jit(step, donate_argnums=(0, 1))
-        assert temporary(program.lower(params, tx.init(params)).compile()) < history / 2
-
-
-@pytest.mark.slow
 @guarded
 def test_the_program_grows_linearly_with_the_leaves(name):
     tx = ls.with_loss_scaling(make(name))
