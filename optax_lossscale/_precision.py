@@ -57,9 +57,3 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
     """Return the scale 2**floor(exponent), exactly."""
     lowest, highest = math.log2(SMALLEST_SCALE), math.log2(LARGEST_SCALE)
     return exact_power(jnp.clip(jnp.floor(exponent), lowest, highest).astype(jnp.int32))
-
-
-def normal_scale(scale: jax.Array, otherwise: float) -> jax.Array:
-    """Clip a loaded scale so that its reciprocal is normal; NaN is ``otherwise``."""
-    scale = jnp.where(jnp.isnan(scale), otherwise, scale)
-    return jnp.clip(scale, SMALLEST_SCALE, LARGEST_SCALE)

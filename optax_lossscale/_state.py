@@ -107,19 +107,15 @@ def recorded(state: LossScaleState, applied: jax.typing.ArrayLike) -> LossScaleS
     applied = jnp.asarray(applied)
     skipped_steps = optax.safe_increment(state.skipped_steps)
     consecutive_skips = optax.safe_increment(state.consecutive_skips)
-    # A checkpoint may hold anything, and NaN would stay forever.
-    skip_rate = jnp.where(
-        (state.skip_rate >= 0) & (state.skip_rate <= 1), state.skip_rate, 0
-    )
+    decayed = 0.99 * state.skip_rate
     # So one run, such as a start from a high scale, takes the rate to 0.22 at most.
     counts = consecutive_skips <= 25
-    skipped_rate = skip_rate * 0.99 + 0.01
-    skipped_rate = jnp.where(counts, skipped_rate, skip_rate)
+    skipped_rate = jnp.where(counts, decayed + 0.01, state.skip_rate)
     return state._replace(
         applied=applied,
         skipped_steps=jnp.where(applied, state.skipped_steps, skipped_steps),
         consecutive_skips=jnp.where(applied, 0, consecutive_skips),
-        skip_rate=jnp.where(applied, 0.99 * skip_rate, skipped_rate),
+        skip_rate=jnp.where(applied, decayed, skipped_rate),
     )
 
 
@@ -164,7 +160,4 @@ def _as_type(x: Any, dtype: Any) -> Any:
         return x
     if getattr(x, "dtype", None) == dtype and not getattr(x, "weak_type", False):
         return x
-    if dtype == jnp.int32 and jnp.issubdtype(jnp.result_type(x), jnp.floating):
-        # Converting NaN and infinity to integers is undefined.
-        x = jnp.clip(jnp.nan_to_num(jnp.asarray(x, jnp.float32)), -1, 2.0**30)
     return jnp.asarray(x, dtype)

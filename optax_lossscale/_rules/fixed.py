@@ -4,9 +4,7 @@ import dataclasses
 from typing import final
 
 import jax
-import jax.numpy as jnp
 
-from .._precision import LARGEST_SCALE, SMALLEST_SCALE
 from .._state import LossScaleState, recorded
 from .base import LossScale, check_fields, compiled
 
@@ -58,8 +56,4 @@ class FixedLossScale(LossScale):
         state = state._replace(hysteresis_tracker=self.init().hysteresis_tracker)
         if not self.skip_nonfinite:
             return state
-        scale = state.loss_scale
-        # A checkpoint may hold anything, and zero or infinity would stay forever.
-        sound = (scale >= SMALLEST_SCALE) & (scale <= LARGEST_SCALE)
-        scale = jnp.where(sound, scale, self.loss_scale)
-        return recorded(state, grads_finite)._replace(loss_scale=scale)
+        return recorded(state, grads_finite)

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._precision import normal_scale
 from .._state import LossScaleState, recorded
 from .base import LossScale
 
@@ -47,8 +46,7 @@ def counted(
     state = recorded(state, grads_finite)
     grads_finite = state.applied
 
-    # A checkpoint may hold any counters.
-    growth_tracker = optax.safe_increment(jnp.maximum(state.growth_tracker, restart))
+    growth_tracker = optax.safe_increment(state.growth_tracker)
     grows = grads_finite & (growth_tracker >= rule.growth_interval)
     growth_tracker = jnp.where(grows, 0, growth_tracker)
 
@@ -70,20 +68,14 @@ def counted(
     return new_state, Change(grows, backs_off)
 
 
-def backed_off(rule: Any, scale: jax.Array) -> jax.Array:
-    """Return the scale after a backoff, which never raises it, even out of range."""
-    lower = jnp.clip(scale * rule.backoff_factor, rule.min_scale, rule.max_scale)
-    return jnp.minimum(scale, lower)
+def clipped(rule: Any, scale: jax.Array) -> jax.Array:
+    return jnp.clip(scale, rule.min_scale, rule.max_scale)
 
 
 def moved(rule: Any, state: LossScaleState, change: Change) -> jax.Array:
-    """Return the scale after a step.
-
-    It is clipped to the limits, except that growth never lowers a scale and backoff
-    never raises one, even if the scale was out of range.
-    """
-    scale = normal_scale(state.loss_scale, rule.init_scale)
-    higher = jnp.clip(scale * rule.growth_factor, rule.min_scale, rule.max_scale)
-    kept = jnp.clip(scale, rule.min_scale, rule.max_scale)
-    new_scale = jnp.where(change.backs_off, backed_off(rule, scale), kept)
-    return jnp.where(change.grows, jnp.maximum(scale, higher), new_scale)
+    """Return the scale after a step, within the limits."""
+    scale = clipped(rule, state.loss_scale)
+    higher = clipped(rule, scale * rule.growth_factor)
+    lower = clipped(rule, scale * rule.backoff_factor)
+    scale = jnp.where(change.backs_off, lower, scale)
+    return jnp.where(change.grows, higher, scale)

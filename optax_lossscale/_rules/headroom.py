@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._precision import SMALLEST_SCALE, normal_scale, power_of_two
+from .._precision import LARGEST_SCALE, SMALLEST_SCALE, power_of_two
 from .._state import LossScaleState, recorded
 from .base import LossScale, check_fields, compiled
-from .growth import backed_off
+from .growth import clipped
 
 
 class HeadroomState(NamedTuple):
@@ -99,7 +99,7 @@ class HeadroomLossScale(LossScale):
         max_magnitude: jax.typing.ArrayLike = 0.0,
     ) -> LossScaleState:
         new_state = recorded(state, grads_finite)
-        scale = normal_scale(state.loss_scale, self.init_scale)
+        scale = jnp.clip(state.loss_scale, SMALLEST_SCALE, LARGEST_SCALE)
         seen = _magnitude(max_magnitude)
         remembered = _magnitude(state.rule_state.max_magnitude)
 
@@ -114,8 +114,7 @@ class HeadroomLossScale(LossScale):
 
         def scale_for(magnitude: jax.Array) -> jax.Array:
             scale = _scale_for(magnitude, _rounded_down(mantissa), octaves)
-            scale = jnp.clip(scale, self.min_scale, self.max_scale)
-            return jnp.where(magnitude > 0, scale, self.init_scale)
+            return jnp.where(magnitude > 0, clipped(self, scale), self.init_scale)
 
         # Retries found the scale if it is lower than the remembered one.
         overflowed = state.growth_tracker <= 0
@@ -128,7 +127,7 @@ class HeadroomLossScale(LossScale):
             jnp.maximum(remembered, unseen),
         )
         target = scale_for(magnitude)
-        lowered = jnp.minimum(target, backed_off(self, scale))
+        lowered = jnp.minimum(target, clipped(self, scale * self.backoff_factor))
         loss_scale = jnp.where(new_state.applied, target, lowered)
         return new_state._replace(
             loss_scale=loss_scale,

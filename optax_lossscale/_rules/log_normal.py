@@ -6,11 +6,11 @@ from typing import ClassVar, NamedTuple, final
 import jax
 import jax.numpy as jnp
 
-from .._finite import all_finite
 from .._precision import SMALLEST_SCALE, power_of_two
 from .._state import LossScaleState, recorded
 from .._tree import select
 from .base import LossScale, check_fields, compiled
+from .growth import clipped
 
 
 class LogNormalState(NamedTuple):
@@ -118,8 +118,8 @@ class LogNormalLossScale(LossScale):
         magnitude = jnp.clip(magnitude, SMALLEST_SCALE, jnp.finfo(jnp.float32).max)
         seen = jnp.log2(magnitude)
 
-        old = _sound(state.rule_state)
-        scale = jnp.clip(state.loss_scale, self.min_scale, self.max_scale)
+        old = state.rule_state
+        scale = clipped(self, state.loss_scale)
         # Retries found it if it is lower than the scale of the averages. Then gradients
         # just fit, whatever was measured.
         overflowed = state.growth_tracker <= 0
@@ -155,15 +155,7 @@ class LogNormalLossScale(LossScale):
         deviation = jnp.sqrt(jnp.maximum(square - slow_mean * slow_mean, 0))
         power = self.log_max - (mean + self.overflow_std_dev * deviation)
         scale = power_of_two(power) if self.power_of_two else jnp.exp2(power)
-        scale = jnp.clip(scale, self.min_scale, self.max_scale)
-        return jnp.where(started, scale, self.init_scale)
-
-
-def _sound(averages: LogNormalState) -> LogNormalState:
-    """Return the averages as they are, or the first ones if a loaded state is bad."""
-    weights = jnp.stack([averages.fast_weight, averages.slow_weight])
-    sound = all_finite(averages) & jnp.all((weights >= 0) & (weights <= 1))
-    return select(sound, averages, _first_state())
+        return jnp.where(started, clipped(self, scale), self.init_scale)
 
 
 def _shifted(averages: LogNormalState, octaves: jax.Array) -> LogNormalState:

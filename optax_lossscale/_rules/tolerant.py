@@ -117,14 +117,13 @@ class TolerantLossScale(LossScale):
     ) -> LossScaleState:
         new_state = recorded(state, grads_finite)
         finite = new_state.applied
-        # A checkpoint may hold any counters. A counter that has reached the largest
-        # int32 stays there. That number is prime, so no smaller interval above 1
-        # divides it.
-        counts = TolerantState(*(jnp.maximum(x, 0) for x in state.rule_state))
-        interval = jnp.maximum(counts.growth_interval, 1)
+        # A counter that has reached the largest int32 stays there. That number is
+        # prime, so no smaller interval above 1 divides it.
+        counts = state.rule_state
+        interval = counts.growth_interval
         steps = optax.safe_increment(counts.steps_since_change)
         overflows = optax.safe_increment(counts.overflows_since_backoff)
-        tracker = optax.safe_increment(jnp.maximum(state.growth_tracker, 0))
+        tracker = optax.safe_increment(state.growth_tracker)
         change = Change(
             grows=finite & (tracker % interval == 0),
             backs_off=~finite & (overflows / steps >= self.tolerance),

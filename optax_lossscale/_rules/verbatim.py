@@ -6,7 +6,7 @@ from typing import Literal, final
 import jax
 import jax.numpy as jnp
 
-from .._precision import LARGEST_SCALE, SMALLEST_SCALE, normal_scale
+from .._precision import LARGEST_SCALE, SMALLEST_SCALE
 from .._state import LossScaleState
 from .base import check_fields, compiled
 from .growth import GrowingLossScale, counted
@@ -70,7 +70,7 @@ class VerbatimLossScale(GrowingLossScale):
         self, state: LossScaleState, grads_finite: jax.typing.ArrayLike
     ) -> LossScaleState:
         new_state, change = counted(self, state, grads_finite, self._restart)
-        scale = normal_scale(state.loss_scale, self.init_scale)
+        scale = state.loss_scale
         grown = self._rounded(jnp.minimum(scale * self.growth_factor, self.max_scale))
         grown = jnp.where(jnp.isfinite(grown), grown, scale)
         lower = jnp.maximum(scale * self.backoff_factor, self.min_scale)
@@ -80,7 +80,8 @@ class VerbatimLossScale(GrowingLossScale):
         scale = jnp.where(change.grows, grown, scale)
         if self.clips_every_step:
             scale = jnp.clip(scale, self.min_scale, self.max_scale)
-        loss_scale = normal_scale(scale, self.init_scale)
+        # Rounding and the first scale may be out of the range of normal numbers.
+        loss_scale = jnp.clip(scale, SMALLEST_SCALE, LARGEST_SCALE)
         return new_state._replace(loss_scale=loss_scale)
 
     def _rounded(self, scale: jax.Array) -> jax.Array:

@@ -53,31 +53,19 @@ def test_every_preset_is_here():
     assert PRESETS.keys() == {n for n, _ in functions if not n.startswith("_")}
 
 
-floats = st.floats(width=32, allow_nan=True, allow_infinity=True, allow_subnormal=True)
-DRAWS = {
-    np.dtype(np.float32): floats,
-    np.dtype(np.int32): st.integers(INT32.min, INT32.max),
-    np.dtype(bool): st.booleans(),
-}
-
-
 @every_rule
-@given(data=st.data())
-@settings(max_examples=15)
-def test_any_loaded_state_gives_a_sound_one_of_the_same_structure(rule, data):
-    first = rule.init()
-    loaded = state = jax.tree.map(
-        lambda x: jnp.asarray(data.draw(DRAWS[x.dtype]), x.dtype), first
-    )
-    for flag in data.draw(st.lists(st.booleans(), min_size=1, max_size=3)):
-        state = step(rule, state, flag, jnp.float32(data.draw(floats)))
-        assert_sound(rule, state)
-        if isinstance(rule, ls.DynamicLossScale):
-            assert 0 <= int(state.growth_tracker) < rule.growth_interval
-            assert 0 <= int(state.hysteresis_tracker) <= rule.hysteresis
-    if not rule.skip_nonfinite:
-        constant = jnp.int32(-1)  # costs nothing: nothing is looked at
-        assert_same_bits(state, loaded._replace(hysteresis_tracker=constant))
+def test_a_loaded_scale_out_of_range_is_clipped(rule):
+    lowest = getattr(rule, "min_scale", SMALLEST)
+    highest = getattr(rule, "max_scale", LARGEST)
+    constant = isinstance(rule, ls.FixedLossScale)
+    for loaded in (SMALLEST, LARGEST):
+        state = rule.init()._replace(loss_scale=jnp.float32(loaded))
+        for flag in (True, False):
+            scale = float(step(rule, state, flag, 2.0**-10).loss_scale)
+            if constant or isinstance(rule, presets.VerbatimLossScale):
+                assert SMALLEST <= scale <= LARGEST
+            else:
+                assert lowest <= scale <= highest
 
 
 @every_rule
@@ -114,16 +102,13 @@ def test_counters_saturate(rule):
     assert int(state.skipped_steps) == int(state.consecutive_skips) == INT32.max
 
 
-LOST = [0, -1, np.float16(np.inf), np.nan, np.float32(np.nan), jnp.float16(jnp.inf)]
-
-
 @every_rule
-def test_numbers_of_other_types_are_converted_and_a_lost_scale_recovers(rule):
+def test_numbers_of_other_types_are_converted(rule):
     first = rule.init()
-    for value in [*LOST, 8, 8.0, np.float64(8), jnp.bfloat16(8)]:
+    for value in [8, 8.0, np.float64(8), jnp.bfloat16(8)]:
         state = optax.tree.set(first, loss_scale=value)
         assert_sound(rule, step(rule, state, True, 2.0**-10))
-    state = step(rule, first._replace(skipped_steps=7), True, 2.0**-10)
+    state = step(rule, first._replace(skipped_steps=7.0), True, 2.0**-10)
     assert int(state.skipped_steps) == 7 and state.skipped_steps.dtype == jnp.int32
 
 
@@ -173,16 +158,13 @@ def test_a_rule_that_remembers_nothing_leaves_what_another_remembered():
 
 @pytest.mark.parametrize("name", ["headroom", "log-normal"])
 def test_a_magnitude_that_is_nan_says_nothing(name):
-    """A maximum may be NaN where the flag is False, or in a state that was loaded."""
+    """A maximum may be NaN where the flag is False."""
     rule = RULES[name]
     state = rule.update(rule.init(), True, 2.0**-10)
     for flag in (True, False):
         assert_same_bits(
             rule.update(state, flag, jnp.nan), rule.update(state, flag, 0.0)
         )
-    lost = jax.tree.map(lambda x: x * jnp.nan, state.rule_state)
-    again = rule.update(state._replace(rule_state=lost), True, 2.0**-12)
-    assert_same_bits(again, rule.update(rule.init(), True, 2.0**-12))
 
 
 CONSTANT = [ls.FixedLossScale(), ls.FixedLossScale(128.0, skip_nonfinite=False)]

@@ -81,13 +81,6 @@ def test_an_overflow_lowers_the_headroom_scale_by_its_factor_and_no_more(
         np.testing.assert_array_equal(state.loss_scale, factor * start)
 
 
-def test_an_overflow_never_raises_a_scale_from_below_the_limits():
-    rule = ls.HeadroomLossScale(min_scale=1.0)
-    state = rule.init()._replace(loss_scale=jnp.float32(0.25))
-    assert float(rule.update(state, False).loss_scale) == 0.25
-    assert float(rule.update(state, True, 1.0).loss_scale) == 1.0
-
-
 def test_the_headroom_rule_learns_nothing_of_zero_gradients():
     rule = ls.HeadroomLossScale()
     state = rule.update(rule.init(), True, 0.0)
