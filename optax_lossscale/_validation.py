@@ -283,6 +283,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     # Of presets. A limit may be beyond ours, and is moved to it.
     "floor": (_between, 0, LARGEST_SCALE, "It is the smallest loss scale; 1 is usual."),
     "ceiling": (_between, SMALLEST_SCALE, math.inf, "It is the largest loss scale."),
+    "factor": (_factor, "It multiplies and divides the scale; 2 is usual."),
     "whole_factor": (_count, "It multiplies the growth interval, too.", 2),
     "initial_scale_power": (_between, -126, 126, "It is log2 of the first scale."),
     "log_max_of_float16": (_between, -126, 16, "It is log2 of the overflow."),

@@ -3,7 +3,8 @@
 from typing import Literal
 
 from .._rules.fixed import FixedLossScale
-from ._build import Growing, growing, translated
+from .._validation import check
+from ._build import Growing, growing
 
 
 def apex_amp(
@@ -38,6 +39,5 @@ def apex_amp(
         return FixedLossScale(loss_scale, skip_nonfinite=False)
     del loss_scale
     min_loss_scale = 0.0 if min_loss_scale is None else min_loss_scale
-    ours = translated(**locals())
-    first = min(ours["init_scale"], ours["max_scale"])
-    return growing(**{**ours, "init_scale": first})
+    init_scale = min(check("init_scale", init_scale), max_loss_scale)
+    return growing(locals(), "init_scale growth_interval floor ceiling")

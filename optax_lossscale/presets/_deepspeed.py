@@ -40,8 +40,14 @@ def deepspeed(
         3
     """
     check("raise_error_at_min_scale", raise_error_at_min_scale)
-    del raise_error_at_min_scale
-    return growing(**locals())
+    consecutive = check("consecutive_hysteresis", consecutive_hysteresis)
+    refill = "finite" if consecutive else "growth"
+    del raise_error_at_min_scale, consecutive_hysteresis, consecutive
+    return growing(
+        locals(),
+        "init_scale factor growth_interval floor hysteresis first_growth_late "
+        "hysteresis_refill",
+    )
 
 
 def deepspeed_fp16(
@@ -79,6 +85,10 @@ def deepspeed_fp16(
         return FixedLossScale(1.0)
     if loss_scale:
         return FixedLossScale(loss_scale)
-    init_scale = 2.0 ** check("initial_scale_power", initial_scale_power)
-    del enabled, loss_scale, initial_scale_power
-    return growing(**locals(), first_growth_late=True)
+    return deepspeed(
+        init_scale=2.0 ** check("initial_scale_power", initial_scale_power),
+        scale_window=check("growth_interval", loss_scale_window, "loss_scale_window"),
+        min_scale=check("floor", min_loss_scale, "min_loss_scale"),
+        delayed_shift=check("hysteresis", hysteresis),
+        consecutive_hysteresis=consecutive_hysteresis,
+    )

@@ -5,7 +5,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from .._precision import LARGEST_SCALE, SMALLEST_SCALE
+from .._precision import SMALLEST_SCALE
 from .._rules.dynamic import DynamicLossScale
 from .._rules.tolerant import TolerantLossScale
 from .._validation import check, check_order
@@ -91,7 +91,8 @@ def _translated(
 
     A backoff is undone unless ``stays(scale, min_loss_scale)``.
     """
-    ours = translated(**theirs)
+    names = "init_scale factor growth_interval tolerance floor"
+    ours = translated(theirs, names)
     init_scale, factor = ours["init_scale"], ours["growth_factor"]
     lowest = ours["min_scale"]
     if lowest == SMALLEST_SCALE:  # theirs is usually lower
@@ -100,8 +101,9 @@ def _translated(
     backoffs = math.floor(math.log(init_scale / lowest, factor))
     near = [init_scale / factor**n for n in range(backoffs - 1, backoffs + 2)]
     ours["min_scale"] = min([init_scale, *(x for x in near if stays(x, lowest))])
-    limits = {} if threshold is None else translated(threshold=threshold)
-    if limits and stays(limits["min_scale"], lowest):
-        check_order(threshold=limits["min_scale"], init_scale=init_scale)
-        ours |= limits
-    return {**ours, "max_scale": LARGEST_SCALE}
+    if threshold is not None:
+        threshold = max(check("floor", threshold, "threshold"), SMALLEST_SCALE)
+        if stays(threshold, lowest):
+            check_order(threshold=threshold, init_scale=init_scale)
+            ours["min_scale"] = threshold
+    return ours

@@ -34,4 +34,6 @@ def flax_dynamic_scale(
     """
     growth_interval = check("growth_interval", growth_interval) + 1
     minimum_scale = 0.0 if minimum_scale is None else minimum_scale
-    return growing(**locals())
+    return growing(
+        locals(), "growth_factor backoff_factor growth_interval init_scale floor"
+    )

@@ -52,7 +52,11 @@ def jmp_dynamic(
         >>> presets.jmp_dynamic(jnp.float16(2.0**15)).scale_dtype
         'float16'
     """
-    return growing(**locals(), scale_dtype=_scale_dtype(loss_scale))
+    return growing(
+        locals(),
+        "init_scale growth_interval factor floor",
+        scale_dtype=_scale_dtype(loss_scale),
+    )
 
 
 def _scale_dtype(loss_scale: Any) -> str:

@@ -22,7 +22,7 @@ def keras_loss_scale(
         >>> presets.keras_loss_scale().init_scale
         32768.0
     """
-    return growing(**locals())
+    return growing(locals(), "init_scale growth_interval")
 
 
 def tf_keras_loss_scale(
@@ -50,9 +50,11 @@ def tf_keras_loss_scale(
         FixedLossScale(loss_scale=1024.0, skip_nonfinite=False)
     """
     if check("dynamic", dynamic):
-        first = 2.0**15 if initial_scale is None else initial_scale
-        steps = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
-        return growing(initial_scale=first, dynamic_growth_steps=steps, min_scale=1.0)
+        theirs = {
+            "initial_scale": 2.0**15 if initial_scale is None else initial_scale,
+            "dynamic_growth_steps": dynamic_growth_steps or 2000,
+        }
+        return growing(theirs, "init_scale growth_interval", min_scale=1.0)
     if dynamic_growth_steps is not None:
         raise ValueError(
             "`dynamic_growth_steps` must be left out if `dynamic` is False, got "

@@ -1,6 +1,5 @@
 """Megatron-LM: ``DynamicGradScaler``."""
 
-from .._precision import LARGEST_SCALE
 from .._rules.dynamic import DynamicLossScale
 from .._validation import check_order
 from ._build import translated
@@ -36,6 +35,9 @@ def megatron(
         >>> presets.megatron().hysteresis_refill
         'growth'
     """
-    ours = translated(**locals(), hysteresis_refill="growth", max_scale=LARGEST_SCALE)
+    ours = translated(
+        locals(),
+        "init_scale floor growth_factor backoff_factor growth_interval hysteresis",
+    )
     check_order(min_scale=ours["min_scale"], initial_scale=ours["init_scale"])
-    return DynamicLossScale(**ours)
+    return DynamicLossScale(**ours, hysteresis_refill="growth")

@@ -50,4 +50,4 @@ def mindspore_dynamic(
         16777216.0
     """
     check("loss_scale", init_loss_scale, "init_loss_scale")
-    return growing(**locals(), min_scale=1.0)
+    return growing(locals(), "init_scale factor growth_interval", min_scale=1.0)

@@ -30,4 +30,9 @@ def mpx_dynamic(
         >>> presets.mpx_dynamic(2.0**15).max_scale
         65504.0
     """
-    return growing(**locals(), max_scale=65504.0, clips_every_step=True)
+    return growing(
+        locals(),
+        "init_scale floor factor growth_interval",
+        max_scale=65504.0,
+        clips_every_step=True,
+    )

@@ -27,7 +27,7 @@ def openseq2seq_backoff(
         >>> presets.openseq2seq_backoff(scale_max=2.0**14).init_scale
         16384.0
     """
-    ours = translated(**locals())
+    ours = translated(locals(), "floor ceiling factor growth_interval")
     return DynamicLossScale(init_scale=ours["max_scale"], **ours)
 
 
@@ -60,7 +60,9 @@ def openseq2seq_logmax(
         >>> presets.openseq2seq_logmax().nonfinite_log
         65536.0
     """
-    ours = translated(**locals())
+    ours = translated(
+        locals(), "floor ceiling log_max_of_float16 beta1 beta2 overflow_std_dev"
+    )
     return LogNormalLossScale(
         init_scale=min(max(1.0, ours["min_scale"]), ours["max_scale"]),
         nonfinite_log=2.0 ** ours.pop("log_max_of_float16"),

@@ -25,7 +25,7 @@ def tf_dynamic_loss_scale(
         >>> presets.tf_dynamic_loss_scale(multiplier=4.0).backoff_factor
         0.25
     """
-    return growing(**locals(), min_scale=1.0)
+    return growing(locals(), "init_scale growth_interval factor", min_scale=1.0)
 
 
 def tf_fixed_loss_scale(loss_scale_value: float) -> FixedLossScale:
@@ -91,4 +91,9 @@ def tf_contrib_exponential_update(
         >>> presets.tf_contrib_exponential_update(2.0**15, 1000).hysteresis_refill
         'change'
     """
-    return growing(**locals(), min_scale=1.0, hysteresis_refill="change")
+    return growing(
+        locals(),
+        "init_scale growth_interval hysteresis growth_factor backoff_factor",
+        min_scale=1.0,
+        hysteresis_refill="change",
+    )

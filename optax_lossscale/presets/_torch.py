@@ -32,4 +32,4 @@ def torch_grad_scaler(
     if not check("enabled", enabled):
         return FixedLossScale(1.0, skip_nonfinite=False)
     del enabled
-    return growing(**locals())
+    return growing(locals(), "init_scale growth_factor backoff_factor growth_interval")
