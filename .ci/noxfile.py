@@ -21,19 +21,21 @@ nox.options.error_on_missing_interpreters = False
 os.environ["JAX_PLATFORMS"] = "cpu"
 # The command `python3.13` of pyenv fails unless that version has been made active.
 pyenv = os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv"))
-folders = glob.glob(f"{pyenv}/versions/3.13*/bin")
+folders = glob.glob(f"{pyenv}/versions/3.1[34]*/bin")
 os.environ["PATH"] = os.pathsep.join([*folders, os.environ["PATH"]])
 
 
-def install(session: nox.Session, extra: str, *packages: str) -> None:
+def install(session: nox.Session, extra: str, *groups: str) -> None:
+    """Install the package with an extra and dependency groups of pyproject.toml."""
     session.chdir(ROOT)
-    session.install("-e", f".[{extra}]", *packages)
+    packages = nox.project.dependency_groups(nox.project.load_toml(), *groups)
+    session.install("-e", f".[{extra}]" if extra else ".", *packages)
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
     """ruff and mypy."""
-    install(session, "dev")
+    install(session, "test", "dev")
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
     session.run("mypy")
@@ -56,7 +58,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def slow(session: nox.Session) -> None:
     """The tests marked slow."""
-    install(session, "slow")
+    install(session, "test", "slow")
     session.run("pytest", "-m", "slow and not longest", "--dist=worksteal")
 
 
@@ -64,13 +66,14 @@ def slow(session: nox.Session) -> None:
 def oldest(session: nox.Session) -> None:
     """The tests on the oldest supported jax and optax."""
     oldest = ("jax==0.7.0", "jaxlib==0.7.0", "optax==0.2.5", "chex==0.1.90")
-    install(session, "test", *oldest)
+    session.chdir(ROOT)
+    session.install("-e", ".[test]", *oldest)
     session.run("pytest")
 
 
-@nox.session(python="3.13")
+@nox.session(python=["3.13", "3.14"])
 def newest_python(session: nox.Session) -> None:
-    """The tests on Python 3.13, if the machine has it."""
+    """The tests on Python 3.13 and 3.14, where the machine has them."""
     install(session, "test")
     session.run("pytest")
 
@@ -86,7 +89,7 @@ def book(session: nox.Session) -> None:
 @nox.session
 def package(session: nox.Session) -> None:
     """The wheel and the sdist: built, checked, and used outside of the clone."""
-    install(session, "release")
+    install(session, "", "release")
     with tempfile.TemporaryDirectory() as folder:
         session.run("python", "-m", "build", "--outdir", f"{folder}/dist")
         files = glob.glob(f"{folder}/dist/*")
@@ -102,14 +105,14 @@ def package(session: nox.Session) -> None:
 @nox.session
 def longest(session: nox.Session) -> None:
     """The longest of the slow tests."""
-    install(session, "slow")
+    install(session, "test", "slow")
     session.run("pytest", "-m", "longest")
 
 
 @nox.session
 def compiled(session: nox.Session) -> None:
     """Steps compiled for a TPU, without the device."""
-    install(session, "test,tpu")
+    install(session, "test", "tpu")
     session.run("pytest", "-m", "slow", "tests/integration/test_compiled.py")
 
 
@@ -117,7 +120,7 @@ def compiled(session: nox.Session) -> None:
 def faults(session: nox.Session) -> None:
     """The share of random changes of the package that the tests catch."""
     install(session, "test")
-    session.run("python", "tests/faults.py", *session.posargs)
+    session.run("python", ".ci/faults.py", *session.posargs)
 
 
 @nox.session

@@ -5,12 +5,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ._devices import AxisName
 from ._find import get_loss_scale_state
 from ._finite import all_finite
 from ._jax_internals import as_sharded
-from ._state import LossScaleState, check_state
-from ._tree import choose, is_inexact, same_structure, select
-from ._validation import AxisName
+from ._precision import is_inexact
+from ._state import check_state
+from ._tree import choose, same_structure, select
 
 
 def was_applied(state: Any) -> jax.Array:
@@ -23,14 +24,14 @@ def was_applied(state: Any) -> jax.Array:
         A boolean array of shape ``()``, True before the first step.
 
     Raises:
-        ValueError: as `get_loss_scale_state`, or if ``state`` holds no numbers.
+        ValueError: as `get_loss_scale_state`.
 
     Examples:
         >>> import optax_lossscale as ls
         >>> bool(ls.was_applied(ls.LossScaleState.create(128.0).record(False)))
         False
     """
-    return _with_numbers(state).applied
+    return get_loss_scale_state(state).applied
 
 
 def keep_if_applied(
@@ -71,10 +72,3 @@ def keep_if_applied(
     return select(
         scale_state.applied & all_finite(still, axis_name=axis_name), new, old
     )
-
-
-def _with_numbers(state: Any) -> LossScaleState:
-    scale_state = get_loss_scale_state(state)
-    if isinstance(scale_state.loss_scale, jax.ShapeDtypeStruct):
-        check_state(scale_state)
-    return scale_state

@@ -9,8 +9,8 @@ import optax.contrib
 
 from ._finite import all_finite
 from ._jax_internals import is_in_jit
+from ._precision import is_inexact
 from ._state import LossScaleState, canonical, check_state
-from ._tree import is_inexact
 from ._warn import warn
 
 _AROUND = "Put `with_loss_scaling` around it."

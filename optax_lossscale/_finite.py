@@ -1,17 +1,15 @@
-"""Check that a tree is finite and measure how large it is, on one device or many."""
+"""Check that a tree is finite, and measure how large it is."""
 
 import functools
 import os
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._jax_internals import varying_axes
-from ._tree import dtype_of, is_inexact, wide_dtype
-from ._validation import AxisName, check_axis_name
+from ._devices import AxisName, across, everywhere
+from ._precision import dtype_of, is_inexact, wide_dtype
 
 
 def all_finite(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
@@ -40,43 +38,6 @@ def all_finite(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
     # With fast math, XLA takes x - x for 0.
     by_sums = "fast_math" not in os.environ.get("XLA_FLAGS", "")
     return everywhere(_all_finite(leaves, by_sums=by_sums), axis_name)
-
-
-def everywhere(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
-    """Return whether a flag is True on all devices along the mapped axes."""
-    if axis_name is None:
-        return flag
-    return across(jax.lax.pmin, flag.astype(jnp.int32), axis_name) == 1
-
-
-def check_agreement(
-    decision: jax.Array, scale: jax.Array, axis_name: AxisName | None
-) -> None:
-    """Raise if devices of a ``shard_map`` that share a scale could decide differently.
-
-    With its ``check_vma=False`` jax does not know.
-    """
-    axes = varying_axes(decision) - varying_axes(scale)
-    if axes:
-        raise ValueError(
-            "`axis_name` must name every mapped axis along which the loss or gradients "
-            "differ (with `check_updates`, parameters and state as well), here "
-            f"{sorted(axes, key=str)}, got {axis_name!r}. Otherwise some devices would "
-            "skip or retry a step that others do not, and drift apart or wait for each "
-            "other forever. Add the axis, or average the loss and its gradients. If "
-            "each device trains its own model, let its `scale_state` differ, too, with "
-            "`jax.lax.pcast(scale_state, axis, to='varying')`."
-        )
-
-
-def across(
-    reduce: Callable[[Any, AxisName], Any], x: Any, axis_name: AxisName | None
-) -> Any:
-    """Reduce a tree of arrays over the devices along the mapped axes."""
-    if axis_name is None:
-        return x
-    check_axis_name(axis_name)
-    return reduce(x, axis_name)
 
 
 @functools.partial(jax.jit, static_argnames="by_sums")

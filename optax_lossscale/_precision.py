@@ -1,8 +1,8 @@
-"""The limits of floating-point types and of the loss scale."""
+"""Floating-point types: their limits and casts, and the range of the loss scale."""
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,18 +24,13 @@ class Limits(NamedTuple):
 
 @functools.cache
 def limits_of(name: str) -> Limits:
-    """Return the limits of a type, by its name, or raise if it has none."""
+    """Return the limits of a type, by its name."""
     dtype, info = jnp.dtype(name), jnp.finfo(name)
 
     def rounded(x: float) -> float:
         with np.errstate(over="ignore"):
             return float(np.asarray(x, np.float64).astype(dtype))
 
-    if rounded(0.0) != 0 or math.isfinite(rounded(math.inf)):
-        raise ValueError(
-            "`dtype` must have a zero, and an infinity or NaN that shows an overflow, "
-            f'got {name}. Gradients are usually computed in "float16".'
-        )
     largest, least = float(info.max), float(info.smallest_subnormal)
     # The tie is half a unit in the last place above the largest number. It rounds to
     # the even neighbor. Usually that is the one above, which overflows, but in
@@ -57,3 +52,39 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
     """Return the scale 2**floor(exponent), exactly."""
     lowest, highest = math.log2(SMALLEST_SCALE), math.log2(LARGEST_SCALE)
     return exact_power(jnp.clip(jnp.floor(exponent), lowest, highest).astype(jnp.int32))
+
+
+def grad_dtype(dtype: Any) -> Any:
+    """Return float32 where true gradients underflow: bfloat16 has its range."""
+    return dtype if dtype == jnp.bfloat16 else wide_dtype(dtype)
+
+
+def is_narrow(x: Any) -> bool:
+    """Return whether a leaf is float16 or float8, whose gradients are float32."""
+    return is_inexact(x) and grad_dtype(dtype_of(x)) != dtype_of(x)
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """Return float32 for narrower types, and other types unchanged.
+
+    ``jnp.promote_types`` does not support float8, and raises under strict promotion.
+    """
+    return dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32
+
+
+def as_type(x: Any, dtype: Any) -> Any:
+    """Cast a leaf, which may be abstract."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+    return jnp.asarray(x, dtype)
+
+
+def is_inexact(x: Any) -> bool:
+    """Return whether a leaf is an array or number that can be NaN."""
+    number = hasattr(x, "dtype") or isinstance(x, float | complex)
+    return number and jnp.issubdtype(dtype_of(x), jnp.inexact)
+
+
+def dtype_of(x: Any) -> Any:
+    """Return a leaf's dtype, also that of PRNG keys and of ``float0``."""
+    return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)

@@ -99,24 +99,19 @@ class LossScaleState(NamedTuple):
             (2, 2)
         """
         check_flag("applied", applied)
-        return recorded(self, applied)
-
-
-def recorded(state: LossScaleState, applied: jax.typing.ArrayLike) -> LossScaleState:
-    """Do what ``state.record`` does, with a flag that has already been checked."""
-    applied = jnp.asarray(applied)
-    skipped_steps = optax.safe_increment(state.skipped_steps)
-    consecutive_skips = optax.safe_increment(state.consecutive_skips)
-    decayed = 0.99 * state.skip_rate
-    # So one run, such as a start from a high scale, takes the rate to 0.22 at most.
-    counts = consecutive_skips <= 25
-    skipped_rate = jnp.where(counts, decayed + 0.01, state.skip_rate)
-    return state._replace(
-        applied=applied,
-        skipped_steps=jnp.where(applied, state.skipped_steps, skipped_steps),
-        consecutive_skips=jnp.where(applied, 0, consecutive_skips),
-        skip_rate=jnp.where(applied, decayed, skipped_rate),
-    )
+        applied = jnp.asarray(applied)
+        skipped_steps = optax.safe_increment(self.skipped_steps)
+        consecutive_skips = optax.safe_increment(self.consecutive_skips)
+        decayed = 0.99 * self.skip_rate
+        # So one run, such as a start from a high scale, takes the rate to 0.22 at most.
+        counts = consecutive_skips <= 25
+        skipped_rate = jnp.where(counts, decayed + 0.01, self.skip_rate)
+        return self._replace(
+            applied=applied,
+            skipped_steps=jnp.where(applied, self.skipped_steps, skipped_steps),
+            consecutive_skips=jnp.where(applied, 0, consecutive_skips),
+            skip_rate=jnp.where(applied, decayed, skipped_rate),
+        )
 
 
 def canonical(state: LossScaleState) -> LossScaleState:
@@ -126,9 +121,7 @@ def canonical(state: LossScaleState) -> LossScaleState:
     to float16 makes the scale float16, in which 2**16 is infinite.
     """
     fields = [*map(_as_type, state[:-1], _DTYPES), state.rule_state]
-    new_state = LossScaleState._make(fields)
-    changed = any(new is not old for new, old in zip(new_state, state, strict=True))
-    return new_state if changed else state
+    return LossScaleState._make(fields)
 
 
 def check_state(state: Any) -> LossScaleState:
@@ -157,7 +150,5 @@ def check_state(state: Any) -> LossScaleState:
 
 def _as_type(x: Any, dtype: Any) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
-        return x
-    if getattr(x, "dtype", None) == dtype and not getattr(x, "weak_type", False):
         return x
     return jnp.asarray(x, dtype)

@@ -1,13 +1,13 @@
-"""Operations on trees: select, multiply by the scale, divide by it, compare."""
+"""Operations on trees: select one of two, convert their types, compare them."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ._jax_internals import as_sharded
-from ._validation import check_fits, check_flag, describe
+from ._precision import dtype_of
+from ._validation import check_flag, describe
 
 
 def select(pred: jax.typing.ArrayLike, on_true: Any, on_false: Any) -> Any:
@@ -27,8 +27,7 @@ def select(pred: jax.typing.ArrayLike, on_true: Any, on_false: Any) -> Any:
 
     Raises:
         ValueError: if ``pred`` is not one boolean, if the structures or shapes differ,
-            if a leaf that is not an array differs between the trees, or if an integer
-            from Python or NumPy does not fit JAX's type.
+            or if a leaf that is not an array differs between the trees.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -46,8 +45,6 @@ def select(pred: jax.typing.ArrayLike, on_true: Any, on_false: Any) -> Any:
         )
 
     def leaf(path: Any, t: Any, f: Any) -> Any:
-        for x in (t, f):
-            check_fits(path, x)
         if _is_array(t) and _is_array(f) and jnp.shape(t) == jnp.shape(f):
             return choose(pred, t, f)
         if not _is_array(t) and not _is_array(f) and (t is f or t == f):
@@ -69,70 +66,6 @@ def choose(pred: Any, new: Any, old: Any) -> jax.Array:
 
 def _is_array(x: Any) -> bool:
     return hasattr(x, "dtype") or isinstance(x, bool | int | float | complex)
-
-
-def scale_loss_by(loss: Any, scale: jax.Array) -> jax.Array:
-    """Multiply a loss by the scale, in float32 or wider."""
-    if not is_inexact(loss):
-        raise TypeError(
-            f"The loss must be a floating-point array, got {describe(loss)}. Return "
-            "one, or a pair (loss, aux) with has_aux=True."
-        )
-    dtype = wide_dtype(dtype_of(loss))
-    # The scale is a constant, even if training itself is differentiated.
-    return jnp.asarray(loss, dtype) * jax.lax.stop_gradient(scale).astype(dtype)
-
-
-def unscale(tree: Any, scale: jax.Array) -> Any:
-    """Multiply by the reciprocal of the scale; see ``grad_dtype`` for the types."""
-    # The scale is a constant here, too.
-    scale = jax.lax.stop_gradient(scale)
-    return multiply(tree, lambda dtype: 1 / scale.astype(dtype), grad_dtype)
-
-
-def multiply(
-    tree: Any,
-    factor: Callable[[Any], jax.Array],
-    result_dtype: Callable[[Any], Any] = lambda dtype: dtype,
-) -> Any:
-    """Multiply each leaf in float32 or wider, and round once to the result's type."""
-
-    def leaf(x: Any) -> Any:
-        if not is_inexact(x):
-            return x
-        dtype = dtype_of(x)
-        x = jnp.asarray(x, wide_dtype(dtype))
-        if jnp.iscomplexobj(x):
-            # A complex product would compute 0 * inf, and turn inf into NaN.
-            return jax.lax.complex(leaf(x.real), leaf(x.imag))
-        return (x * factor(x.dtype)).astype(result_dtype(dtype))
-
-    return jax.tree.map(leaf, tree)
-
-
-def grad_dtype(dtype: Any) -> Any:
-    """Return float32 where true gradients underflow: bfloat16 has its range."""
-    return dtype if dtype == jnp.bfloat16 else wide_dtype(dtype)
-
-
-def is_narrow(x: Any) -> bool:
-    """Return whether a leaf is float16 or float8, whose gradients are float32."""
-    return is_inexact(x) and grad_dtype(dtype_of(x)) != dtype_of(x)
-
-
-def wide_dtype(dtype: Any) -> Any:
-    """Return float32 for narrower types, and other types unchanged.
-
-    ``jnp.promote_types`` does not support float8, and raises under strict promotion.
-    """
-    return dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32
-
-
-def as_type(x: Any, dtype: Any) -> Any:
-    """Cast a leaf, which may be abstract."""
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
-    return jnp.asarray(x, dtype)
 
 
 def in_types_of(tree: Any, other: Any) -> Any:
@@ -190,14 +123,3 @@ def _shapes(tree: Any) -> dict[str, str]:
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
         if _is_array(leaf)
     }
-
-
-def is_inexact(x: Any) -> bool:
-    """Return whether a leaf is an array or number that can be NaN."""
-    number = hasattr(x, "dtype") or isinstance(x, float | complex)
-    return number and jnp.issubdtype(dtype_of(x), jnp.inexact)
-
-
-def dtype_of(x: Any) -> Any:
-    """Return a leaf's dtype, also that of PRNG keys and of ``float0``."""
-    return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)

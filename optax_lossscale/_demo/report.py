@@ -84,7 +84,7 @@ def save_plot(path: Path, results: dict[str, Result]) -> None:
     )
     for (name, result), style in zip(results.items(), styles, strict=True):
         loss_axes.plot(result.losses, label=name, **style)
-        plot_loss_scale(result.scales, result.skipped, scale_axes, **style)
+        plot_loss_scale(result.scales, result.skipped, ax=scale_axes, **style)
     loss_axes.set(ylabel="training loss", yscale="log", title="Same seed, same batches")
     loss_axes.set_yticks(ticks := [0.01, 0.02, 0.05, 0.1, 0.2, 0.5], ticks)
     loss_axes.minorticks_off()

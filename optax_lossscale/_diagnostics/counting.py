@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._precision import Limits
-from .._tree import dtype_of, is_inexact, wide_dtype
+from .._precision import Limits, dtype_of, is_inexact, wide_dtype
 
 # What an element can be, from zero upwards.
 _KINDS = ("nan", "inf", "zero", "underflow", "subnormal", "normal", "overflow")

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._finite import across
-from .._precision import limits_of
-from .._tree import is_inexact
-from .._validation import AxisName, check, check_scale, describe
+from .._devices import AxisName, across
+from .._precision import is_inexact, limits_of
+from .._validation import check, check_scale, describe
 from .counting import measure
 from .table import GradientReport
 
@@ -66,12 +65,6 @@ def gradient_report(
 def check_gradients(grads: Any) -> None:
     """Raise if this cannot be a tree of gradients, without reading its elements."""
     arrays = jax.Array | np.ndarray | np.generic | int | float | complex
-    if isinstance(grads, arrays) and jnp.ndim(grads) == 0:
-        raise ValueError(
-            f"`grads` must be a tree of gradients, got one number: {describe(grads)}. "
-            "Is it the loss? If it is the gradient of one parameter, put it into a "
-            "container: {'x': gradient}."
-        )
     leaves = jax.tree_util.tree_leaves_with_path(grads)
     for path, leaf in leaves:
         if not isinstance(leaf, arrays):

@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._devices import AxisName, check_axis_name
 from .._find import get_loss_scale_state, keeps_nan
 from .._state import LossScaleState
-from .._validation import AxisName, check, check_axis_name, describe
+from .._validation import check
 from .._warn import warn
 from .gradient_report import check_gradients, gradient_report
 from .stop_message import ACCUMULATOR_MESSAGE, CEILING_MESSAGE, stop_message
@@ -82,18 +83,10 @@ def check_loss_scale(
     scale_state = get_loss_scale_state(state)
     limit = check("max_consecutive_skips", max_consecutive_skips)
     every = check("every", every)
-    if on_error is not None and not callable(on_error):
-        raise ValueError(
-            "`on_error` must be a function of one LossScaleError, got "
-            f"{describe(on_error)}. To raise the error, leave it out."
-        )
+    if on_error is not None:
+        check("on_error", on_error)
     if grads is not None:
         check_gradients(grads)
-        if shape := jnp.shape(scale_state.loss_scale):
-            raise ValueError(
-                "`grads` must be left out for the state of an ensemble, got loss "
-                f"scales of shape {shape}. Or call this inside `jax.vmap`."
-            )
     if axis_name is not None:
         check_axis_name(axis_name)
     leaves = jax.tree.leaves((state, grads))

@@ -1,6 +1,5 @@
 """Suggest a loss scale for given gradients."""
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 
 from .._precision import limits_of
 from .._rules.headroom import HeadroomLossScale
-from .._validation import check, check_order
+from .._validation import check
 from .counting import measure, summed
 from .gradient_report import check_gradients
 
@@ -17,7 +16,7 @@ class SuggestedLossScale(NamedTuple):
     """The result of `suggest_loss_scale`, as arrays of shape ``()``.
 
     Attributes:
-        loss_scale: float32, a power of two.
+        loss_scale: float32, a power of two, or a bound that is none.
         rescued: float32, the share of the finite nonzero elements that underflow
             without a scale, but not with this one.
         lost: float32, the share that underflows even with this scale.
@@ -59,8 +58,7 @@ def suggest_loss_scale(
         headroom: how many octaves (factors of two) to leave free between the largest
             gradient and the type's maximum, from 0 to 126.
         min_scale: the smallest scale to suggest, from 2**-126.
-        max_scale: the largest scale to suggest, up to 2**126. If there is no power of
-            two between the bounds, one of the bounds is suggested.
+        max_scale: the largest scale to suggest, up to 2**126. Use powers of two.
 
     Returns:
         A `SuggestedLossScale`. If its ``informative`` is False, pass other gradients.
@@ -81,13 +79,11 @@ def suggest_loss_scale(
         <https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/>`_,
         "Choosing A Scaling Factor"
     """
-    least, largest = _powers_of_two(min_scale, max_scale)
+    min_scale = check("min_scale", min_scale)
+    max_scale = check("max_scale", max_scale)
+    first = min(max(HeadroomLossScale.init_scale, min_scale), max_scale)
     rule = HeadroomLossScale(
-        init_scale=min(max(HeadroomLossScale.init_scale, least), largest),
-        headroom=headroom,
-        dtype=dtype,
-        min_scale=least,
-        max_scale=largest,
+        first, headroom=headroom, dtype=dtype, min_scale=min_scale, max_scale=max_scale
     )
     limits = limits_of(rule.dtype)
     check_gradients(grads)
@@ -103,14 +99,3 @@ def suggest_loss_scale(
     # A scale below 1 loses more than no scale, and rescues nothing.
     rescued = jnp.maximum(before["underflow"] - lost, 0) / elements
     return SuggestedLossScale(loss_scale, rescued, lost / elements, informative)
-
-
-def _powers_of_two(min_scale: float, max_scale: float) -> tuple[float, float]:
-    """Return the outermost powers of two in the bounds, or the bounds if none is."""
-    min_scale = check("min_scale", min_scale)
-    max_scale = check("max_scale", max_scale)
-    check_order(min_scale=min_scale, max_scale=max_scale)
-    # frexp returns a mantissa from 0.5 to 1.
-    least = 2.0 ** (1 - math.frexp(1 / min_scale)[1])
-    largest = 2.0 ** (math.frexp(max_scale)[1] - 1)
-    return (least, largest) if least <= largest else (min_scale, max_scale)

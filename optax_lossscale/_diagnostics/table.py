@@ -1,6 +1,5 @@
 """A report on gradients, and its table."""
 
-import unicodedata
 from typing import Any, NamedTuple
 
 import jax
@@ -67,13 +66,6 @@ class GradientReport(NamedTuple):
         return GradientReport(**summed(counts or [nothing]))
 
 
-def exact_totals(report: GradientReport) -> GradientReport:
-    """Return the totals as Python numbers, whose sums are exact."""
-    columns = GradientReport(*map(jax.tree.leaves, jax.device_get(report)))
-    sums = GradientReport(*(sum(map(int, x)) for x in columns))
-    return sums._replace(max_abs=max(map(float, columns.max_abs), default=0.0))
-
-
 class Table(str):
     """Text whose ``repr`` is the text, because notebooks show the repr of a result."""
 
@@ -113,19 +105,14 @@ def format_report(report: GradientReport, *, limit: int = 20) -> str:
     rows = sorted(_rows(jax.device_get(report)), key=_badness, reverse=True)
     if not rows:
         return Table("The tree of gradients holds no arrays.")
-    total = {"path": "all", **exact_totals(report)._asdict()}
+    total = {"path": "all", **jax.device_get(report.totals)._asdict()}
     table = [
         ["", "size", "NaN", *_COUNTS[1:], "max |g|"],
         *map(_cells, [*rows[:limit], total]),
     ]
-    widths = [max(map(_width, column)) for column in zip(*table, strict=True)]
+    first, *widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
-        "  ".join(
-            [
-                path + " " * (widths[0] - _width(path)),
-                *map(str.rjust, cells, widths[1:]),
-            ]
-        )
+        "  ".join([path.ljust(first), *map(str.rjust, cells, widths)])
         for path, *cells in table
     ]
     if len(rows) > limit:
@@ -169,12 +156,6 @@ def _badness(row: _Row) -> tuple[float, ...]:
 def _cells(row: _Row) -> list[str]:
     counts = [_count_and_share(row[name], row["size"]) for name in _COUNTS]
     return [row["path"], f"{row['size']:,.0f}", *counts, f"{row['max_abs']:.3g}"]
-
-
-def _width(text: str) -> int:
-    """Return how many columns of a terminal the text takes."""
-    wide = sum(unicodedata.east_asian_width(x) in "WF" for x in text)
-    return len(text) + wide - sum(map(bool, map(unicodedata.combining, text)))
 
 
 def _count_and_share(count: float, size: float) -> str:

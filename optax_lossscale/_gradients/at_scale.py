@@ -7,10 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._tree import dtype_of, scale_loss_by, unscale
+from .._precision import dtype_of
 from .._validation import check, describe
 from .._warn import warn
 from . import nnx_objects
+from .scaling import scale_loss_by, unscale
 
 
 def at_scale(
@@ -40,28 +41,18 @@ def at_scale(
             # Only the derivative of the product is used, so XLA removes the product.
             if not has_aux:
                 return scale_loss_by(output, scale), output
-            if not _is_pair(output):
+            if not (isinstance(output, tuple | list) and len(output) == 2):
                 raise TypeError(
                     "`fun` must return a pair (loss, aux) with has_aux=True, got "
                     f"{describe(output)}. Return a pair, or leave out `has_aux`."
                 )
             return scale_loss_by(output[0], scale), tuple(output)
 
-        result = value_and_grad(scaled_fun, has_aux=True, **options)(*args, **kwargs)
-        if not (_is_pair(result) and _is_pair(result[0])):
-            raise TypeError(
-                "`value_and_grad` must return what `jax.value_and_grad` returns with "
-                f"has_aux=True, ((value, aux), gradients), got {describe(result)} from "
-                f"{describe(value_and_grad)}. Wrap it in a function that does."
-            )
-        (_, output), scaled_grads = result
+        differentiate = value_and_grad(scaled_fun, has_aux=True, **options)
+        (_, output), scaled_grads = differentiate(*args, **kwargs)
         return output, unscale(scaled_grads, scale)
 
     return differentiated
-
-
-def _is_pair(x: Any) -> bool:
-    return isinstance(x, tuple | list) and len(x) == 2
 
 
 def warn_of_narrow_loss(value: Any) -> None:

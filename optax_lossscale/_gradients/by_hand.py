@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from .._find import scale_state_in_use
-from .._tree import scale_loss_by, unscale
+from .scaling import scale_loss_by, unscale
 
 
 def scale_loss(loss: jax.typing.ArrayLike, state: Any) -> jax.Array:

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._devices import AxisName, check_agreement
 from .._find import get_effective_state, replace_loss_scale_state, scale_state_in_use
-from .._finite import all_finite, check_agreement
+from .._finite import all_finite
 from .._jax_internals import MUTABLE_ARRAYS, effect_names, waiting_for, zeros_like_aval
 from .._precision import SMALLEST_SCALE
-from .._validation import AxisName, check
+from .._validation import check
 from . import nnx_objects
 from .at_scale import at_scale, warn_of_narrow_loss
 from .traced_call import TracedCall, check_axes, evaluate, refuse_effects, traced_call

@@ -10,10 +10,11 @@ import numpy as np
 
 from .._find import scale_state_in_use
 from .._jax_internals import MUTABLE_ARRAYS, effect_names
-from .._tree import is_inexact, is_narrow, multiply
+from .._precision import is_inexact, is_narrow
 from .._validation import check, check_scale, describe
 from .._warn import warn
 from . import nnx_objects
+from .scaling import multiply
 from .traced_call import evaluate, refuse_effects, traced_call
 
 Arguments = ParamSpec("Arguments")

@@ -10,12 +10,12 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Jaxpr
 
-from .._finite import across
+from .._devices import AxisName, across
 from .._jax_internals import COLLECTIVE, DEBUGGING, effect_names, zeros_like_aval
-from .._precision import exact_power
-from .._tree import is_inexact, multiply, wide_dtype
-from .._validation import AxisName, check
+from .._precision import exact_power, is_inexact, wide_dtype
+from .._validation import check
 from .scale_backward import warn_of_underflow
+from .scaling import multiply
 from .traced_call import check_axes, evaluate, refuse_effects, traced_call
 
 Arguments = ParamSpec("Arguments")
@@ -121,7 +121,7 @@ def _scaled(
             zeros_like_aval(x.aval) if isinstance(x, SymbolicZero) else x
             for x in filter(is_inexact, cotangents)
         ]
-        octaves = _octaves_below(_largest_sums(cotangents, axis_name), bound)
+        octaves = _octaves_below(_largest_sum(cotangents, axis_name), bound)
         scaled = multiply(cotangents, exact_power(octaves).astype)
         program = traced_call(pullback, scaled)
         check_axes(program.jaxpr, axis_name)
@@ -133,32 +133,22 @@ def _scaled(
     return apply
 
 
-def _largest_sums(cotangents: Sequence[Any], axis_name: AxisName | None) -> jax.Array:
-    """Return the largest sum over the batch that gradients of parameters may be.
-
-    It comes twice, the second time 2**-64 as large, since a sum of finite numbers may
-    be infinite.
-    """
+def _largest_sum(cotangents: Sequence[Any], axis_name: AxisName | None) -> jax.Array:
+    """Return the largest sum over the batch that gradients of parameters may be."""
     devices = 1 if axis_name is None else jax.lax.psum(1, axis_name)
-    largest = jnp.zeros(2, jnp.float32)
+    largest = jnp.zeros((), jnp.float32)
     for x in cotangents:
         x = jax.lax.stop_gradient(x).astype(wide_dtype(x.dtype))
         # The last axis holds the features, unless there is one number per example.
         batch = tuple(range(max(x.ndim - 1, min(x.ndim, 1))))
-        sums = [jnp.sum(jnp.abs(x * factor), batch) for factor in (1.0, 2.0**-64)]
-        maxima = jnp.stack([jnp.max(x, initial=0) for x in sums])
-        largest = jnp.maximum(largest, maxima.astype(jnp.float32))
+        sums = jnp.sum(jnp.abs(x), batch).astype(jnp.float32)
+        largest = jnp.maximum(largest, jnp.max(sums, initial=0))
     return across(jax.lax.pmax, devices * largest, axis_name)
 
 
-def _octaves_below(magnitudes: jax.Array, bound: float) -> jax.Array:
-    """Return how many whole octaves the first magnitude is below a bound.
-
-    It is 0 for NaN and inf. The second, 2**-64 as large, counts if the first is inf.
-    """
+def _octaves_below(magnitude: jax.Array, bound: float) -> jax.Array:
+    """Return how many whole octaves a magnitude is below a bound; 0 for NaN and inf."""
     # The bits of a positive float from the 24th on count its octaves.
-    bits = jax.lax.bitcast_convert_type(magnitudes, jnp.int32)
+    bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32)
     octaves = (int(np.float32(bound).view(np.int32)) - bits) >> 23
-    octaves = jnp.clip(octaves - jnp.array([0, 64]), -126, 126)
-    octaves = jnp.where(jnp.isfinite(magnitudes), octaves, 0)
-    return jnp.where(jnp.isfinite(magnitudes[0]), octaves[0], octaves[1])
+    return jnp.where(jnp.isfinite(magnitude), jnp.clip(octaves, -126, 126), 0)

@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
+from .._devices import AxisName, check_axis_name
 from .._jax_internals import COLLECTIVE, without_constants
-from .._validation import AxisName, check_axis_name, describe
+from .._validation import describe
 
 _ARRAY = object()  # a placeholder, since a tracer must not outlive the trace
 

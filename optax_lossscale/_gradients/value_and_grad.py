@@ -48,9 +48,8 @@ def value_and_grad(
     Raises:
         ValueError: as `get_loss_scale_state`, or if a wrapper that belongs inside
             `with_loss_scaling`, such as ``optax.MultiSteps``, is around it.
-        TypeError: if ``fun`` is not a function that returns a floating-point scalar, or
-            ``value_and_grad`` does not return what ``jax.value_and_grad`` returns; when
-            called, if ``jax.value_and_grad`` is given an ``nnx.Module``.
+        TypeError: if ``fun`` is not a function that returns a floating-point scalar;
+            when called, if ``jax.value_and_grad`` is given an ``nnx.Module``.
 
     Warns:
         UserWarning: if the loss is float16, in which a scale above 65504 is infinite;

@@ -128,7 +128,6 @@ class LossScale(abc.ABC):
                 Only ``LossScale.from_config`` needs the ``"class_name"``.
 
         Raises:
-            TypeError: if ``config`` is not a mapping.
             ValueError: if ``config`` names another rule, has an argument that the rule
                 does not take, or has a value that is out of range.
 
@@ -138,10 +137,6 @@ class LossScale(abc.ABC):
             >>> ls.LossScale.from_config(rule.get_config()) == rule
             True
         """
-        if not isinstance(config, Mapping):
-            raise TypeError(
-                f"`config` must be a dictionary from `get_config`, got {config!r}."
-            )
         fields = dict(config)
         name = fields.pop("class_name", cls.__name__)
         rules: Mapping[str, Any] = {cls.__name__: cls}
@@ -179,17 +174,6 @@ def check_rule(rule: Any) -> None:
             f"{describe(rule)}. Pass one, such as "
             "`FixedLossScale(128.0)` or `DynamicLossScale(init_scale=128.0)`."
         )
-
-
-def first_state(rule: LossScale) -> LossScaleState:
-    """Return the rule's first state, or raise if it is not one."""
-    state: Any = rule.init()
-    if not isinstance(state, LossScaleState):
-        raise TypeError(
-            "`rule` must have an `init` that returns a LossScaleState, got "
-            f"{describe(state)} from {rule!r}. Return `LossScaleState.create(scale)`."
-        )
-    return check_state(state)
 
 
 def own_state(rule: LossScale, state: Any) -> LossScaleState:

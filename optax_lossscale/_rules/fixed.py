@@ -5,7 +5,7 @@ from typing import final
 
 import jax
 
-from .._state import LossScaleState, recorded
+from .._state import LossScaleState
 from .base import LossScale, check_fields, compiled
 
 
@@ -56,4 +56,4 @@ class FixedLossScale(LossScale):
         state = state._replace(hysteresis_tracker=self.init().hysteresis_tracker)
         if not self.skip_nonfinite:
             return state
-        return recorded(state, grads_finite)
+        return state.record(grads_finite)

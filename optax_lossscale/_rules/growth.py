@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._state import LossScaleState, recorded
+from .._state import LossScaleState
 from .base import LossScale
 
 
@@ -43,7 +43,7 @@ def counted(
 
     ``restart`` is the growth tracker's value after a non-finite step.
     """
-    state = recorded(state, grads_finite)
+    state = state.record(grads_finite)
     grads_finite = state.applied
 
     growth_tracker = optax.safe_increment(state.growth_tracker)

@@ -6,10 +6,9 @@ from typing import ClassVar, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .._precision import LARGEST_SCALE, SMALLEST_SCALE, power_of_two
-from .._state import LossScaleState, recorded
+from .._state import LossScaleState
 from .base import LossScale, check_fields, compiled
 from .growth import clipped
 
@@ -98,7 +97,7 @@ class HeadroomLossScale(LossScale):
         grads_finite: jax.typing.ArrayLike,
         max_magnitude: jax.typing.ArrayLike = 0.0,
     ) -> LossScaleState:
-        new_state = recorded(state, grads_finite)
+        new_state = state.record(grads_finite)
         scale = jnp.clip(state.loss_scale, SMALLEST_SCALE, LARGEST_SCALE)
         seen = _magnitude(max_magnitude)
         remembered = _magnitude(state.rule_state.max_magnitude)
@@ -113,7 +112,7 @@ class HeadroomLossScale(LossScale):
             return _magnitude(margin * min(largest, 2.0**127) / scale)
 
         def scale_for(magnitude: jax.Array) -> jax.Array:
-            scale = _scale_for(magnitude, _rounded_down(mantissa), octaves)
+            scale = _scale_for(magnitude, mantissa, octaves)
             return jnp.where(magnitude > 0, clipped(self, scale), self.init_scale)
 
         # Retries found the scale if it is lower than the remembered one.
@@ -134,13 +133,6 @@ class HeadroomLossScale(LossScale):
             growth_tracker=new_state.applied.astype(jnp.int32),
             rule_state=HeadroomState(magnitude),
         )
-
-
-def _rounded_down(x: float) -> float:
-    """Round down to float32."""
-    rounded = np.float32(x)
-    lower = np.nextafter(rounded, np.float32(0))
-    return float(lower if float(rounded) > x else rounded)
 
 
 def _scale_for(magnitude: jax.Array, bound: float, exponent: int) -> jax.Array:

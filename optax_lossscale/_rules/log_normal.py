@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from .._precision import SMALLEST_SCALE, power_of_two
-from .._state import LossScaleState, recorded
+from .._state import LossScaleState
 from .._tree import select
 from .base import LossScale, check_fields, compiled
 from .growth import clipped
@@ -112,7 +112,7 @@ class LogNormalLossScale(LossScale):
         grads_finite: jax.typing.ArrayLike,
         max_magnitude: jax.typing.ArrayLike = 0.0,
     ) -> LossScaleState:
-        new_state = recorded(state, grads_finite)
+        new_state = state.record(grads_finite)
         fast, slow = self.beta1, self.beta2
         magnitude = jnp.asarray(max_magnitude, jnp.float32)
         magnitude = jnp.clip(magnitude, SMALLEST_SCALE, jnp.finfo(jnp.float32).max)

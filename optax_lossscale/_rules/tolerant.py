@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._state import LossScaleState, recorded
+from .._state import LossScaleState
 from .._validation import check
 from .base import LossScale, check_fields, compiled
 from .growth import Change, moved
@@ -115,7 +115,7 @@ class TolerantLossScale(LossScale):
     def update(
         self, state: LossScaleState, grads_finite: jax.typing.ArrayLike
     ) -> LossScaleState:
-        new_state = recorded(state, grads_finite)
+        new_state = state.record(grads_finite)
         finite = new_state.applied
         # A counter that has reached the largest int32 stays there. That number is
         # prime, so no smaller interval above 1 divides it.

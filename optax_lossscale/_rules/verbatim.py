@@ -62,8 +62,7 @@ class VerbatimLossScale(GrowingLossScale):
         return -1 if self.first_growth_late else 0
 
     def init(self) -> LossScaleState:
-        restart = jnp.asarray(self._restart, jnp.int32)
-        return super().init()._replace(growth_tracker=restart)
+        return super().init()._replace(growth_tracker=jnp.int32(self._restart))
 
     @compiled
     def update(

@@ -7,17 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._tree import (
-    as_type,
-    at_paths_of,
-    difference,
-    dtype_of,
-    in_types_of,
-    is_inexact,
-    is_narrow,
-    same_structure,
-    unlike,
-)
+from .._precision import as_type, dtype_of, is_inexact, is_narrow
+from .._tree import at_paths_of, difference, in_types_of, same_structure, unlike
 from .._warn import warn
 from .master_weights import has_master_weights
 
@@ -54,14 +45,20 @@ def with_kept_types(
         # optimizer could return different types.
         if not any(map(is_narrow, jax.tree.leaves(state))):
             grads = _widened(updates, params)
+
+        def check_shapes(cause: Exception | None) -> None:
+            if params is not None:
+                _check_belongs(updates, params, "updates", cause)
+                _check_belongs(state, init_fn(params), "state", cause)
+
         try:
             new_updates, new_state = inner.update(grads, state, params, **extra_args)
         except Exception as error:
-            _check_alike(updates, state, params, error)
+            check_shapes(error)
             raise
         if found := unlike(new_state, state):
             # Gradients of other shapes may broadcast against the moments.
-            _check_alike(updates, state, params, None)
+            check_shapes(None)
             path, new, old = found
             raise ValueError(
                 "`inner` must keep the structure and the shapes of its state, but "
@@ -99,37 +96,19 @@ def _strong(x: Any) -> Any:
     return x
 
 
-def _check_alike(
-    updates: optax.Updates,
-    state: optax.OptState,
-    params: optax.Params | None,
-    cause: Exception | None,
+def _check_belongs(
+    tree: Any, expected: Any, name: str, cause: Exception | None
 ) -> None:
-    """Raise if gradients do not match the parameters or their moments."""
-    of_params = None if params is None else difference(updates, params)
-    found = of_params or _unlike_moments(updates, state)
-    if found:
-        name, (path, new, old) = "params" if of_params else "state", found
+    """Raise if arrays of gradients or of a state do not have the expected shapes."""
+    if found := difference(tree, expected):
+        path, given, own = found
         raise ValueError(
-            f"`updates` and `{name}` must belong together, but `updates` has {new} at "
-            f"{path or 'the root'}, and `{name}` has {old}. Pass gradients, parameters "
-            "and state of one model and one optimizer. If either has changed, call "
-            "`init` again. A parameter without a gradient needs zeros, not None."
+            f"`{name}` and `params` must belong together, but `{name}` has {given} at "
+            f"{path or 'the root'}, and `params` need {own}. Pass gradients, "
+            "parameters and state of one model and one optimizer. If either has "
+            "changed, call `init` again. A parameter without a gradient needs zeros, "
+            "not None."
         ) from cause
-
-
-def _unlike_moments(updates: Any, state: Any) -> tuple[str, str, str] | None:
-    """Return where a gradient is None, or of another shape than its moments."""
-    held = jax.tree_util.tree_leaves_with_path(state)
-    grads = jax.tree_util.tree_leaves_with_path(updates, is_leaf=lambda x: x is None)
-    for path, x in grads:
-        moments = {
-            jnp.shape(y): y for at, y in held if at[len(at) - len(path) :] == path
-        }
-        found = difference(x, *moments.values()) if len(moments) == 1 else None
-        if found:
-            return jax.tree_util.keystr(path), *found[1:]
-    return None
 
 
 def _check_types(new_state: optax.OptState, state: optax.OptState) -> None:

@@ -37,7 +37,8 @@ from .._jax_internals import (
     waiting_for,
     without_constants,
 )
-from .._tree import dtype_of, select
+from .._precision import dtype_of
+from .._tree import select
 from .derivatives import with_derivatives_of
 from .early_masks import masked_early
 from .sanitized import StandIn, nonzeros, split, zeros
@@ -190,11 +191,6 @@ def _zeros_like(x: Any) -> Any:
     """Return zeros that change no bit of any number that they are added to."""
     dtype = dtype_of(x)
     if jnp.issubdtype(dtype, np.inexact):
-        if float(np.zeros((), dtype).real) != 0:
-            raise ValueError(
-                "`inner` must return updates of a type that has a zero, since skipped "
-                f"steps return zeros, got {dtype}. Cast its updates to float32."
-            )
         # Adding 0.0 would turn a parameter of -0.0 into 0.0.
         return jnp.full_like(x, -0.0 if jnp.isrealobj(x) else complex(-0.0, -0.0))
     # float0 and PRNG keys have no zero, and nothing is added to them.

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._tree import as_type, dtype_of, is_inexact, same_structure, unlike
+from .._precision import as_type, dtype_of, is_inexact
+from .._tree import same_structure, unlike
 from .._validation import check
 from .._warn import warn
 from .extra_args import check_inner, with_extra_args
@@ -42,7 +43,7 @@ class MasterWeightsState(NamedTuple):
 
 
 def with_master_weights(
-    inner: optax.GradientTransformation, dtype: Any = jnp.float32
+    inner: optax.GradientTransformation, *, dtype: Any = jnp.float32
 ) -> optax.GradientTransformationExtraArgs:
     """Keep float32 copies of float16 parameters, and optimize the copies.
 
@@ -58,9 +59,9 @@ def with_master_weights(
 
     Args:
         inner: the optimizer, any Optax transformation.
-        dtype: the type of the master weights. Integers, None, and parameters that are
-            at least as wide have no copy, and ``inner`` updates them directly. The
-            width of a complex parameter is that of its real part.
+        dtype: the type of the master weights. Complex parameters, integers, None, and
+            parameters that are at least as wide have no copy, and ``inner`` updates
+            them directly.
 
     Returns:
         The transformation. Its ``update`` needs ``params``. Updates of parameters with
@@ -94,7 +95,7 @@ def with_master_weights(
     dtype = _check_dtype(dtype)
 
     def wide(x: Any) -> Any:
-        return as_type(x, _wide_dtype(x, dtype)) if _is_narrow(x, dtype) else x
+        return as_type(x, dtype) if _is_narrow(x, dtype) else x
 
     def init_fn(params: optax.Params) -> MasterWeightsState:
         # Cast twice: some optimizers keep the arrays that they are given, and no array
@@ -127,17 +128,15 @@ def with_master_weights(
             **extra_args,
         )
 
-        def step(p: Any, master: Any, update: Any) -> Any:
-            if _is_absent(master) or update is None:
-                return master
-            return optax.apply_updates(master, update)
+        def stepped(p: Any, master: Any, update: Any) -> Any:
+            absent = _is_absent(master) or update is None
+            return master if absent else optax.apply_updates(master, update)
 
         def to_master(p: Any, master: Any, update: Any) -> Any:
-            if _is_absent(master) or update is None:
-                return update
-            return update_to(master, p)
+            absent = _is_absent(master) or update is None
+            return update if absent else update_to(master, p)
 
-        new_masters = jax.tree.map(step, params, masters, new_updates)
+        new_masters = jax.tree.map(stepped, params, masters, new_updates)
         new_updates = jax.tree.map(to_master, params, new_masters, new_updates)
         return new_updates, MasterWeightsState(new_masters, inner_state)
 
@@ -172,7 +171,8 @@ def warn_of_float16(params: optax.Params, inner_state: optax.OptState) -> None:
 
 
 def _is_narrow(x: Any, dtype: Any) -> bool:
-    return is_inexact(x) and jnp.finfo(dtype_of(x)).bits < jnp.finfo(dtype).bits
+    is_real = is_inexact(x) and jnp.isrealobj(x)
+    return is_real and jnp.finfo(dtype_of(x)).bits < jnp.finfo(dtype).bits
 
 
 def _copied(params: Any, dtype: Any) -> Any:
@@ -180,11 +180,6 @@ def _copied(params: Any, dtype: Any) -> Any:
     return jax.tree.map(
         lambda p: p if _is_narrow(p, dtype) else optax.MaskedNode(), params
     )
-
-
-def _wide_dtype(x: Any, dtype: Any) -> Any:
-    is_complex = jnp.issubdtype(dtype_of(x), np.complexfloating)
-    return jnp.complex128 if is_complex else dtype  # complex64 is the narrowest
 
 
 def _is_absent(master: Any) -> bool:

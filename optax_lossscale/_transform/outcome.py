@@ -9,7 +9,8 @@ import numpy as np
 import optax
 
 from .._finite import is_nonfinite, none_is_true
-from .._tree import at_paths_of, dtype_of, is_inexact, wide_dtype
+from .._precision import dtype_of, is_inexact, wide_dtype
+from .._tree import at_paths_of
 
 
 def outcome_finite(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._tree import dtype_of
+from .._precision import dtype_of
 
 
 def update_to(master: jax.Array, param: Any) -> jax.Array:

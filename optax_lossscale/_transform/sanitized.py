@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import optax
 
 from .._jax_internals import is_staging
-from .._tree import choose, dtype_of, is_inexact
+from .._precision import dtype_of, is_inexact
+from .._tree import choose
 
 Leaves = Sequence[Any]
 StandIn = Callable[[Any], jax.Array]

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._devices import AxisName, check_agreement, everywhere
 from .._find import find_loss_scale_states
-from .._finite import all_finite, check_agreement, everywhere, max_magnitude
-from .._rules.base import LossScale, check_rule, first_state, next_state, own_state
+from .._finite import all_finite, max_magnitude
+from .._rules.base import LossScale, check_rule, next_state, own_state
 from .._rules.dynamic import DynamicLossScale
-from .._state import LossScaleState, recorded
+from .._state import LossScaleState, check_state
 from .._tree import select
-from .._validation import AxisName, check, check_flag
+from .._validation import check, check_flag
 from .extra_args import check_inner, with_extra_args
 from .inner import with_kept_types
 from .masks import masked_update
@@ -93,7 +94,7 @@ def with_loss_scaling(
         ValueError: if ``check_updates`` is not a bool, or is True and the rule never
             skips; from ``init``, if ``inner`` scales losses itself; from ``update``, if
             ``inner`` changes the structure, shapes or kinds of numbers of its state,
-            gradients or parameters do not match the state, ``value`` or
+            gradients do not match the parameters or the state, ``value`` or
             ``grads_finite`` is not one number or flag, ``axis_name`` is not bound, or
             devices of a ``shard_map`` would decide differently.
 
@@ -137,7 +138,7 @@ def with_loss_scaling(
                 "rule. Wrap once, outermost."
             )
         warn_of_float16(params, inner_state)
-        return WithLossScalingState(first_state(rule), inner_state)
+        return WithLossScalingState(check_state(rule.init()), inner_state)
 
     def update_fn(
         updates: optax.Updates,
@@ -191,7 +192,7 @@ def with_loss_scaling(
         new_scale_state = select(
             scale_at_fault,
             next_scale_state(grads_finite),
-            recorded(scale_state, False),
+            scale_state.record(False),
         )
         return new_updates, WithLossScalingState(new_scale_state, inner_state)
 

@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .._diagnostics.gradient_report import gradient_report
-from .._diagnostics.table import GradientReport, exact_totals
-from .._precision import limits_of
-from .._tree import dtype_of, is_inexact, wide_dtype
+from .._diagnostics.table import GradientReport
+from .._precision import dtype_of, is_inexact, limits_of, wide_dtype
 from .._validation import check_concrete
 from . import _common
 
@@ -71,8 +70,9 @@ def plot_gradient_range(
     check_concrete("grads", grads, _common.TRACED)
     check_concrete("loss_scale", loss_scale, _common.TRACED)
     loss_scale = jax.device_get(loss_scale)
-    scaled = exact_totals(gradient_report(grads, dtype=dtype, loss_scale=loss_scale))
-    unscaled = exact_totals(gradient_report(grads, dtype=dtype))
+    scaled = gradient_report(grads, dtype=dtype, loss_scale=loss_scale).totals
+    unscaled = gradient_report(grads, dtype=dtype).totals
+    scaled, unscaled = jax.device_get((scaled, unscaled))
     shift = float(np.log2(np.asarray(loss_scale, np.float64)))
     name = jnp.dtype(dtype).name
     shares, octaves = _histogram(grads)
@@ -109,9 +109,8 @@ def plot_gradient_range(
     ax.set_ylim(0, 1.05 * max(shares, default=1.0))
     ax.yaxis.set_major_formatter(PercentFormatter(1.0))
     ax.set(xlabel="log2 |gradient|", ylabel="share of elements")
-    size = "small" if _common.is_small(ax) else "medium"
-    ax.set_title(_title(unscaled, name), fontsize=size, wrap=True)
-    _common.legend_below(ax)
+    ax.set_title(_title(unscaled, name), fontsize="medium", wrap=True)
+    _common.legend_beside(ax)
     return ax
 
 
@@ -140,12 +139,12 @@ def _zone_shares(totals: GradientReport) -> list[float]:
 
 
 def _title(totals: GradientReport, name: str) -> str:
-    title = f"{totals.size:,} gradients in the range of {name}"
+    title = f"{totals.size:,.0f} gradients in the range of {name}"
     rest = []
     if totals.zero:
         rest.append(f"{_percent(totals.zero / totals.size)} already zero")
     if nonfinite := totals.nan + totals.inf:
-        rest.append(f"{nonfinite:,} NaN or inf")
+        rest.append(f"{nonfinite:,.0f} NaN or inf")
     return title + "\n" * bool(rest) + ", ".join(rest)
 
 

@@ -5,20 +5,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from .._validation import check_concrete, check_series
+from .._validation import check_concrete, describe
 from . import _common
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _SKIPPED = "skipped step"
-# Dashes show a line under another line, and tell runs apart in grayscale.
-_DASHES = ("-", "--", "-.", ":")
 
 
 def plot_loss_scale(
     scales: npt.ArrayLike,
     skipped: npt.ArrayLike | None = None,
+    *,
     ax: "Axes | None" = None,
     **style: Any,
 ) -> "Axes":
@@ -26,8 +25,7 @@ def plot_loss_scale(
 
     The scale of step ``i`` is drawn from ``i`` to ``i + 1``, and a skipped step is
     marked at ``i``. To compare runs, call it again with the same ``ax`` and another
-    ``label``. Up to eight runs get different colors and dashes, unless ``style``
-    contains a color.
+    ``label``.
 
     Args:
         scales: the scale that each step used, above 0, of shape ``(steps,)``.
@@ -51,35 +49,21 @@ def plot_loss_scale(
     """
     check_concrete("scales", scales, _common.TRACED)
     check_concrete("skipped", skipped, _common.TRACED)
-    values = check_series(
-        "scales",
-        scales,
-        lambda x: (x > 0) & (x < np.inf),
-        "numbers above 0, one for each step",
-        "Collect `get_loss_scale(state)` before each update.",
-    )
-    steps = len(values)
-    flags = check_series(
-        "skipped",
-        np.zeros(steps) if skipped is None else skipped,
-        lambda x: (len(x) == steps) & ((x == 0) | (x == 1)),
-        f"{steps} booleans, one for each scale, or 0 and 1 instead",
-        "A step was skipped if `applied` is False in the state after it.",
-    ).astype(bool)
+    values = np.asarray(scales, np.float64)
+    if values.ndim != 1 or not np.all((values > 0) & (values < np.inf)):
+        raise ValueError(
+            "`scales` must be numbers above 0, one for each step, got "
+            f"{describe(values)}. Collect `get_loss_scale(state)` before each update."
+        )
+    flags = np.zeros(len(values)) if skipped is None else np.asarray(skipped)
+    if flags.shape != values.shape or not np.all((flags == 0) | (flags == 1)):
+        raise ValueError(
+            f"`skipped` must be {len(values)} booleans, one for each scale, got "
+            f"{describe(flags)}. Collect `~was_applied(state)` after each update."
+        )
     ax = _common.prepare(ax)
-    from matplotlib.cbook import normalize_kwargs
-    from matplotlib.lines import Line2D
     from matplotlib.ticker import MaxNLocator
 
-    style = normalize_kwargs(style, Line2D)
-    if style.get("color") is None:
-        runs = sum(line.get_drawstyle() == "steps-post" for line in ax.lines)
-        dashes = _DASHES[runs % len(_DASHES)]
-        style = {
-            "linestyle": dashes,
-            **style,
-            "color": _common.RUNS[runs % len(_common.RUNS)],
-        }
     # Repeat the last value, so that its step is as wide as the others.
     levels = np.append(values, values[-1:])
     (line,) = ax.step(np.arange(len(levels)), levels, where="post", **style)
@@ -87,7 +71,7 @@ def plot_loss_scale(
         first = _SKIPPED not in ax.get_legend_handles_labels()[1]
         ax.plot(
             np.flatnonzero(flags),
-            values[flags],
+            values[flags != 0],
             linestyle="none",
             marker="x",
             color=_common.RED,
@@ -101,5 +85,5 @@ def plot_loss_scale(
         locator.set_params(integer=True)
     ax.set(xlabel="step", ylabel="loss scale")
     ax.grid(alpha=0.3)
-    _common.legend_below(ax, last=_SKIPPED)
+    _common.legend_beside(ax)
     return ax

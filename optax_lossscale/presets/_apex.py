@@ -39,5 +39,6 @@ def apex_amp(
         return FixedLossScale(loss_scale, skip_nonfinite=False)
     del loss_scale
     min_loss_scale = 0.0 if min_loss_scale is None else min_loss_scale
+    check("ceiling", max_loss_scale, "max_loss_scale")
     init_scale = min(check("init_scale", init_scale), max_loss_scale)
     return growing(locals(), "init_scale growth_interval floor ceiling")

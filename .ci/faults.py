@@ -1,6 +1,6 @@
 """Put random faults into a copy of the package, one at a time, and run the tests.
 
-``python tests/faults.py [--number 60] [--seed 0] [--slow] [ROOM or FILE ...]`` prints
+``python .ci/faults.py [--number 60] [--seed 0] [--slow] [ROOM or FILE ...]`` prints
 which faults the tests of the room catch, by default in the whole package. ``--slow``
 runs those marked slow, too. Rooms and files are named as they are below
 ``optax_lossscale``, such as ``_rules`` or ``_tree.py``. A fault that survives either
