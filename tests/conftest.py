@@ -20,7 +20,6 @@ import hypothesis  # noqa: E402
 
 # Programs, with dependencies of their own, and a plugin.
 collect_ignore = [
-    "faults.py",
     "benchmarks",
     "integration/wrap_optax.py",
 ]

@@ -144,7 +144,8 @@ UNARY: dict[str, Callable[[jax.Array], jax.Array]] = {
     "flip": jnp.flip,
     "roll": lambda x: jnp.roll(x, 1),
     "center": lambda x: x - jnp.mean(x),
-    "normalize": lambda x: x / (1 + jnp.linalg.norm(x)),
+    # A norm has no derivative at 0.
+    "normalize": lambda x: x / jnp.sqrt(1 + jnp.sum(x * x)),
     "softmax": lambda x: jax.nn.softmax(x, -1),
     "through bfloat16": lambda x: x.astype(jnp.bfloat16).astype(x.dtype),
     "replace NaN": jnp.nan_to_num,

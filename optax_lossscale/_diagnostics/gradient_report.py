@@ -37,8 +37,8 @@ def gradient_report(
         A `GradientReport`. It has no leaves if ``grads`` has none.
 
     Raises:
-        ValueError: if ``grads`` is one number, or holds something other than arrays or
-            no floating-point array, or if another argument is not as described.
+        ValueError: if ``grads`` holds something other than arrays or no floating-point
+            array, or if another argument is not as described.
 
     Examples:
         >>> import jax.numpy as jnp

@@ -63,8 +63,8 @@ def check_loss_scale(
             of skipped steps of late, is above 1/4; if the scale is not a positive
             number; or, outside compiled functions, if an ``optax.MultiSteps`` outside
             `with_loss_scaling` has accumulated NaN or inf.
-        ValueError: as `get_loss_scale_state`, if an argument is not as described, or if
-            the state is that of an ensemble and ``grads`` are passed.
+        ValueError: as `get_loss_scale_state`, or if an argument is not as described.
+        TypeError: if ``on_error`` is not a function.
 
     Examples:
         >>> import jax

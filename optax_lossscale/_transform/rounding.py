@@ -12,9 +12,6 @@ from .._precision import dtype_of
 
 def update_to(master: jax.Array, param: Any) -> jax.Array:
     """Return the update that sets a parameter to its rounded master weight."""
-    if jnp.iscomplexobj(master):
-        parts = (update_to(part(master), part(param)) for part in (jnp.real, jnp.imag))
-        return jax.lax.complex(*parts)
     narrow, param = dtype_of(param), jnp.asarray(param, master.dtype)
     target = rounded(master, narrow)
     # Keep infinities: inf - inf would be NaN.

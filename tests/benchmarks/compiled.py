@@ -1,7 +1,7 @@
 """What a train step costs on a GPU or a TPU that is not there: counted, not timed.
 
-    pip install -e '.[cuda]' && python tests/benchmarks/compiled.py cuda
-    pip install -e '.[tpu]' && python tests/benchmarks/compiled.py tpu
+    pip install -e '.[plots]' --group cuda && python tests/benchmarks/compiled.py cuda
+    pip install -e '.[plots]' --group tpu && python tests/benchmarks/compiled.py tpu
 
 XLA compiles each step for the device, and its program is counted as hlo.py says. Kernel
 launches, caches and overlap are in no figure; the only times are those to trace and to

@@ -1,6 +1,6 @@
 """What loss scaling costs on the device that is here: timed, in one command.
 
-    pip install -e '.[slow]' && python tests/benchmarks/on_device.py
+    pip install -e '.[test]' --group slow && python tests/benchmarks/on_device.py
 
 On a GPU or TPU, install jax for it first. It runs in parts of at most eight minutes
 and adds each one to ``on_device.json`` and to the tables in ``on_device.md``. If it is

@@ -1,6 +1,6 @@
 """What a train step costs with loss scaling: time, memory, compilation.
 
-    pip install -e '.[bench]' && python tests/benchmarks/step.py
+    pip install -e '.[plots]' --group bench && python tests/benchmarks/step.py
 
 Every figure is compared with the plain step, without scaling, check and masks, of the
 same round of the same run.

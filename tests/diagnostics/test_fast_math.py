@@ -23,7 +23,7 @@ DTYPES = ["float32", "float16", "float8_e5m2", "complex64", "float64"]
 def results():
     """Reports and a suggestion, as tuples."""
     elements = [1.0, 0.0, -3.0, 2.0**-14, 2.0**14, 2.0**-16, np.nan, np.inf, -np.inf]
-    with enable_x64(True):
+    with enable_x64(True), jax.numpy_dtype_promotion("strict"):
         grads = [np.resize(elements, 64).astype(jnp.dtype(x)) for x in DTYPES]
         grads[3].imag[::7] = np.nan
         grads[3][1] = complex(3e38, 3e38)
@@ -37,13 +37,6 @@ def results():
             return report, wide, report.totals, suggested
 
         return [tuple(host(x)) for x in everything(grads)]
-
-
-@pytest.mark.slow
-def test_strict_promotion_changes_no_count():
-    with jax.numpy_dtype_promotion("strict"):
-        strict = results()
-    assert strict == results()
 
 
 @pytest.mark.slow

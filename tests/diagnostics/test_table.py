@@ -42,14 +42,6 @@ def test_a_report_shows_its_table_where_it_has_one():
     assert all(x.startswith("GradientReport(nan=") for x in shown)
 
 
-def test_columns_are_aligned_below_names_of_any_script():
-    grads = {"層": np.ones(2), "e\u0301": np.ones(3), "w": np.ones(40)}
-    *lines, _ = ls.format_report(ls.gradient_report(grads)).split("\n")[2:]
-    columns = {"層": -1, "e\u0301": 1}  # that a line is longer than in a terminal
-    lengths = [len(x) - sum(n for c, n in columns.items() if c in x) for x in lines]
-    assert len({*lengths}) == 1
-
-
 def test_worst_are_nonfinite_then_overflow_then_underflow_then_subnormal_then_zero():
     whole = {"a": 1, "b": 0, "c": 1e-6, "d": 1e-9, "e": 1e6, "f": 2}
     grads = {name: np.full(4, x, np.float32) for name, x in whole.items()}
@@ -70,38 +62,26 @@ def test_the_limit_leaves_out_the_best():
     assert ls.format_report(report, limit=5) == TABLE
 
 
-def test_totals_are_sums_of_the_numbers_shown():
-    sizes, none = [np.float32(2**24), np.float32(1), np.float32(1)], [np.float32(0)] * 3
-    report = ls.GradientReport(sizes, *[none] * 6, sizes)
-    assert "all  16,777,218  16,777,218 100%  " in ls.format_report(report)
-
-
 def test_one_array_and_none_have_a_summary_too():
+    nan = np.float32([1, *[np.nan] * 999])
     bad, good, lost, empty = (
         ls.format_report(ls.gradient_report(grads))
-        for grads in (np.float32([1, np.nan]), [np.ones(2)] * 2, [np.full(2, 1e-9)], {})
+        for grads in (nan, [np.ones(2)] * 2, [np.full(2, 1e-9)], {})
     )
     assert bad.startswith("1 array, 1 with NaN or inf\n")
-    assert "\n(root)     2  1 50% " in bad
+    assert "\n(root)  1,000  999 >99% " in bad
     assert good.startswith("2 arrays, none with NaN, inf, overflow or underflow\n")
     assert lost.startswith("1 array, 1 with underflow\n")
     assert empty == "The tree of gradients holds no arrays."
 
 
-def test_few_and_all_but_few_are_not_none_and_all():
-    one = np.float32(np.arange(1000) == 999)
-    text = ls.format_report(ls.gradient_report((one, 1 - one)))
-    assert "999 >99%" in text and "1 <1%" in text
-
-
-ENSEMBLE = ls.GradientReport(*[[np.ones(3)]] * 8)
-
-
-REFUSED = [(x, "`report` must be a GradientReport, as") for x in (None, {}, 3)]
-REFUSED += [(ENSEMBLE, "must hold one number in each leaf, got arrays. For an ense")]
-
-
-@pytest.mark.parametrize(("report", "message"), REFUSED)
+@pytest.mark.parametrize(
+    ("report", "message"),
+    [
+        ({}, "`report` must be a GradientReport"),
+        (ls.GradientReport(*[[np.ones(3)]] * 8), "one number in each leaf.* ensemble"),
+    ],
+)
 def test_what_is_no_report_of_one_tree_is_refused(report, message):
     with pytest.raises(ValueError, match=message):
         ls.format_report(report)
@@ -110,6 +90,5 @@ def test_what_is_no_report_of_one_tree_is_refused(report, message):
 def test_a_traced_report_and_a_limit_that_is_no_count_are_refused():
     with pytest.raises(ValueError, match="a traced value. Return it from the compiled"):
         jax.jit(lambda g: len(ls.format_report(ls.gradient_report(g))))(GRADS)
-    for limit in (0, 1.5, True):
-        with pytest.raises(ValueError, match="`limit` must be a whole number from 1"):
-            ls.format_report(ls.gradient_report(GRADS), limit=limit)
+    with pytest.raises(ValueError, match="`limit` must be a whole number from 1"):
+        ls.format_report(ls.gradient_report(GRADS), limit=0)

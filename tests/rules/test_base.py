@@ -1,4 +1,4 @@
-"""LossScale: configuration, a user's own rules, one program for equal rules."""
+"""LossScale: configuration, a user's own rules, and what `update` is given."""
 
 import dataclasses
 import json
@@ -9,7 +9,6 @@ import pytest
 from every_rule import RULES
 
 import optax_lossscale as ls
-from optax_lossscale._rules import fixed
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
@@ -36,16 +35,11 @@ def test_rules_are_frozen_printable_and_equal_only_by_class_and_numbers():
 @pytest.mark.parametrize(
     ("cls", "config", "error", "message"),
     [
-        (ls.LossScale, [], TypeError, "`config` must be a dictionary"),
         (ls.LossScale, {}, ValueError, "must be one of"),
-        (ls.LossScale, {"class_name": ["x"]}, ValueError, "must be one of"),
-        (ls.LossScale, {"class_name": "Growing"}, ValueError, "got 'Growing'. `Loss"),
         (ls.LossScale, {"class_name": "GrowingLossScale"}, ValueError, "must be one"),
         (ls.FixedLossScale, {"class_name": "DynamicLossScale"}, ValueError, "Fixed"),
         (ls.FixedLossScale, {"scale": 1.0}, ValueError, r"\['scale'\]"),
         (ls.FixedLossScale, {1: 2, "x": 3}, ValueError, r"must hold only .*\[1, 'x'\]"),
-        (ls.LossScale, {"class_name": "FixedLossScale", None: 1}, ValueError, "None"),
-        (ls.FixedLossScale, {"loss_scale": 0}, ValueError, "`loss_scale` must be"),
     ],
 )
 def test_a_bad_config_is_refused(cls, config, error, message):
@@ -74,31 +68,11 @@ def test_a_users_rule_restores_itself_and_the_base_only_those_of_the_package():
     with pytest.raises(ValueError, match="got 'Halving'.*call `from_config` on its"):
         ls.LossScale.from_config(config)
 
-    @dataclasses.dataclass(frozen=True)
-    class DynamicLossScale(ls.LossScale):
-        init, update = Halving.init, Halving.update
-
-    assert ls.LossScale.from_config({"class_name": "DynamicLossScale"}) == (
-        ls.DynamicLossScale()
-    )
-    assert type(DynamicLossScale.from_config({})) is DynamicLossScale
-
-
-def test_a_rule_that_is_no_dataclass_is_told_how_to_become_one():
     class Plain(ls.LossScale):
         init, update = Halving.init, Halving.update
 
     with pytest.raises(TypeError, match="Plain must be a dataclass"):
         Plain().get_config()
-
-
-def test_update_is_compiled_once_for_equal_rules(monkeypatch):
-    traces, recorded = [], fixed.recorded
-    monkeypatch.setattr(fixed, "recorded", lambda *x: traces.append(x) or recorded(*x))
-    for _ in range(3):
-        rule = ls.FixedLossScale(1234.0)
-        rule.update(rule.init(), jnp.bool_(True))
-    assert len(traces) == 1
 
 
 @pytest.mark.parametrize("rule", [ls.DynamicLossScale(), ls.HeadroomLossScale()])
@@ -108,7 +82,7 @@ def test_an_eager_update_moves_nothing_between_host_and_device(rule):
         rule.update(*args)
 
 
-@pytest.mark.parametrize("value", ["1", None, jnp.ones(2), True, 1j, [1.0]])
+@pytest.mark.parametrize("value", ["1", jnp.ones(2), True])
 def test_a_magnitude_that_is_no_number_is_refused(value):
     for rule in (ls.HeadroomLossScale(), ls.LogNormalLossScale()):
         with pytest.raises(ValueError, match="`max_magnitude` must be one real number"):

@@ -1,6 +1,5 @@
 """What holds of every rule: any state is carried on, in the types of its own."""
 
-import dataclasses
 import inspect
 
 import jax
@@ -10,42 +9,18 @@ import optax
 import pytest
 from every_rule import PRESETS, RULES
 from helpers import assert_same_bits, assert_same_types, run_rule
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import optax_lossscale as ls
 from optax_lossscale import presets
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
-INT32 = np.iinfo(np.int32)
 
-# Presets of these classes differ from the variants in their numbers alone.
-COMMON = (ls.FixedLossScale, ls.DynamicLossScale)
-every_rule = pytest.mark.parametrize(
-    "rule",
-    [
-        pytest.param(
-            rule,
-            id=name,
-            marks=pytest.mark.slow
-            if name in PRESETS and isinstance(rule, COMMON)
-            else (),
-        )
-        for name, rule in RULES.items()
-    ],
-)
+every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
 def step(rule, state, grads_finite, magnitude):
     args = (magnitude,) if rule.uses_max_magnitude else ()
     return rule.update(state, grads_finite, *args)
-
-
-def assert_sound(rule, state):
-    assert_same_types(state, rule.init())
-    if rule.skip_nonfinite:
-        assert SMALLEST <= float(state.loss_scale) <= LARGEST
-        assert ls.all_finite(state)
 
 
 def test_every_preset_is_here():
@@ -69,56 +44,32 @@ def test_a_loaded_scale_out_of_range_is_clipped(rule):
 
 
 @every_rule
-@given(
-    st.lists(
-        st.tuples(st.booleans(), st.floats(0, 2.0**80, width=32)),
-        min_size=10,
-        max_size=20,
-    )
-)
-@settings(max_examples=10)
-def test_the_scale_stays_between_the_limits(rule, run):
-    state = rule.init()
-    # Where other systems start outside of their limits, so do their rules.
-    initial = float(state.loss_scale)
-    lowest = min(getattr(rule, "min_scale", 1.0), initial)
-    highest = max(getattr(rule, "max_scale", LARGEST), initial)
-    for flag, magnitude in run:
-        state = step(rule, state, flag, magnitude)
-        assert lowest <= float(state.loss_scale) <= highest
-
-
-@every_rule
 def test_counters_saturate(rule):
+    most = np.iinfo(np.int32).max
     full = jax.tree.map(
-        lambda x: jnp.full_like(x, INT32.max) if x.dtype == jnp.int32 else x,
-        rule.init(),
+        lambda x: jnp.int32(most) if x.dtype == jnp.int32 else x, rule.init()
     )
     for flag in (True, False):
         for leaf in jax.tree.leaves(step(rule, full, flag, 1.0)):
             # DeepSpeed's count begins at -1.
             assert leaf.dtype != jnp.int32 or int(leaf) >= -1
     state = step(rule, full, False, 1.0)
-    assert int(state.skipped_steps) == int(state.consecutive_skips) == INT32.max
+    assert int(state.skipped_steps) == int(state.consecutive_skips) == most
 
 
 @every_rule
 def test_numbers_of_other_types_are_converted(rule):
     first = rule.init()
-    for value in [8, 8.0, np.float64(8), jnp.bfloat16(8)]:
-        state = optax.tree.set(first, loss_scale=value)
-        assert_sound(rule, step(rule, state, True, 2.0**-10))
-    state = step(rule, first._replace(skipped_steps=7.0), True, 2.0**-10)
-    assert int(state.skipped_steps) == 7 and state.skipped_steps.dtype == jnp.int32
-
-
-@every_rule
-def test_a_state_that_was_cast_as_a_whole_comes_back_in_its_own_types(rule):
-    state = step(rule, rule.init(), True, 2.0**-10)
+    for value in [8, np.float64(8), jnp.bfloat16(8)]:
+        state = optax.tree.set(first, loss_scale=value, skipped_steps=7.0)
+        state = step(rule, state, True, 2.0**-10)
+        assert_same_types(state, first)
+        assert int(state.skipped_steps) == 7
     for dtype in (jnp.float16, jnp.float32):
         cast = jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), state)
         again = step(rule, cast, True, 2.0**-10)
-        assert_sound(rule, again)
+        assert_same_types(again, first)
+        assert ls.all_finite(again)
     assert_same_bits(again, step(rule, state, True, 2.0**-10))
 
 
@@ -128,17 +79,12 @@ SEVERAL = jax.tree.map(lambda x: jnp.stack([x, x]), STATE)
 OPT_STATE = ls.with_loss_scaling(optax.sgd(0.1)).init(jnp.zeros(2))
 NOT_STATES = [
     (None, "be a LossScaleState, .* got None"),
-    (HEADROOM, "got a HeadroomLossScale"),
     (OPT_STATE, "`get_loss_scale_state` returns"),
-    (tuple(STATE), "be a LossScaleState"),
     (SEVERAL, "of one run, .* inside `jax.vmap`"),
     (STATE._replace(growth_tracker=None), "hold numbers, got None for `growth_track"),
     (jax.eval_shape(HEADROOM.init), "hold numbers, .*for `loss_scale`"),
     (ls.DynamicLossScale().init(), r"`rule_state` of Headroom.*scale_state=rule.init"),
-    (
-        STATE._replace(rule_state=SEVERAL.rule_state),
-        r"`rule_state` .* shapes Headroom.*=\(\)\)",
-    ),
+    (STATE._replace(rule_state=SEVERAL.rule_state), "`rule_state` of Headroom"),
 ]
 
 
@@ -156,43 +102,38 @@ def test_a_rule_that_remembers_nothing_leaves_what_another_remembered():
         assert_same_bits(update(state, True).rule_state, state.rule_state)
 
 
-@pytest.mark.parametrize("name", ["headroom", "log-normal"])
-def test_a_magnitude_that_is_nan_says_nothing(name):
-    """A maximum may be NaN where the flag is False."""
-    rule = RULES[name]
-    state = rule.update(rule.init(), True, 2.0**-10)
-    for flag in (True, False):
-        assert_same_bits(
-            rule.update(state, flag, jnp.nan), rule.update(state, flag, 0.0)
-        )
-
-
 CONSTANT = [ls.FixedLossScale(), ls.FixedLossScale(128.0, skip_nonfinite=False)]
 PATIENT = ls.DynamicLossScale(128.0, hysteresis=3)
 
 
-@pytest.mark.parametrize("refill", ["finite", "growth", "change"])
 @pytest.mark.parametrize("constant", CONSTANT, ids=repr)
-def test_a_rule_with_hysteresis_that_follows_a_constant_one_begins_with_all_of_it(
-    constant, refill
-):
-    rule = dataclasses.replace(PATIENT, hysteresis_refill=refill)
+def test_a_constant_rule_and_one_with_hysteresis_follow_each_other(constant):
     state = constant.update(constant.init(), True)
-    scales = run_rule(rule, [False] * 3, state=state).loss_scale
+    scales = run_rule(PATIENT, [False] * 3, state=state).loss_scale
     assert scales.tolist() == [128.0, 128.0, 64.0]
-
-
-@pytest.mark.parametrize("constant", CONSTANT, ids=repr)
-def test_a_constant_rule_that_follows_another_may_be_compiled_as_a_constant(constant):
+    # The scale no longer changes, so it may be compiled as a constant.
     state = constant.update(PATIENT.init(), True)
     loss, _ = jax.jit(ls.value_and_grad(lambda x: x**2, state))(3.0)
     assert loss == 9.0
 
 
 MEASURING = {name: rule for name, rule in RULES.items() if rule.uses_max_magnitude}
+every_measuring_rule = pytest.mark.parametrize(
+    "rule", MEASURING.values(), ids=MEASURING
+)
 
 
-@pytest.mark.parametrize("rule", MEASURING.values(), ids=MEASURING)
+@every_measuring_rule
+def test_a_magnitude_that_is_zero_or_nan_says_nothing(rule):
+    """A maximum may be NaN where the flag is False."""
+    assert rule.update(rule.init(), True, 0.0).loss_scale == rule.init_scale
+    state = rule.update(rule.init(), True, 2.0**-10)
+    for flag in (True, False):
+        expected = rule.update(state, flag, 0.0)
+        assert_same_bits(rule.update(state, flag, jnp.nan), expected)
+
+
+@every_measuring_rule
 def test_a_scale_that_retries_found_is_kept_and_one_set_by_hand_is_not(rule):
     noise = jnp.exp2(jax.random.normal(jax.random.key(0), (500,)) / 2)
 

@@ -24,12 +24,8 @@ HALF = cast(PARAMS, jnp.float16)
 
 WAYS_TO_INIT = {
     "eager": lambda tx: tx.init(HALF),
-    "jit": lambda tx: jax.jit(tx.init)(HALF),
     "eval_shape": lambda tx: jax.eval_shape(tx.init, HALF),
     "abstract": lambda tx: tx.init(jax.eval_shape(lambda: HALF)),
-    "vmap": lambda tx: jax.tree.map(
-        lambda x: x[0], jax.vmap(tx.init)(jax.tree.map(lambda x: x[None], HALF))
-    ),
 }
 
 
@@ -59,14 +55,12 @@ def test_of_narrow_gradients_updates_are_as_narrow_and_moments_may_be(dtype):
     assert_same_types(wide, GRADS)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_branches_of_the_optimizer_agree(dtype):
-    """Of gradients as narrow as the parameters, and of float16's as they should be."""
-    params = cast(PARAMS, dtype)
+def test_branches_of_the_optimizer_agree():
+    """Of gradients as narrow as the parameters, and as they should be."""
     inner = optax.conditionally_transform(ADAM, lambda step, **kwargs: step < 1)
     tx = ls.with_loss_scaling(optax.apply_if_finite(inner, 3), ls.FixedLossScale(1.0))
-    for grads in (params, GRADS)[: 1 + (dtype == jnp.float16)]:
-        updates, _ = jax.eval_shape(tx.update, grads, tx.init(params), params)
+    for grads in (HALF, GRADS):
+        updates, _ = jax.eval_shape(tx.update, grads, tx.init(HALF), HALF)
         assert_same_types(updates, grads)
 
 
@@ -77,20 +71,10 @@ WEAK = optax.GradientTransformation(
 SKIPS, NEVER_SKIPS = ls.DynamicLossScale(), ls.FixedLossScale(skip_nonfinite=False)
 
 
-@pytest.mark.parametrize(
-    "rule, inner, dtype",
-    [
-        (SKIPS, WEAK, "float16"),
-        (NEVER_SKIPS, WEAK, "float32"),
-        (NEVER_SKIPS, optax.adamw(1e-3), "float16"),
-        (NEVER_SKIPS, optax.lion(1e-3), "bfloat16"),
-    ],
-)
-def test_types_never_change_and_one_trace_serves_the_whole_run(rule, inner, dtype):
-    """Of optax's own optimizers, masked, `test_optimizers` says the same."""
-    tx, params = ls.with_loss_scaling(inner, rule), cast(PARAMS, dtype)
-    grads = cast(GRADS, "bfloat16" if dtype == "bfloat16" else "float32")
-    state, traces = tx.init(params), []
+@pytest.mark.parametrize("rule", [SKIPS, NEVER_SKIPS], ids=["skips", "never skips"])
+def test_types_never_change_and_one_trace_serves_the_whole_run(rule):
+    """Of optax's own optimizers `test_optimizers` says the same."""
+    tx, traces = ls.with_loss_scaling(WEAK, rule), []
 
     @jax.jit
     def step(params, state, grads):
@@ -98,8 +82,9 @@ def test_types_never_change_and_one_trace_serves_the_whole_run(rule, inner, dtyp
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    for factor in (1.0, jnp.nan, 1.0):
-        new = step(params, state, jax.tree.map(lambda g, f=factor: g * f, grads))
+    params, state = HALF, tx.init(HALF)
+    for grads in (GRADS, optax.tree.scale(jnp.nan, GRADS), GRADS):
+        new = step(params, state, grads)
         assert_same_types(new, (params, state))
         params, state = new
     assert len(traces) == 1
@@ -108,20 +93,14 @@ def test_types_never_change_and_one_trace_serves_the_whole_run(rule, inner, dtyp
 @pytest.mark.parametrize("rule", [SKIPS, NEVER_SKIPS], ids=["skips", "never skips"])
 @pytest.mark.parametrize(
     "first, update",
-    [
-        (0, lambda s: 0.5 * s + 0.3),
-        (0.0, lambda s: s + 0.5j),
-        (False, lambda s: s + 1),
-        (jnp.int32(0), lambda s: 0.5 * s + 0.3),
-    ],
-    ids=["int to float", "float to complex", "bool to int", "int32 to float"],
+    [(jnp.int32(0), lambda s: 0.5 * s + 0.3), (0.0, lambda s: s + 0.5j)],
+    ids=["integer to float", "float to complex"],
 )
 def test_a_state_that_becomes_another_kind_of_number_is_refused(first, update, rule):
     inner = transformation(lambda u, s: (u, (update(s),)), first)
     tx = ls.with_loss_scaling(inner, rule)
-    match = r"must keep the types of its state, .* at \[0\].* Start with the wider type"
     for step in (tx.update, jax.jit(tx.update)):
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises(ValueError, match=r"must keep the types of .* at \[0\]"):
             step(GRADS, tx.init(PARAMS), PARAMS)
 
 
@@ -138,65 +117,46 @@ def test_a_state_that_is_given_in_half_precision_is_warned_of():
 
 
 NO_B = {"w": GRADS["w"]}
+LONG = {**GRADS, "b": jnp.ones(4)}
 OTHERS = {
-    "missing": (NO_B, PARAMS, r"no array at \['b'\], and `params` has .* shape \(\)"),
-    "new": ({**GRADS, "new": 1.0}, PARAMS, r"\['new'\], and `params` has none"),
-    "shape": ({**GRADS, "b": jnp.ones(4)}, PARAMS, r"shape \(4,\) at \['b'\].*\(\)"),
-    "structure": (list(GRADS.values()), PARAMS, r"no array at \['b'\], and `params`"),
-    "params": (GRADS, NO_B, r"shape \(\) at \['b'\], and `params` has none"),
-    "state": ({**GRADS, "b": jnp.ones(4)}, None, r"\(4,\) at \['b'\], and `state` .*"),
-    "both": ({**GRADS, "b": jnp.ones(4)}, {**PARAMS, "b": jnp.ones(4)}, "`state` has"),
-    "none": ({**GRADS, "b": None}, PARAMS, r"no array at \['b'\].*zeros, not None"),
-    "no params": ({**GRADS, "b": None}, None, r"no array at \['b'\], and `state` has"),
+    "missing": ("updates", NO_B, PARAMS),
+    "shape": ("updates", LONG, PARAMS),
+    "none": ("updates", {**GRADS, "b": None}, PARAMS),
+    "params": ("updates", GRADS, NO_B),
+    "state": ("state", LONG, {**PARAMS, "b": jnp.ones(4)}),
 }
 
 
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("grads, params, message", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("name, grads, params", OTHERS.values(), ids=OTHERS)
 def test_gradients_parameters_and_state_of_several_models_are_refused(
-    grads, params, message, jit
+    name, grads, params
 ):
     """Whether the optimizer fails or broadcasts."""
-    tx = ls.with_loss_scaling(ADAM if params is None else optax.adamw(0.1))
-    update = jax.jit(tx.update) if jit else tx.update
-    with pytest.raises(ValueError, match=f"must belong together, but .*{message}"):
-        update(grads, tx.init(PARAMS), params)
+    tx = ls.with_loss_scaling(optax.adamw(0.1))
+    match = rf"`{name}` and `params` must belong together.*\['b'\]"
+    for update in (tx.update, jax.jit(tx.update)):
+        with pytest.raises(ValueError, match=match):
+            update(grads, tx.init(PARAMS), params)
 
 
-@pytest.mark.parametrize(
-    "inner, message",
-    [
-        (
-            optax.GradientTransformation(
-                lambda p: (), lambda u, s, p=None: (u, (jnp.ones(()),))
-            ),
-            r"`inner` must keep the structure and .* of its state.*`optax.monitor`",
-        ),
-        (
-            transformation(lambda u, s: (u, (jnp.append(s, 1.0),)), jnp.zeros(1)),
-            r"`inner` must keep .* the shapes of its state, but returns .*\(2,\) at ",
-        ),
-    ],
-    ids=["structure", "shape"],
-)
-def test_a_state_that_changes_is_refused(inner, message):
+@pytest.mark.parametrize("new", [jnp.ones(()), jnp.ones(2)], ids=["structure", "shape"])
+def test_a_state_that_changes_is_refused(new):
+    first = () if new.ndim == 0 else (jnp.zeros(1),)
+    inner = optax.GradientTransformation(
+        lambda params: first, lambda grads, state, params=None: (grads, (new,))
+    )
     tx = ls.with_loss_scaling(inner)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="`inner` must keep the structure and"):
         tx.update(GRADS, tx.init(PARAMS), PARAMS)
 
 
-@pytest.mark.parametrize("jit", [False, True])
-def test_an_error_of_the_inner_transformation_is_its_own_and_comes_at_once(jit):
-    traces = []
-
+def test_an_error_of_the_inner_transformation_is_its_own():
     def update(updates, state, params=None):
-        traces.append(1)
         raise ZeroDivisionError("its own")
 
     # Some of its moments have other shapes than the parameters.
     inner = optax.GradientTransformation(optax.adafactor(0.1).init, update)
     tx = ls.with_loss_scaling(inner)
-    step = jax.jit(tx.update) if jit else tx.update
-    with pytest.raises(ZeroDivisionError, match="its own"):
-        step(GRADS, tx.init(PARAMS))
-    assert len(traces) == 1
+    for step in (tx.update, jax.jit(tx.update)):
+        with pytest.raises(ZeroDivisionError, match="its own"):
+            step(GRADS, tx.init(PARAMS))

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import serialization
 from helpers import AUTO, EXPLICIT, assert_same_bits, make_mesh, on_mesh, set_mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -17,42 +16,33 @@ import optax_lossscale as ls
 
 GRADS = {"w": jnp.arange(32.0).reshape(8, 4), "b": -100 * jnp.ones(8)}
 
-every_rule = pytest.mark.parametrize(
-    "rule",
-    [
-        ls.HeadroomLossScale(half_life=10),
-        pytest.param(ls.LogNormalLossScale(), marks=pytest.mark.slow),
-    ],
-    ids=["headroom", "log-normal"],
-)
+RULE = ls.HeadroomLossScale(half_life=10)
 
 
-@every_rule
-def test_the_rule_is_given_the_largest_gradient_of_each_step(rule):
+def test_the_rule_is_given_the_largest_gradient_of_each_step():
     """But not if the loss itself is not finite."""
-    tx = ls.with_loss_scaling(optax.sgd(0.1), rule)
-    state, expected = tx.init(GRADS), rule.init()
+    tx = ls.with_loss_scaling(optax.sgd(0.1), RULE)
+    state, expected = tx.init(GRADS), RULE.init()
     for factor, value in ((1.0, 1.0), (jnp.nan, 1.0), (9.0, jnp.nan), (1e3, 1.0)):
         grads = optax.tree.scale(factor, GRADS)
         _, state = jax.jit(tx.update)(grads, state, GRADS, value=value)
         if np.isfinite(value):
             magnitude = ls.max_magnitude(grads)
-            expected = rule.update(expected, bool(np.isfinite(factor)), magnitude)
+            expected = RULE.update(expected, bool(np.isfinite(factor)), magnitude)
         else:
             expected = expected.record(False)
         assert_same_bits(state.scale_state, expected)
-    assert float(expected.loss_scale) != rule.init_scale
+    assert float(expected.loss_scale) != RULE.init_scale
 
 
-@every_rule
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
-def test_all_devices_have_the_scale_of_one_device(rule, kind):
+def test_all_devices_have_the_scale_of_one_device(kind):
     """Where each has its own gradients, and where arrays are global."""
     mesh = make_mesh(kind, d=8)
     bad = {**GRADS, "b": GRADS["b"].at[5].set(jnp.inf)}
 
     def scale_state(grads, axis_name=None):
-        tx = ls.with_loss_scaling(optax.sgd(0.1), rule, axis_name=axis_name)
+        tx = ls.with_loss_scaling(optax.sgd(0.1), RULE, axis_name=axis_name)
         return tx.update(grads, tx.init(grads), grads)[1].scale_state
 
     mapped = on_mesh(lambda grads: scale_state(grads, "d"), P("d"), P(), mesh)
@@ -62,25 +52,6 @@ def test_all_devices_have_the_scale_of_one_device(rule, kind):
         with set_mesh(mesh):
             for function in (mapped, jax.jit(scale_state)):
                 assert_same_bits(jax.device_get(function(placed)), expected)
-
-
-@every_rule
-@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
-def test_the_state_can_be_differentiated_through_a_skipped_step(rule, bad):
-    tx = ls.with_loss_scaling(optax.sgd(0.1), rule)
-
-    def last(x):
-        opt_state, params = tx.init(x), x
-        for factor, term in ((1.0, 0.0), (1.0, bad), (2.0, 0.0)):
-            updates, opt_state = tx.update(factor * x + term, opt_state, params)
-            params = optax.apply_updates(params, updates)
-        state = ls.get_loss_scale_state(opt_state)
-        return jnp.sum(params), (state.loss_scale, *state.rule_state)
-
-    # The first and the third step are applied: x - 0.1 x - 0.2 x.
-    of_params, of_state = jax.jacobian(last)(jnp.ones(2))
-    np.testing.assert_allclose(of_params, 0.7, rtol=1e-6)
-    np.testing.assert_array_equal(of_state, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +79,3 @@ def test_a_users_rule_may_have_a_memory_and_the_largest_gradient():
         _, opt_state = jax.jit(tx.update)(grads, opt_state, jnp.ones(2))
         assert float(ls.get_loss_scale(opt_state)) == scale
         assert int(optax.tree.get(opt_state, "longest_run")) == longest
-    saved = serialization.to_bytes(opt_state)
-    restored = serialization.from_bytes(tx.init(jnp.ones(2)), saved)
-    assert_same_bits(restored, opt_state)

@@ -9,24 +9,19 @@ from helpers import assert_same_bits
 
 from optax_lossscale._transform.rounding import rounded, update_to
 
-HALVES = np.arange(0, 31744, dtype=np.uint16).view(np.float16)  # finite, 0 and above
-
 
 def every_kind(dtype):
     """All numbers of a small type, ties between them, what lies beside, and more."""
-    rng = np.random.default_rng(0)
     bits = np.dtype(dtype).itemsize * 8
     numbers = np.arange(2 ** (bits - 1), dtype=f"uint{bits}").view(np.dtype(dtype))
     numbers = numbers.astype(np.float32)
     numbers = np.unique(numbers[np.isfinite(numbers)])
     numbers = numbers[(numbers == 0) | (numbers >= np.finfo(np.float32).tiny)]
-    ties = (numbers[1:].astype(np.float64) + numbers[:-1]) / 2
-    ties = ties.astype(np.float32)
-    random = rng.standard_normal(500) * 2.0 ** rng.uniform(-40, 18, 500)
+    ties = ((numbers[1:].astype(np.float64) + numbers[:-1]) / 2).astype(np.float32)
     beyond = [np.inf, np.nan, 65519.0, 65520.0, 3e38, 2.0**-25, 2.0**-26]
     beyond.append(np.array(2**31 - 1, np.int32).view(np.float32))  # another NaN
     x = [numbers, ties, np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.inf)]
-    x = np.concatenate([*x, random, beyond]).astype(np.float32)
+    x = np.concatenate([*x, beyond]).astype(np.float32)
     return np.concatenate([x, -x])
 
 
@@ -36,8 +31,6 @@ def every_kind(dtype):
 def test_rounding_is_that_of_a_cast(dtype):
     x = jnp.asarray(every_kind(dtype))
     y = jax.jit(rounded, static_argnums=1)(x, dtype)
-    if dtype == jnp.float16:
-        assert_same_bits(rounded(x, dtype), y)
     with np.errstate(over="ignore", invalid="ignore"):
         expected = np.asarray(x).astype(dtype)
     overflows = ~np.isfinite(expected.astype(np.float32))
@@ -55,7 +48,7 @@ def test_rounding_is_that_of_a_cast(dtype):
 def test_an_update_takes_a_parameter_to_its_rounded_master_weight():
     """From any float16 number below 1 to any other, and back to bits of zeros."""
     rng = np.random.default_rng(0)
-    small = HALVES[HALVES < 1]
+    small = np.arange(0x3C00, dtype=np.uint16).view(np.float16)
     zeros = np.array([0.0, 1e-30, 2.0**-26], np.float32)
     params = np.concatenate([rng.choice(small, 2000), np.zeros(12, np.float16)])
     params *= rng.choice([-1, 1], len(params)).astype(np.float16)
@@ -91,26 +84,8 @@ def test_a_weight_that_falls_far_is_off_until_the_next_step(dtype, limit, error)
     )
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e5m2])
-def test_an_infinite_parameter_stays(dtype):
+def test_an_infinite_parameter_stays():
     """As in a mask of -inf."""
-    params = jnp.array([-jnp.inf, jnp.inf, 0.0], dtype)
+    params = jnp.array([-jnp.inf, jnp.inf, 0.0], jnp.float16)
     updates = update_to(params.astype(jnp.float32), params)
     assert_same_bits(optax.apply_updates(params, updates), params)
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    [jnp.float8_e5m2, pytest.param(jnp.float8_e4m3fn, marks=pytest.mark.slow)],
-)
-def test_updates_of_float8_are_float8_and_exact_within_a_factor_of_two(dtype):
-    numbers = np.arange(256, dtype=np.uint8).view(np.dtype(dtype))
-    numbers = numbers[np.isfinite(numbers.astype(np.float32))]
-    params, masters = (jnp.asarray(x.ravel()) for x in np.meshgrid(numbers, numbers))
-    updates = update_to(masters.astype(jnp.float32), params)
-    assert updates.dtype == dtype
-    new = optax.apply_updates(params, updates)
-    p, m = (np.asarray(x, np.float32) for x in (params, masters))
-    near = (p * m > 0) & (abs(p) <= 2 * abs(m)) & (abs(m) <= 2 * abs(p))
-    assert near.sum() > 1000
-    assert_same_bits(new[near], masters[near])

@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 import optax_lossscale as ls
 
 
-@pytest.mark.parametrize("collective", ["inside", "before", "after the check"])
+@pytest.mark.parametrize("collective", ["inside", "after the check"])
 @pytest.mark.parametrize(
     "axes",
     [
@@ -42,11 +42,9 @@ def test_data_parallel_shard_map_equals_one_device(axes, collective):
 
     def step(params, state, x):
         _, grads = ls.value_and_grad(loss_fn, state)(vary(params, names), x)
-        if collective == "before":
-            grads = jax.lax.pmean(grads, names)
+        # The flag of this device alone, which the transformation joins.
         flag = ls.all_finite(grads)
         if collective == "after the check":
-            # The flag of this device alone, which the transformation joins.
             grads = jax.tree.map(lambda g: jnp.where(flag, g, 0.0), grads)
             grads = jax.lax.pmean(grads, names)
         updates, state = tx.update(grads, state, params, grads_finite=flag)
@@ -119,9 +117,7 @@ def test_devices_that_would_decide_differently_are_refused(axis_name, axes, thro
         return tx.update(grads, state, params, **extra_args)
 
     step = on_mesh(step, (P(), P(), P(("d", "e"))), P(), make_mesh(d=2, e=4))
-    with pytest.raises(
-        ValueError, match=rf"`axis_name` must name every .*here \[{axes}\], got"
-    ):
+    with pytest.raises(ValueError, match=rf"`axis_name` must name every .*\[{axes}\]"):
         jax.eval_shape(step, PARAMS, tx.init(PARAMS), jnp.ones(8))
 
 
@@ -150,25 +146,3 @@ def test_devices_with_models_of_their_own_skip_alone(check_vma):
     updates, states = step(jnp.array([1.0, jnp.nan, 1.0, 1.0]), states)
     assert updates[:, 0].tolist() == [3.0, 0.0, 3.0, 3.0]
     assert states.scale_state.skipped_steps.tolist() == [0, 1, 0, 0]
-
-
-def test_a_leaf_whose_type_a_mask_would_change_is_masked_at_the_end():
-    """The old moment differs between devices, the new one does not, and is scanned."""
-
-    def update(updates, moment, step):
-        new = jnp.cos(step) * jnp.ones(3)
-        factor, _ = jax.lax.scan(lambda c, x: (c * x, None), new, jnp.ones((2, 3)))
-        return updates * factor, (new, step + 1)
-
-    inner = transformation(update, jnp.ones(3), jnp.float32(0))
-    tx = ls.with_loss_scaling(inner, RULE, axis_name="d")
-
-    def step(grads, state):
-        moment, count = state.inner_state
-        state = state._replace(inner_state=(vary(moment, "d"), count))
-        updates, state = tx.update(grads, state)
-        return updates, state.inner_state[0]
-
-    mapped = on_mesh(step, (P("d"), P()), P("d"))
-    updates, moment = mapped(jnp.ones(24), tx.init(jnp.ones(3)))
-    assert updates.tolist() == moment.tolist() == [1.0] * 24

@@ -17,7 +17,6 @@ from helpers import (
     run_rule,
     slow_but,
 )
-from jax.experimental import checkify
 
 import optax_lossscale as ls
 
@@ -28,7 +27,6 @@ PARAMS = {"w": jnp.array([[0.5, -1.0], [2.0, 0.25]]), "b": jnp.zeros(2)}
 X = normal(12, 8, 2)
 X[1, 0, 0], X[6, 3, 1] = 1e6, np.nan
 X = jnp.asarray(X)
-BAD_GRADS = {"w": jnp.full((2, 2), jnp.nan), "b": jnp.zeros(2)}
 
 
 def train_step(carry, x):
@@ -91,27 +89,11 @@ def test_a_whole_train_step_holds_under_the_transfer_guard():
             carry = step(carry, x)
 
 
-def test_debug_nans_is_silent_inside_a_jitted_skipped_step():
-    state = TX.init(PARAMS)
-    with jax.debug_nans(True):
-        updates, state = jax.jit(TX.update)(BAD_GRADS, state, PARAMS)
-    assert_no_update(updates)
-
-
-def test_checkify_finds_no_division_by_zero_in_a_skipped_first_step():
-    checked = checkify.checkify(TX.update, errors=checkify.div_checks)
-    error, _ = jax.jit(checked)(BAD_GRADS, TX.init(PARAMS), PARAMS)
-    assert error.get() is None
-
-
-def clipped_adam(learning_rate):
-    clip = optax.clip_by_global_norm(10 * learning_rate)
-    return optax.chain(clip, optax.adam(learning_rate, b2=1 - learning_rate / 10))
-
-
 def reached(learning_rate, wrap, noises):
     """What training reaches; most of its numbers depend on the learning rate."""
-    tx = wrap(clipped_adam(learning_rate))
+    clip = optax.clip_by_global_norm(10 * learning_rate)
+    adam = optax.adam(learning_rate, b2=1 - learning_rate / 10)
+    tx = wrap(optax.chain(clip, adam))
     params = {
         "w": jnp.array([[1.0, -2.0], [0.5, 0.25]]) * 10 * learning_rate,
         "b": jnp.array([1.0, -2.0]),
@@ -131,8 +113,6 @@ def reached(learning_rate, wrap, noises):
 DERIVATIVES = {
     "forward": jax.jacfwd,
     "reverse": lambda f: jax.jit(jax.grad(f)),
-    "linearized": lambda f: lambda x: jax.linearize(f, x)[1](1.0),
-    "mapped": lambda f: lambda x: jax.vmap(jax.grad(f))(jnp.stack([x, 2 * x])),
     "of second order": jax.hessian,
 }
 
@@ -152,18 +132,6 @@ def test_derivatives_of_training_are_those_without_the_skipped_steps(kind):
     theirs = of(lambda tx: tx, 0.0, 1.0)
     assert np.isfinite(ours).all()
     np.testing.assert_allclose(ours, theirs, rtol=1e-4)
-
-
-def test_reverse_mode_through_the_overflow_itself_is_nan():
-    """As the guide says: 0, which the mask gives back, times the infinity."""
-
-    def reached(x):
-        tx = ls.with_loss_scaling(optax.sgd(0.1))
-        updates, _ = tx.update(jnp.inf * x, tx.init(x), x)
-        return optax.apply_updates(x, updates)
-
-    assert jax.jit(jax.jacfwd(reached))(1.0) == 1.0
-    assert jnp.isnan(jax.jit(jax.grad(reached))(1.0))
 
 
 def test_reverse_mode_through_a_bad_batch_is_nan_once_parameters_depend_on_x():
@@ -195,8 +163,7 @@ SEARCHES = {
 
 
 @pytest.mark.parametrize("search", slow_but(("backtracking",), SEARCHES))
-@pytest.mark.parametrize("jit", slow_but((True,), (True, False)))
-def test_in_a_skipped_step_a_line_search_evaluates_its_loss_at_most_once(search, jit):
+def test_in_a_skipped_step_a_line_search_evaluates_its_loss_at_most_once(search):
     """Whatever it is given: it would go on to its last evaluation on NaN.
 
     In the very first step it may take some more.
@@ -210,10 +177,10 @@ def test_in_a_skipped_step_a_line_search_evaluates_its_loss_at_most_once(search,
     tx = ls.with_loss_scaling(SEARCHES[search])
     params, bad = jnp.array([1.0, 2.0]), jnp.array([1.0, jnp.nan])
 
-    def update(grads, state, **extra_args):
+    @jax.jit
+    def step(grads, state, **extra_args):
         return tx.update(grads, state, params, value_fn=value_fn, **extra_args)
 
-    step = jax.jit(update) if jit else update
     first = tx.init(params)
     good = {"value": jnp.float32(5.0), "grad": 2 * params, "factor": 1.0}
     _, second = step(2 * params, first, **good)

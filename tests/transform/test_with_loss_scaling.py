@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_no_update, assert_same_bits, assert_same_types, enable_x64
+from helpers import assert_no_update, assert_same_bits, assert_same_types
 
 import optax_lossscale as ls
 
@@ -49,19 +49,15 @@ NEVER_SKIPS = ls.FixedLossScale(skip_nonfinite=False)
 @pytest.mark.parametrize(
     "inner, options, error, message",
     [
-        (ls.DynamicLossScale(), {}, TypeError, r"got the rule DynamicLossScale\(.*fir"),
-        (optax.adam, {}, TypeError, r"called as in `.*\(optax.adam\(1e-3\)\)`"),
-        (optax.MultiSteps, {}, TypeError, "called as in"),
-        (None, {}, TypeError, "`inner` must be an Optax .*got None. Pass an optimizer"),
-        (1e-3, {}, TypeError, "got 0.001. Pass an optimizer"),
-        *(
-            (SGD, {"rule": x}, TypeError, "`rule` must be an instance.*FixedLos")
-            for x in (128.0, ls.DynamicLossScale, "dynamic", None, SGD)
-        ),
+        (ls.DynamicLossScale(), {}, TypeError, "`inner` must be .*got the rule"),
+        (optax.adam, {}, TypeError, "`inner` must be .*called as in"),
+        (None, {}, TypeError, "`inner` must be an Optax .*got None"),
+        (SGD, {"rule": 128.0}, TypeError, "`rule` must be an instance"),
+        (SGD, {"rule": ls.DynamicLossScale}, TypeError, "`rule` must be an instance"),
         (SGD, {"check_updates": 1}, ValueError, "must be True or False, got 1"),
         (
             *(SGD, {"check_updates": True, "rule": NEVER_SKIPS}, ValueError),
-            "`check_updates` must be False with FixedLossScale.*never skips",
+            "`check_updates` must be False",
         ),
     ],
 )
@@ -85,30 +81,15 @@ def test_a_state_of_another_kind_is_refused(restore):
         tx.update(GRADS, restore(tx.init(PARAMS)), PARAMS)
 
 
-def test_zero_updates_are_made_of_the_output_of_the_inner_transformation():
-    """Lookahead takes one tree of gradients and returns updates for two."""
-    params = optax.LookaheadParams.init_synced(PARAMS)
-    tx = ls.with_loss_scaling(optax.lookahead(SGD, 2, 0.5))
-    updates, _ = tx.update(BAD_GRADS, tx.init(params), params)
-    assert_no_update(updates)
-    assert isinstance(updates, optax.LookaheadParams)
-
-
-@pytest.mark.parametrize(
-    "good, bad",
-    [
-        (jnp.ones(2, "c8"), jnp.array([1j, complex(0, np.nan)], "c8")),
-        (jnp.ones(2, "c8"), jnp.array([1j, complex(np.inf, 0)], "c8")),
-        ((jnp.ones(2), None), (jnp.full(2, jnp.inf), None)),
-    ],
-    ids=["imaginary nan", "real inf", "none"],
-)
-def test_complex_numbers_and_none_are_leaves_like_any_other(good, bad):
+@pytest.mark.parametrize("bad", [complex(0, np.nan), complex(np.inf, 0)])
+def test_complex_numbers_and_none_are_leaves_like_any_other(bad):
+    good = {"z": jnp.ones(2, "c8"), "frozen": None}
     tx = ls.with_loss_scaling(ADAM)
     updates, state = tx.update(good, tx.init(good), good)
     assert_same_types(updates, good)
     assert ls.all_finite(updates) and ls.was_applied(state)
-    updates, new_state = tx.update(bad, state, good)
+    bad_grads = {**good, "z": good["z"].at[1].set(bad)}
+    updates, new_state = tx.update(bad_grads, state, good)
     assert_no_update(updates)
     assert_same_bits(new_state.inner_state, state.inner_state)
 
@@ -120,34 +101,21 @@ def test_an_empty_tree_is_a_step_like_any_other(tree):
     assert updates == tree and ls.was_applied(state)
 
 
-def test_float64_under_x64():
-    with enable_x64(True):
-        params = jnp.arange(3.0)
-        tx = ls.with_loss_scaling(ADAM)
-        state = tx.init(params)
-        updates, new_state = jax.jit(tx.update)(params, state, params)
-        assert updates.dtype == jnp.float64
-        assert_same_types(new_state, state)
-        assert new_state.scale_state.loss_scale.dtype == jnp.float32
-
-
-@pytest.mark.parametrize("jit", [False, True])
-def test_integer_leaves_with_allow_int(jit):
+def test_integer_leaves_with_allow_int():
     params = {"w": jnp.ones(2), "table": jnp.arange(3)}
     tx = ls.with_loss_scaling(optax.masked(ADAM, {"w": True, "table": False}))
     state = tx.init(params)
 
-    def loss_fn(params):
-        return jnp.sum(params["w"] ** 2) * params["table"][1]
-
+    @jax.jit
     def step(params, state, factor):
-        fun = ls.value_and_grad(lambda p: factor * loss_fn(p), state, allow_int=True)
-        _, grads = fun(params)
+        def loss_fn(params):
+            return factor * jnp.sum(params["w"] ** 2) * params["table"][1]
+
+        _, grads = ls.value_and_grad(loss_fn, state, allow_int=True)(params)
         updates, state = tx.update(grads, state, params)
         assert grads["table"].dtype == updates["table"].dtype == jax.dtypes.float0
         return updates["w"], state
 
-    step = jax.jit(step) if jit else step
     for factor in (1.0, jnp.nan):
         update, state = step(params, state, factor)
     assert_no_update(update)
@@ -181,28 +149,19 @@ def test_the_types_of_the_scale_state_hold_whatever_a_rule_returns():
         assert float(ls.get_loss_scale(new_state)) == 4.0
 
 
-@pytest.mark.parametrize("first", [None, 8.0, (), jnp.ones(())])
+@pytest.mark.parametrize("first", [None, 8.0])
 def test_a_rule_whose_init_returns_no_state_is_refused(first):
     tx = ls.with_loss_scaling(SGD, UsersRule(first, lambda s: s))
-    with pytest.raises(TypeError, match="`init` that returns a LossScaleState, got"):
+    with pytest.raises(TypeError, match="LossScaleState"):
         tx.init(PARAMS)
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (lambda s: s._replace(rule_state=()), "an `update` that keeps the structure"),
-        (
-            lambda s: s._replace(rule_state=jnp.append(s.rule_state, 1.0)),
-            r"the shapes of the state, got .*\(2,\)\) for",
-        ),
-    ],
-    ids=["structure", "shape"],
-)
-def test_a_rule_that_changes_its_state_is_refused(change, message):
+@pytest.mark.parametrize("rule_state", [(), jnp.ones(2)], ids=["structure", "shape"])
+def test_a_rule_that_changes_its_state_is_refused(rule_state):
     first = ls.LossScaleState.create(1.0, rule_state=jnp.zeros(1))
-    tx = ls.with_loss_scaling(SGD, UsersRule(first, change))
-    with pytest.raises(ValueError, match=f"`rule` must have .*{message}"):
+    rule = UsersRule(first, lambda s: s._replace(rule_state=rule_state))
+    tx = ls.with_loss_scaling(SGD, rule)
+    with pytest.raises(ValueError, match="`rule` must have an `update` that keeps"):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 
@@ -210,25 +169,8 @@ def test_the_state_of_another_rule_is_refused_with_the_way_to_go_on():
     headroom = ls.HeadroomLossScale()
     old = ls.with_loss_scaling(ADAM).init(PARAMS)
     tx = ls.with_loss_scaling(ADAM, headroom)
-    with pytest.raises(ValueError, match="^`state` must have the `rule_state` of Head"):
+    with pytest.raises(ValueError, match="`state` must have the `rule_state`"):
         jax.jit(tx.update)(GRADS, old, PARAMS)
     opt_state = old._replace(scale_state=headroom.init())
     _, opt_state = jax.jit(tx.update)(GRADS, opt_state, PARAMS)
     assert int(opt_state.inner_state[0].count) == 1
-
-
-@pytest.mark.parametrize("number", [8, 0, -1.0, np.float16(np.inf), np.nan, "half"])
-def test_whatever_number_is_put_into_the_state_the_run_goes_on_in_float32(number):
-    rule = ls.DynamicLossScale(init_scale=2.0**17)
-    tx = ls.with_loss_scaling(optax.sgd(0.1), rule)
-    state = first = tx.init(PARAMS)
-    if number == "half":  # as a cast of the whole optimizer state
-        state = optax.tree.cast(state, jnp.float16)
-    else:
-        state = optax.tree.set(state, loss_scale=number)
-    for _ in range(4):
-        _, grads = ls.value_and_grad(lambda p: jnp.sum(p["w"]), state)(PARAMS)
-        _, state = tx.update(grads, state, PARAMS)
-        assert_same_types(state.scale_state, first.scale_state)
-    assert bool(ls.was_applied(state))
-    assert 1 <= float(ls.get_loss_scale(state)) <= 2.0**24
