@@ -149,6 +149,7 @@ def check_state(state: Any) -> LossScaleState:
 
 
 def _as_type(x: Any, dtype: Any) -> Any:
-    if isinstance(x, jax.ShapeDtypeStruct):
+    same = getattr(x, "dtype", None) == dtype and not getattr(x, "weak_type", False)
+    if same or isinstance(x, jax.ShapeDtypeStruct):
         return x
     return jnp.asarray(x, dtype)

@@ -1,7 +1,6 @@
 """value_and_grad_with_retries."""
 
 import functools
-import sys
 
 import jax
 import jax.export
@@ -95,26 +94,12 @@ def test_every_rule_goes_on_from_the_scale_that_was_found(rule):
     assert_same_bits(next_state.scale_state, rule.update(new, True, *args))
 
 
-STATES = {
-    "NumPy": jax.device_get,
-    "Python": lambda state: jax.tree.map(lambda x: x.item(), state),
-    "TrainState": lambda state: TrainState(0, None, W, None, state),
-}
-
-
-@pytest.mark.parametrize("kind", STATES.values(), ids=STATES)
-def test_states_of_every_kind_keep_their_kind(kind):
-    state = kind(RULE.init())
+def test_a_train_state_is_returned_as_a_train_state():
+    state = TrainState(0, None, W, None, RULE.init())
     value, grads, new = ls.value_and_grad_with_retries(loss_fn, state)(W, 15.0)
     assert value == 45 and (grads == 15).all()
-    assert jax.tree.structure(new) == jax.tree.structure(state)
+    assert isinstance(new, TrainState)
     assert ls.get_loss_scale(new) == 2.0**12 < RULE.init_scale
-
-
-def test_flax_need_not_be_there(monkeypatch):
-    monkeypatch.delitem(sys.modules, "flax.nnx", raising=False)
-    value, grads, _ = ls.value_and_grad_with_retries(loss_fn, at_scale(1.0))(W, 2.0)
-    assert value == 6 and (grads == 2).all()
 
 
 def test_every_attempt_draws_the_same_numbers_and_returns_what_value_and_grad_does():
@@ -136,58 +121,30 @@ def test_every_attempt_draws_the_same_numbers_and_returns_what_value_and_grad_do
     assert_same_bits(tuple(result), expected)
 
 
-def mlp_loss(ws, x):
-    for w in ws:
-        x = jnp.tanh(jnp.dot(x, w))
-    return jnp.mean(x**2)
+def test_the_program_holds_the_function_once_and_costs_no_memory():
+    def mlp_loss(ws, x):
+        for w in ws:
+            x = jnp.tanh(jnp.dot(x, w))
+        return jnp.mean(x**2)
 
+    def compiled(make):
+        step = jax.jit(lambda state, *args: make(mlp_loss, state)(*args))
+        args = [jnp.ones((64, 64))] * 4, jnp.ones((1024, 64))
+        return step.lower(at_scale(4.0), *args).compile()
 
-def gathered_loss(ws, x):
-    return mlp_loss([jax.lax.all_gather(w, "data", tiled=True) for w in ws], x)
-
-
-def with_retries(loss_fn, state, *args, **options):
-    return ls.value_and_grad_with_retries(loss_fn, state, **options)(*args)
-
-
-def without(loss_fn, state, *args, axis_name=None):
-    return *ls.value_and_grad(loss_fn, state)(*args), state
-
-
-def on_shards(differentiate, state, *args):
-    def local(*args):
-        value, *rest = differentiate(gathered_loss, *args, axis_name="data")
-        return jax.lax.pmean(value, "data"), *rest
-
-    specs = (P(), P("data"), P("data")), (P(), P("data"), P())
-    return on_mesh(local, *specs, MESH)(state, *args)
-
-
-@pytest.mark.parametrize("place", ["one device", "mesh", "shard_map"])
-def test_the_program_holds_the_function_once_and_costs_no_memory_or_collective(place):
-    args, shardings = [[jnp.ones((64, 64))] * 4, jnp.ones((1024, 64))], None
-    if place == "mesh":
-        whole, cut = (NamedSharding(MESH, P(*axes)) for axes in ((), ("data",)))
-        args, shardings = jax.device_put(args, cut), (whole, cut, whole)
-    step = on_shards if place == "shard_map" else lambda f, *args: f(mlp_loss, *args)
-    jitted = jax.jit(step, static_argnums=0, out_shardings=shardings)
-    programs = [jitted.lower(f, at_scale(4.0), *args) for f in (with_retries, without)]
-    assert [x.as_text().count(" stablehlo.tanh ") for x in programs] == [4, 4]
-    ours, plain = (x.compile() for x in programs)
+    ours, plain = map(compiled, (ls.value_and_grad_with_retries, ls.value_and_grad))
+    assert ours.cost_analysis()["flops"] < 1.01 * plain.cost_analysis()["flops"]
     memory = [x.memory_analysis().temp_size_in_bytes for x in (ours, plain)]
     assert memory[0] < 1.01 * memory[1]
-    gathers = [x.as_text().count(" all-gather(") for x in (ours, plain)]
-    assert gathers[0] == gathers[1] and bool(gathers[1]) == (place != "one device")
 
 
 SLOPES = jnp.ones(8).at[5].set(3.0)  # one device overflows twice more
 
 
-def on_devices(axis_name, check_vma=True, average=True):
+def on_devices(axis_name, check_vma=True):
     def local(state, slopes):
         def fun(w, slope):
-            loss = loss_fn(w, slope[0])
-            return jax.lax.pmean(loss, "data") if average else loss
+            return jax.lax.pmean(loss_fn(w, slope[0]), "data")
 
         fun = ls.value_and_grad_with_retries(fun, state, axis_name=axis_name)
         value, grads, state = fun(W, slopes)
@@ -208,10 +165,9 @@ def test_devices_retry_together(axis_name, check_vma):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"axis_name": None, "average": False}, r"every mapped.*\['data'\], got None"),
         ({"axis_name": "model"}, "an axis of the surrounding"),
         # Devices that wait for each other would wait forever.
-        ({"axis_name": None, "check_vma": False}, "every mapped axis that `fun` or"),
+        ({"axis_name": None, "check_vma": False}, "every mapped axis"),
     ],
 )
 def test_devices_that_would_decide_alone_are_refused(options, message):
@@ -219,27 +175,13 @@ def test_devices_that_would_decide_alone_are_refused(options, message):
         on_devices(**options)
 
 
-def own_models(states, spec):
-    """A model and a batch on each device; a state, too, or one for all of them."""
+def test_one_state_for_devices_with_models_of_their_own_is_refused():
+    def local(state, w, slope):
+        return ls.value_and_grad_with_retries(loss_fn, state)(w, slope)[1]
 
-    def local(state, w, slope, shift):
-        state = jax.tree.map(lambda x: x.reshape(()), state)
-        fun = ls.value_and_grad_with_retries(loss_fn, state, max_retries=8)
-        return jax.tree.map(lambda x: x[None], fun(w[0], slope[0], shift))
-
-    mapped = on_mesh(local, (spec, P("data"), P("data"), P()), P("data"), MESH)
-    return mapped(states, jnp.ones((8, 3)), 2.0 ** jnp.arange(8), jnp.float32(1.0))
-
-
-def test_devices_with_models_of_their_own_retry_alone():
-    states = jax.tree.map(lambda x: jnp.stack([x] * 8), at_scale(2.0**15))
-    _, grads, new_states = own_models(states, P("data"))
-    slopes = 2.0 ** np.arange(8)
-    np.testing.assert_array_equal(grads, slopes[:, None] * np.ones((8, 3)))
-    np.testing.assert_array_equal(new_states.loss_scale, 2.0**15 / slopes)
-    np.testing.assert_array_equal(new_states.growth_tracker, np.where(slopes > 1, 0, 3))
-    with pytest.raises(ValueError, match="loss or gradients differ .*'data'.*pcast"):
-        own_models(at_scale(2.0**15), P())
+    mapped = on_mesh(local, (P(), P("data"), P()), P("data"), MESH)
+    with pytest.raises(ValueError, match="loss or gradients differ"):
+        mapped(at_scale(2.0**15), jnp.ones(24), 2.0)
 
 
 @pytest.mark.parametrize(
@@ -271,15 +213,9 @@ def test_explicit_meshes_keep_their_shardings():
     assert value == 24 and (grads == 3).all() and state.loss_scale == 2.0**14
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ({"max_retries": -1}, "`max_retries` must be a whole number from 0"),
-        ({"backoff_factor": 1.0}, r"`backoff_factor` must be in \(0, 1\), got 1.0"),
-    ],
-)
-def test_bad_arguments_are_refused(argument, message):
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("argument", [{"max_retries": -1}, {"backoff_factor": 1.0}])
+def test_bad_arguments_are_refused(argument):
+    with pytest.raises(ValueError, match=f"`{[*argument][0]}` must be"):
         ls.value_and_grad_with_retries(loss_fn, at_scale(1.0), **argument)
 
 
@@ -294,34 +230,24 @@ def test_forward_mode_works_and_reverse_mode_is_refused_by_jax():
 
 
 def test_a_step_can_be_exported_for_all_platforms():
-    tx = ls.with_loss_scaling(optax.sgd(0.5), RULE)
-
-    @jax.jit
-    def step(w, opt_state, slope):
-        fun = ls.value_and_grad_with_retries(loss_fn, opt_state)
-        value, grads, opt_state = fun(w, slope)
-        updates, opt_state = tx.update(grads, opt_state, w)
-        return optax.apply_updates(w, updates), opt_state, value
-
-    args = W, tx.init(W), jnp.float32(15.0)
-    exported = jax.export.export(step, platforms=("cpu", "cuda", "tpu"))(*args)
-    assert_same_bits(exported.call(*args), step(*args))
+    args = at_scale(2.0**16), jnp.float32(3.0)
+    exported = jax.export.export(attempt, platforms=("cpu", "cuda", "tpu"))(*args)
+    assert_same_bits(exported.call(*args), attempt(*args))
 
 
 @pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="jax gives it another name")
-@pytest.mark.parametrize("kind", ["closed over", "an argument", "at a given scale"])
-def test_a_function_that_changes_mutable_arrays_is_refused(kind):
+@pytest.mark.parametrize("retries", [True, False])
+def test_a_function_that_changes_mutable_arrays_is_refused(retries):
     calls = jax.new_ref(jnp.zeros(()))
 
-    def counting(w, calls=calls):
+    def counting(w):
         calls[...] += 1.0
         return loss_fn(w, 1.0)
 
-    fun = ls.value_and_grad_with_retries(counting, at_scale(1.0))
-    if kind == "at a given scale":
-        fun = jax.grad(ls.scale_backward(counting, scale=1.0))
-    with pytest.raises(TypeError, match=r"`fun` must be free .*WriteEffect"):
-        fun(W, calls) if kind == "an argument" else fun(W)
+    repeated = ls.value_and_grad_with_retries(counting, at_scale(1.0))
+    fun = repeated if retries else ls.scale_backward(counting, scale=1.0)
+    with pytest.raises(TypeError, match="`fun` must be free of effects"):
+        fun(W)
     assert calls[...] == 0
 
 

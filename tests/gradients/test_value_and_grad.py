@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_bits, on_mesh
-from jax.sharding import PartitionSpec as P
+from helpers import assert_same_bits
 
 import optax_lossscale as ls
 
@@ -39,11 +38,10 @@ CASES = {
     "a bfloat16 loss": (lambda w: square(w).astype(jnp.bfloat16), {}, (X,)),
     "has_aux": (with_aux, {"has_aux": True}, (PARAMS, X)),
     "holomorphic": (cube, {"holomorphic": True}, (1 + 2j,)),
-    "a real loss of a complex number": (lambda z: jnp.abs(z) ** 2, {}, (1 + 2j,)),
     "allow_int": (lambda a: a[0] ** 2 * a[1], {"allow_int": True}, ((3.0, 2),)),
     **{
         f"argnums {argnums}": (loss_fn, {"argnums": argnums}, (PARAMS, X))
-        for argnums in (1, -1, (0,), [1, 0])
+        for argnums in (1, [1, 0])
     },
 }
 
@@ -58,21 +56,9 @@ def test_value_and_gradients_equal_jaxs_bit_for_bit(fun, options, args):
     assert_same_bits(ls.grad(fun, STATE, **options)(*args), gradients_alone)
 
 
-OURS, THEIRS = ls.value_and_grad(loss_fn, STATE), jax.value_and_grad(loss_fn)
-
-
 def test_compiled_value_and_gradients_take_keywords_and_equal_jaxs():
-    both = (f(PARAMS, x=X, power=3) for f in map(jax.jit, (OURS, THEIRS)))
-    assert_same_bits(*both)
-
-
-def test_float16_gradients_that_vanish_without_a_scale_are_exact_with_one():
-    def loss(w):
-        half = w.astype(jnp.float16) * jnp.float16(0.5)
-        return 2.0**-24 * jnp.sum(half.astype(jnp.float32))
-
-    np.testing.assert_array_equal(jax.grad(loss)(X), 0.0)
-    np.testing.assert_array_equal(ls.grad(loss, STATE)(X), 2.0**-25)
+    ours, theirs = ls.value_and_grad(loss_fn, STATE), jax.value_and_grad(loss_fn)
+    assert_same_bits(*(jax.jit(f)(PARAMS, x=X, power=3) for f in (ours, theirs)))
 
 
 def test_the_value_is_never_multiplied():
@@ -94,24 +80,6 @@ def test_a_float16_loss_warns_once_while_tracing(make):
     assert losses[0].dtype == jnp.float16
 
 
-@pytest.mark.filterwarnings("ignore:The loss is float16")
-def test_the_cast_that_the_warning_names_is_the_one_that_helps():
-    def library_loss(logits):
-        return -jnp.mean(jax.nn.log_softmax(logits)[:, 0])
-
-    casts = {
-        "none": lambda logits: library_loss(logits),
-        "of the loss": lambda logits: library_loss(logits).astype(jnp.float32),
-        "of its input": lambda logits: library_loss(logits.astype(jnp.float32)),
-    }
-    grown = RULE.init()._replace(loss_scale=jnp.float32(2.0**16))
-    finite = {
-        name: bool(ls.all_finite(ls.grad(loss, grown)(jnp.ones((8, 3), jnp.float16))))
-        for name, loss in casts.items()
-    }
-    assert finite == {"none": False, "of the loss": False, "of its input": True}
-
-
 def test_derivatives_of_gradients_are_right_and_the_scale_is_a_constant_to_them():
     assert float(jax.grad(ls.grad(cube, STATE))(2.0)) == 12.0
 
@@ -124,23 +92,16 @@ def test_derivatives_of_gradients_are_right_and_the_scale_is_a_constant_to_them(
     assert float(jax.grad(through)(jnp.float32(8.0))) == 0.0
 
 
-NUMBERS = "The loss must be a floating-point array"
-PAIRS = r"must return a pair \(loss, aux\)"
-
-
 @pytest.mark.parametrize(
     ("fun", "options", "message"),
     [
-        *((fun, {}, "`fun` must be a function .* got") for fun in (3, None, X)),
-        (square, {"value_and_grad": True}, "`value_and_grad` must be a function that"),
-        *(
-            (square, {"value_and_grad": wrong}, "`value_and_grad` must return what `ja")
-            for wrong in (lambda fun, has_aux: fun, jax.grad)
-        ),
+        (X, {}, "`fun` must be a function"),
+        (square, {"value_and_grad": True}, "`value_and_grad` must be a function"),
         (lambda w: w, {}, "scalar"),
-        *((lambda w, x=x: x, {}, NUMBERS) for x in (1, jnp.int32(1), "1", None, {})),
-        (lambda w: w.sum(), {"has_aux": True}, PAIRS),
-        (lambda w: (w.sum(), 1, 2), {"has_aux": True}, PAIRS),
+        (lambda w: jnp.int32(1), {}, "The loss must be a floating-point array"),
+        (lambda w: None, {}, "The loss must be a floating-point array"),
+        (lambda w: w.sum(), {"has_aux": True}, "must return a pair"),
+        (lambda w: (w.sum(), 1, 2), {"has_aux": True}, "must return a pair"),
     ],
 )
 @pytest.mark.parametrize("make", DIFFERENTIATE)
@@ -157,7 +118,6 @@ CONSTANTS = {
     "value_and_grad": lambda s: jax.jit(ls.value_and_grad(square, s))(X),
     "retries": lambda s: jax.jit(ls.value_and_grad_with_retries(square, s))(X),
     "in a scan": lambda s: jax.jit(lambda xs: scanned(s, xs))(BATCH),
-    "in a shard_map": lambda s: on_mesh(ls.grad(square, s), P(), P())(X),
     "scale_backward": lambda s: jax.jit(ls.scale_backward(square, scale=s))(X),
     "scale_loss": lambda s: jax.jit(lambda w: ls.scale_loss(w, s))(1.0),
     "unscale_grads": lambda s: jax.jit(lambda g: ls.unscale_grads(g, s))(X),
@@ -166,24 +126,18 @@ NO_CONSTANTS = {
     "eager": lambda s: ls.value_and_grad(square, s)(X),
     "jitted loss": lambda s: ls.value_and_grad(jax.jit(square), s)(X),
     "vmap": lambda s: jax.vmap(ls.grad(square, s))(BATCH),
-    "eager scan": lambda s: scanned(s, BATCH),
-    "remat": lambda s: jax.grad(jax.checkpoint(lambda w: ls.scale_loss(w, s)))(1.0),
     "an argument": lambda s: jax.jit(scanned)(s, BATCH),
     "made inside": lambda _: jax.jit(lambda xs: scanned(RULE.init(), xs))(BATCH),
-    "carry": lambda s: jax.lax.scan(lambda s, x: (s, scanned(s, x)), s, BATCH[None]),
     "fixed": lambda s: jax.jit(ls.value_and_grad(square, STATE))(X),
-    "read": lambda s: jax.jit(lambda w: w * ls.get_loss_scale(s))(X),
 }
 
 
 @pytest.mark.parametrize("use", CONSTANTS.values(), ids=CONSTANTS)
 def test_a_scale_that_is_a_constant_of_the_program_is_warned_of(use):
-    restored = jax.device_get(RULE.update(RULE.init(), False))
-    for state, scale in ((RULE.init(), 32768), (restored, 16384)):
-        message = f"^The loss scale, {scale}, is a constant of the function"
-        with pytest.warns(UserWarning, match=message) as record:
-            use(state)
-        assert len(record) == 1
+    message = "^The loss scale, 32768, is a constant of the function"
+    with pytest.warns(UserWarning, match=message) as record:
+        use(RULE.init())
+    assert len(record) == 1
 
 
 @pytest.mark.parametrize("use", NO_CONSTANTS.values(), ids=NO_CONSTANTS)

@@ -35,27 +35,20 @@ def assert_same_gradients(call, differentiate, model):
 class Block(eqx.Module):
     linear: eqx.nn.Linear
     activation: callable
-    gain: float
-    name: str = eqx.field(static=True)
 
     def plain(self, x):
-        return self.gain * self.activation(self.linear(x))
+        return self.activation(self.linear(x))
 
     __call__ = ls.scale_block(plain)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda wrap, m: wrap(m.plain)(X[0]),
-        lambda wrap, m: wrap(lambda m, x: m.plain(x))(m, X[0]),
-        lambda wrap, m: m(X[0]) if wrap is ls.scale_block else m.plain(X[0]),
-    ],
-    ids=["closed over", "an argument", "its own method"],
-)
-def test_equinox_modules_and_their_methods(call):
-    linear = eqx.nn.Linear(3, 3, key=jax.random.key(1))
-    block = Block(linear, jax.nn.tanh, 2.0, "block")
+@pytest.mark.parametrize("own", [True, False], ids=["its own method", "an argument"])
+def test_equinox_modules_and_their_methods(own):
+    def call(wrap, model):
+        decorated = own and wrap is ls.scale_block
+        return model(X[0]) if decorated else wrap(Block.plain)(model, X[0])
+
+    block = Block(eqx.nn.Linear(3, 3, key=jax.random.key(1)), jax.nn.tanh)
     assert_same_gradients(call, eqx.filter_grad, block)
 
 
@@ -73,10 +66,7 @@ class NnxBlock(nnx.Module):
     "call, message",
     [
         (lambda wrap, m: wrap(m.plain)(X), "Cannot mutate"),  # nnx itself says so
-        (
-            lambda wrap, m: wrap(lambda m, x: m.plain(x))(m, X),
-            "`fun` must not change its arguments.*norm.mean",
-        ),
+        (lambda wrap, m: wrap(NnxBlock.plain)(m, X), "must not change its arguments"),
     ],
     ids=["closed over", "an argument"],
 )

@@ -90,22 +90,12 @@ def words_and_numbers(line):
 
 
 @every_notebook
-def test_a_notebook_is_written_for_a_reader_and_stored_with_its_outputs(path):
-    notebook = read(path)
-    assert notebook.metadata.colab.gpuType == "T4"
-    kinds = "".join(cell.cell_type[0] for cell in notebook.cells)
-    assert re.fullmatch("(mc)+m", kinds), "a sentence before each cell, a conclusion"
-    titles = [re.findall("^#+", x.source, re.M) for x in notebook.cells[::2]]
-    assert titles[0] == ["#"] and "#" not in sum(titles[1:], [])
-    install, *cells = notebook.cells[1::2]
+def test_a_notebook_installs_the_package_and_is_stored_with_its_outputs(path):
+    install, *cells = (x for x in read(path).cells if x.cell_type == "code")
     package = f"optax_lossscale[plots] @ git+{METADATA['urls']['Source']}"
     assert install.source == f'%pip install -q "{package}"'
-    assert install.outputs == []
-    assert [cell.execution_count for cell in cells] == [*range(2, len(cells) + 2)]
     assert any(map(has_picture, cells))
     outputs = [output for cell in cells for output in cell.outputs]
     assert not [
         x for x in outputs if x.output_type == "error" or x.get("name") == "stderr"
     ]
-    assert not [cell.metadata for cell in cells if cell.metadata], "times, say"
-    assert path.stat().st_size < 300_000

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import PAGES, assert_same_bits, code_blocks, page, run_page
+from helpers import PAGES, assert_same_bits, run_page
 
 import optax_lossscale as ls
 
@@ -56,32 +56,7 @@ def test_a_step_trains_and_a_bad_one_changes_the_scale_alone(system):
     assert ls.get_loss_scale(bad) == lowered * ls.get_loss_scale(state)
 
 
-def test_a_run_of_deepspeed_goes_on_from_any_step():
-    blocks = code_blocks(page("coming_from/index"), "python")
-    (block,) = [code for code in blocks if '"cur_scale"' in code]
-    resume = block.partition("\n}\n")[2]  # behind `saved = {...}`
-    config = {**run()["config"], "loss_scale_window": 3}
-    rule = ls.presets.deepspeed_fp16(**config)
-    flags = [True] * 8 + [False, True, False, False] + [True] * 9
-    states, last_overflow = [rule.init()], -1
-    for step, finite in enumerate(flags):
-        saved = {
-            "cur_scale": float(states[0].loss_scale),
-            "cur_iter": step,
-            "last_overflow_iter": last_overflow,
-            "cur_hysteresis": max(int(states[0].hysteresis_tracker), 1),
-        }
-        names = {"config": config, "deepspeed_rule": rule, "saved": saved}
-        namespace = {**run(), **names}
-        exec(resume, namespace)
-        states.append(namespace["deepspeed_state"].scale_state)
-        states = [rule.update(state, finite) for state in states]
-        assert len({float(state.loss_scale) for state in states}) == 1
-        last_overflow = last_overflow if finite else step
-
-
 def test_the_guard_raises_when_fairseq_does():
     state = ls.get_loss_scale_state(run()["stopped_state"])
-    assert 2.0**7 / 2**20 > 1e-4 > 2.0**7 / 2**state.consecutive_skips == 2.0**-14
-    assert state.loss_scale == run()["fairseq_rule"].min_scale == 2.0**-13
-    assert "training has stopped: The last 21 steps" in run()["printed"]
+    assert state.consecutive_skips == 21 and state.loss_scale == 2.0**-13
+    assert "training has stopped" in run()["printed"]
