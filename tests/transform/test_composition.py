@@ -140,15 +140,6 @@ def test_reduce_on_plateau_outside_counts_a_loss_that_is_not_finite_as_no_progre
     assert scale(ls.with_loss_scaling(optax.chain(SGD, plateau))) == 1.0
 
 
-def test_flatten_may_stand_around_loss_scaling():
-    tx = optax.flatten(ls.with_loss_scaling(ADAM))
-    params, state = run(tx, [GOOD, BAD, GOOD])
-    assert skipped_steps(state) == 1
-    assert_same_bits(params, run(tx, [GOOD, GOOD])[0])
-
-
-# Hyperparameters, and what reads a state.
-
 SCHEDULE = optax.linear_schedule(1.0, 0.0, 4)
 
 

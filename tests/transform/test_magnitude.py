@@ -1,8 +1,5 @@
 """The rules that are given the largest gradient of each step."""
 
-import dataclasses
-from typing import ClassVar
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,30 +49,3 @@ def test_all_devices_have_the_scale_of_one_device(kind):
         with set_mesh(mesh):
             for function in (mapped, jax.jit(scale_state)):
                 assert_same_bits(jax.device_get(function(placed)), expected)
-
-
-@dataclasses.dataclass(frozen=True)
-class Cautious(ls.LossScale):
-    """A user's rule with a memory, and with the largest gradient."""
-
-    uses_max_magnitude: ClassVar[bool] = True
-
-    def init(self):
-        return ls.LossScaleState.create(8.0, rule_state={"longest_run": jnp.int32(0)})
-
-    def update(self, state, grads_finite, max_magnitude):
-        state = state.record(grads_finite)
-        longest = state.rule_state["longest_run"]
-        run = jnp.maximum(longest, state.consecutive_skips)
-        scale = jnp.where(max_magnitude > 1.0, 1.0, state.loss_scale)
-        return state._replace(loss_scale=scale, rule_state={"longest_run": run})
-
-
-def test_a_users_rule_may_have_a_memory_and_the_largest_gradient():
-    tx = ls.with_loss_scaling(optax.sgd(0.1), Cautious())
-    opt_state = tx.init(jnp.ones(2))
-    for value, scale, longest in ((0.5, 8, 0), (jnp.nan, 8, 1), (2.0, 1, 1)):
-        grads = jnp.full(2, value)
-        _, opt_state = jax.jit(tx.update)(grads, opt_state, jnp.ones(2))
-        assert float(ls.get_loss_scale(opt_state)) == scale
-        assert int(optax.tree.get(opt_state, "longest_run")) == longest

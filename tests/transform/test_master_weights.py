@@ -9,7 +9,6 @@ from helpers import (
     assert_no_update,
     assert_same_bits,
     assert_same_types,
-    enable_x64,
     normal,
     slow_but,
 )
@@ -120,20 +119,6 @@ def test_only_what_is_narrower_is_copied():
     assert updates["table"].dtype == jnp.int32 and updates["none"] is None
     np.testing.assert_array_equal(updates["half"], np.float32(0))  # 0.9999 is 1
     np.testing.assert_allclose(state.master_weights["half"], 1 - 1e-4, rtol=1e-7)
-
-
-@pytest.mark.slow
-def test_float64_master_weights_of_float32():
-    with enable_x64(True):
-        params = grads = jnp.ones(2, jnp.float32)
-        tx = ls.with_master_weights(optax.sgd(1e-9), dtype=jnp.float64)
-        state = tx.init(params)
-        for _ in range(100):
-            updates, state = tx.update(grads, state, params)
-            params = optax.apply_updates(params, updates)
-        np.testing.assert_allclose(state.master_weights, 1 - 1e-7, rtol=1e-12)
-        assert_same_bits(params, state.master_weights.astype(jnp.float32))
-        assert params[0] < 1
 
 
 def test_float8_parameters_follow_their_master_weights():

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from every_optimizer import (
@@ -37,8 +36,6 @@ USUAL = {
 }
 # In float16 its line search may accept another step, as good as the unwrapped one's.
 CHOOSES_OTHERWISE = ("optax.lbfgs", "float16")
-# They have no reverse mode.
-SEARCHING = ("optax.lbfgs",)
 
 
 def cases():
@@ -118,34 +115,3 @@ def test_a_wrapped_optimizer(name, kind):
         actual = params, state.inner_state, updates
         assert_close(actual, plain, 2.0**-7 if kind == "bfloat16" else 2e-5, 2e-6)
     assert len(traces) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*OPTIMIZERS, *VARIANTS])
-def test_derivatives_through_skipped_steps_are_the_unwrapped_optimizers(name):
-    """As if the steps had not been, where training itself is differentiated.
-
-    By default `test_step` says so of clipping and Adam.
-    """
-
-    def reached(tx, noises):
-        def train(x):
-            params = jax.tree.map(lambda p: p * x, params_for(name))
-            state = tx.init(params)
-            for noise in noises:
-                grads = jax.tree.map(lambda g: g + noise, grads_for(name, params))  # noqa: B023
-                updates, state = update(name, tx, grads, state, params)
-                params = optax.apply_updates(params, updates)
-            return sum(map(jnp.sum, jax.tree.leaves(params)))
-
-        derivative = jax.jacfwd if name in SEARCHING else jax.grad
-        return jax.jit(derivative(train))(1.0)
-
-    # The first step is the one most often skipped, and a count of 0 is divided by. But
-    # a search there may be compiled to choose another step.
-    noises = np.roll((np.nan, 0.0, np.inf, 0.0), name in SEARCHING)
-    actual = reached(ls.with_loss_scaling(make(name)), noises)
-    expected = reached(make(name), (0.0, 0.0))
-    np.testing.assert_allclose(actual, expected, rtol=1e-3)
-    # DoG's own derivative at its first step is that of a norm at 0.
-    assert np.isfinite(actual).all() or name == "optax.contrib.dog"

@@ -82,10 +82,3 @@ def test_a_weight_that_falls_far_is_off_until_the_next_step(dtype, limit, error)
     np.testing.assert_array_equal(
         optax.apply_updates(new, update_to(masters, new)), masters.astype(dtype)
     )
-
-
-def test_an_infinite_parameter_stays():
-    """As in a mask of -inf."""
-    params = jnp.array([-jnp.inf, jnp.inf, 0.0], jnp.float16)
-    updates = update_to(params.astype(jnp.float32), params)
-    assert_same_bits(optax.apply_updates(params, updates), params)
