@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from .._precision import dtype_of
+from .._usage import NOTED
 from .._validation import check, describe
 from .._warn import warn
 from . import nnx_objects
-from .scaling import scale_loss_by, unscale
+from .scaling import scale_loss_by, unscale, with_finite_overwrites
 
 
 def at_scale(
@@ -37,7 +38,11 @@ def at_scale(
 
         @functools.wraps(fun, updated=())
         def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
-            output = fun(*args, **kwargs)
+            NOTED.add("differentiating")
+            try:
+                output = fun(*with_finite_overwrites(args), **kwargs)
+            finally:
+                NOTED.discard("differentiating")
             # Only the derivative of the product is used, so XLA removes the product.
             if not has_aux:
                 return scale_loss_by(output, scale), output

@@ -5,20 +5,21 @@ from typing import Any
 import jax
 
 from .._find import scale_state_in_use
+from .._usage import NOTED, note_scaled_loss
 from .scaling import scale_loss_by, unscale
 
 
-def scale_loss(loss: jax.typing.ArrayLike, state: Any) -> jax.Array:
+def scale_loss(loss: Any, state: Any) -> Any:
     """Multiply a loss by the loss scale, if you call ``jax.grad`` yourself.
 
     Log ``loss`` itself, not the scaled loss.
 
     Args:
-        loss: a floating-point loss of any shape.
+        loss: a floating-point loss of any shape, or a pytree of losses.
         state: the state, as for `value_and_grad`.
 
     Returns:
-        The scaled loss, in float32 or wider.
+        The scaled loss or losses, in float32 or wider.
 
     Raises:
         ValueError: as `value_and_grad`.
@@ -29,7 +30,9 @@ def scale_loss(loss: jax.typing.ArrayLike, state: Any) -> jax.Array:
         >>> ls.scale_loss(3.0, ls.FixedLossScale(1024.0).init())
         Array(3072., dtype=float32)
     """
-    return scale_loss_by(loss, scale_state_in_use(state).loss_scale)
+    note_scaled_loss()
+    scale = scale_state_in_use(state).loss_scale
+    return jax.tree.map(lambda x: scale_loss_by(x, scale), loss)
 
 
 def unscale_grads(grads: Any, state: Any) -> Any:
@@ -52,4 +55,5 @@ def unscale_grads(grads: Any, state: Any) -> Any:
         >>> ls.unscale_grads(jnp.float16([512.0]), ls.FixedLossScale(1024.0).init())
         Array([0.5], dtype=float32)
     """
+    NOTED.add("gradients unscaled")
     return unscale(grads, scale_state_in_use(state).loss_scale)

@@ -14,7 +14,7 @@ from .._precision import is_inexact, is_narrow
 from .._validation import check, check_scale, describe
 from .._warn import warn
 from . import nnx_objects
-from .scaling import multiply
+from .scaling import finite_overwrite, is_overwritten, multiply
 from .traced_call import evaluate, refuse_effects, traced_call
 
 Arguments = ParamSpec("Arguments")
@@ -83,9 +83,15 @@ def scale_backward(
         factor = jax.lax.stop_gradient(_number(scale))
         with nnx_objects.changes_transferred():
             # What `fun` closes over is an input, too.
-            program = traced_call(call, nnx_objects.as_arrays((args, kwargs)))
+            given = nnx_objects.as_arrays((args, kwargs))
+            program = traced_call(call, given)
             refuse_effects(effect_names(program.jaxpr) & MUTABLE_ARRAYS)
             inputs = _hooked("takes", program.inputs, 1 / factor)
+            leaves = jax.tree.leaves_with_path(given)
+            paths = [path for path, x in leaves if isinstance(x, jax.Array)]
+            for i, path in enumerate(reversed(paths), start=1):
+                if is_overwritten(path):
+                    inputs[-i] = finite_overwrite(program.inputs[-i])
             outputs = evaluate(program.jaxpr, *inputs)
             outputs = _hooked("returns", outputs, factor)
             return nnx_objects.output_of(program.put_back(outputs))
@@ -101,7 +107,7 @@ def _number(scale: Any) -> jax.Array:
     return scale_state_in_use(scale).loss_scale
 
 
-def _hooked(verb: str, arrays: Sequence[Any], factor: jax.Array) -> Sequence[Any]:
+def _hooked(verb: str, arrays: Sequence[Any], factor: jax.Array) -> list[Any]:
     """Return the same arrays, but multiply their cotangents by a factor."""
 
     @jax.custom_vjp

@@ -26,7 +26,41 @@ def unscale(tree: Any, scale: jax.Array) -> Any:
     """Multiply by the reciprocal of the scale; see ``grad_dtype`` for the types."""
     # The scale is a constant here, too.
     scale = jax.lax.stop_gradient(scale)
-    return multiply(tree, lambda dtype: 1 / scale.astype(dtype), grad_dtype)
+    unscaled = multiply(tree, lambda dtype: 1 / scale.astype(dtype), grad_dtype)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x, y: x if is_overwritten(path) else y, tree, unscaled
+    )
+
+
+def is_overwritten(path: Any) -> bool:
+    """Return whether a leaf's gradient is not one, but the new value of the leaf.
+
+    Flax puts the scales and histories of its float8 operations below this key.
+    """
+    return any(getattr(x, "key", None) == "_overwrite_with_gradient" for x in path)
+
+
+def with_finite_overwrites(tree: Any) -> Any:
+    """Return the same tree, in whose gradients a new value that is not finite is old.
+
+    In a skipped step, nothing else keeps it from being stored.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    if not any(is_overwritten(path) for path, _ in leaves):
+        return tree
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: finite_overwrite(x) if is_overwritten(path) else x, tree
+    )
+
+
+@jax.custom_vjp
+def finite_overwrite(x: Any) -> Any:
+    return x
+
+
+finite_overwrite.defvjp(
+    lambda x: (x, x), lambda x, new: (jnp.where(jnp.isfinite(new), new, x),)
+)
 
 
 def multiply(

@@ -63,3 +63,10 @@ def test_scale_loss_refuses_an_integer():
 def test_leaves_that_are_no_numbers_pass_through_unscale():
     grads = {"i": jnp.int32(4), "f0": np.zeros(2, jax.dtypes.float0), "none": None}
     assert_same_bits(ls.unscale_grads(grads, STATE), grads)
+
+
+def test_every_loss_of_a_tree_is_scaled():
+    losses = {"policy": jnp.float16(2.0), "value": (jnp.ones(2), None)}
+    scaled = ls.scale_loss(losses, ls.FixedLossScale(1024.0).init())
+    assert scaled["policy"] == 2048.0 and scaled["policy"].dtype == jnp.float32
+    np.testing.assert_array_equal(scaled["value"][0], [1024.0, 1024.0])

@@ -163,3 +163,9 @@ def test_a_loss_that_is_a_sum_loses_twelve_more_steps_to_the_first_scale():
         return int(ls.get_loss_scale_state(state).skipped_steps)
 
     assert skipped(jnp.sum) - skipped(jnp.mean) == 12
+
+
+def test_float8_layers_train_through_a_bad_batch():
+    guide = run("guides/beyond_one_scale")
+    assert guide["fp8_loss"] < 0.05 and ls.all_finite(guide["fp8_state"].params)
+    assert ls.get_loss_scale_state(guide["fp8_state"]).skipped_steps == 1
