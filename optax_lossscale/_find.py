@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from ._finite import all_finite
 from ._jax_internals import is_in_jit
 from ._precision import is_inexact
 from ._state import LossScaleState, canonical, check_state
+from ._usage import NOTED
 from ._warn import warn
 
 _AROUND = "Put `with_loss_scaling` around it."
@@ -57,6 +57,7 @@ def get_loss_scale_state(state: Any) -> LossScaleState:
         >>> int(ls.get_loss_scale_state(state).skipped_steps)
         0
     """
+    NOTED.add("scale read")
     found = find_loss_scale_states(state)
     if not found:
         raise ValueError(
@@ -178,12 +179,6 @@ def _is_set_to_zero(state: Any) -> bool:
 
 def find_loss_scale_states(tree: Any) -> dict[str, LossScaleState]:
     return _nodes(tree, LossScaleState)
-
-
-def keeps_nan(state: Any) -> bool:
-    """Return whether a ``MultiSteps`` around a loss scale keeps NaN or inf."""
-    around = _nodes(state, optax.MultiStepsState).values()
-    return not all_finite([x.acc_grads for x in around if find_loss_scale_states(x)])
 
 
 def replace_loss_scale_state(state: Any, new: LossScaleState) -> Any:

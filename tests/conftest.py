@@ -18,6 +18,8 @@ for name, value in {
 import chex  # noqa: E402
 import hypothesis  # noqa: E402
 
+from optax_lossscale._usage import NOTED  # noqa: E402
+
 # Programs, with dependencies of their own, and a plugin.
 collect_ignore = [
     "benchmarks",
@@ -25,6 +27,8 @@ collect_ignore = [
 ]
 
 chex.set_n_cpu_devices(8)
+# Tests of an update alone scale no loss.
+NOTED.add("scale read")
 
 hypothesis.settings.register_profile(
     "fixed", derandomize=True, deadline=None, database=None, max_examples=50

@@ -17,6 +17,7 @@ import optax
 import pytest
 
 import optax_lossscale as ls
+from optax_lossscale._usage import NOTED
 
 # Newer names, and those of the oldest supported jax.
 enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
@@ -80,7 +81,12 @@ def run_page(path: Path) -> dict[str, Any]:
     text, namespace = path.read_text(), {}
     if text.startswith("<!-- continues: index -->\n"):
         namespace = dict(first_program())
-    return run_blocks(code_blocks(text, "python"), path.name, namespace)
+    else:
+        NOTED.clear()  # as in a process of its own
+    try:
+        return run_blocks(code_blocks(text, "python"), path.name, namespace)
+    finally:
+        NOTED.add("scale read")
 
 
 def run_blocks(blocks: list[str], name: str, namespace: Any) -> dict[str, Any]:

@@ -11,8 +11,10 @@ from .._find import find_loss_scale_states
 from .._finite import all_finite, max_magnitude
 from .._rules.base import LossScale, check_rule, next_state, own_state
 from .._rules.dynamic import DynamicLossScale
+from .._rules.fixed import FixedLossScale
 from .._state import LossScaleState, check_state
 from .._tree import select
+from .._usage import warn_if_not_scaled
 from .._validation import check, check_flag
 from .extra_args import check_inner, with_extra_args
 from .inner import with_kept_types
@@ -101,17 +103,20 @@ def with_loss_scaling(
     Warns:
         UserWarning: from ``init``, if parameters are float16 and ``inner`` keeps no
             master weights; from ``update``, if the types of the state round the new
-            one.
+            one; from the first ``update`` in a process in which no loss was scaled,
+            unless the scale is 1; if ``loss`` is passed, but not ``value``.
 
     Examples:
         >>> import jax.numpy as jnp
         >>> import optax
         >>> import optax_lossscale as ls
-        >>> params = jnp.array([1.0, 2.0])
+        >>> def loss_fn(params, x):
+        ...     return jnp.sum(params * x)
+        >>> params, bad_batch = jnp.array([1.0, 2.0]), jnp.array([0.1, jnp.inf])
         >>> tx = ls.with_loss_scaling(optax.adam(1e-3))
         >>> opt_state = tx.init(params)
-        >>> bad_grads = jnp.array([0.1, jnp.inf])
-        >>> updates, opt_state = tx.update(bad_grads, opt_state, params)
+        >>> loss, grads = ls.value_and_grad(loss_fn, opt_state)(params, bad_batch)
+        >>> updates, opt_state = tx.update(grads, opt_state, params)
         >>> print(updates, ls.get_loss_scale(opt_state))
         [-0. -0.] 16384.0
 
@@ -147,6 +152,8 @@ def with_loss_scaling(
         **extra_args: Any,
     ) -> tuple[optax.Updates, WithLossScalingState]:
         _check_state(state)
+        if not (isinstance(rule, FixedLossScale) and rule.loss_scale == 1):
+            warn_if_not_scaled(rule)
         scale_state = own_state(rule, state.scale_state)
 
         def next_scale_state(grads_finite: jax.Array) -> LossScaleState:
