@@ -31,18 +31,20 @@ def measure(
     return [_measure_leaf(x, scale, limits) for x in leaves or [nothing]]
 
 
-def summed(counts: list[Counts]) -> Counts:
-    """Return the sums, which pairs make exact for longest, and the largest maximum."""
-    while len(counts) > 1:
-        pairs = (counts[i : i + 2] for i in range(0, len(counts), 2))
-        counts = [functools.reduce(_joined, pair) for pair in pairs]
-    return counts[0]
-
-
 @jax.jit
-def _joined(a: Counts, b: Counts) -> Counts:
-    sums = {name: a[name] + b[name] for name in a}
-    return sums | {"max_abs": jnp.maximum(a["max_abs"], b["max_abs"])}
+def summed(counts: list[Counts]) -> Counts:
+    """Return the sums, and the largest maximum."""
+    stacked = {name: jnp.stack([x[name] for x in counts]) for name in counts[0]}
+    max_abs = jnp.max(stacked.pop("max_abs"), axis=0)
+    return {name: _sum(x) for name, x in stacked.items()} | {"max_abs": max_abs}
+
+
+def _sum(x: jax.Array) -> jax.Array:
+    """Sum pairs, then pairs of these: float32 sums of counts are exact for longest."""
+    while len(x) > 1:
+        x = jnp.concatenate([x, jnp.zeros_like(x[: len(x) % 2])])
+        x = x[::2] + x[1::2]
+    return x[0]
 
 
 @functools.partial(jax.jit, static_argnames="limits")

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from .._devices import AxisName, check_axis_name
-from .._find import get_loss_scale_state, keeps_nan
-from .._state import LossScaleState
+from .._find import get_loss_scale_state
+from .._state import LossScaleState, check_state
 from .._validation import check
 from .._warn import warn
 from .gradient_report import check_gradients, gradient_report
-from .stop_message import ACCUMULATOR_MESSAGE, CEILING_MESSAGE, stop_message
+from .stop_message import WARNINGS, stop_message
 from .table import GradientReport
 
 
@@ -44,9 +44,14 @@ def check_loss_scale(
     program then ends with a ``jax.errors.JaxRuntimeError`` that quotes the
     `LossScaleError`, and its results are lost.
 
-    It warns if no step was ever skipped, and the last 500 steps had a scale of 2**24 or
-    more: the step does not call `value_and_grad`, or nothing computes in float16. It
-    cannot tell if the scale grows sooner than that.
+    It warns
+
+    - if no step was ever skipped, and the last 500 steps had a scale of 2**24 or more:
+      the step does not call `value_and_grad`, or nothing computes in float16. It cannot
+      tell if the scale grows sooner than that;
+    - if the scale has fallen to 1, and more than 5 % of the steps are skipped of late:
+      some batches are bad;
+    - if the scale has fallen to 1, and the first skips are 20 or more in a row.
 
     Args:
         state: the optimizer state after the update, as for `get_loss_scale_state`.
@@ -61,8 +66,7 @@ def check_loss_scale(
     Raises:
         LossScaleError: if more steps in a row were skipped; if ``skip_rate``, the share
             of skipped steps of late, is above 1/4; if the scale is not a positive
-            number; or, outside compiled functions, if an ``optax.MultiSteps`` outside
-            `with_loss_scaling` has accumulated NaN or inf.
+            number.
         ValueError: as `get_loss_scale_state`, or if an argument is not as described.
         TypeError: if ``on_error`` is not a function.
 
@@ -72,15 +76,19 @@ def check_loss_scale(
         >>> rule, errors = ls.DynamicLossScale(), []
         >>> def step(state, flag):
         ...     state = rule.update(state, flag)
-        ...     ls.check_loss_scale(state, on_error=errors.append)
+        ...     ls.check_loss_scale(
+        ...         state, max_consecutive_skips=20, on_error=errors.append
+        ...     )
         ...     return state, None
-        >>> flags = jax.numpy.zeros(101, bool)
+        >>> flags = jax.numpy.zeros(21, bool)
         >>> state, _ = jax.lax.scan(step, rule.init(), flags)
         >>> jax.effects_barrier()
         >>> print(errors[0])
-        The last 101 steps were all skipped, ...
+        The last 21 steps were all skipped, ...
     """
     scale_state = get_loss_scale_state(state)
+    if isinstance(scale_state.loss_scale, jax.ShapeDtypeStruct):
+        check_state(scale_state)  # raises
     limit = check("max_consecutive_skips", max_consecutive_skips)
     every = check("every", every)
     if on_error is not None:
@@ -91,8 +99,6 @@ def check_loss_scale(
         check_axis_name(axis_name)
     leaves = jax.tree.leaves((state, grads))
     eager = not any(isinstance(x, jax.core.Tracer) for x in leaves)
-    if eager and keeps_nan(state):
-        return _raise(ACCUMULATOR_MESSAGE, on_error)
     tell = functools.partial(_tell, limit, on_error)
     scale_state, grads = jax.lax.stop_gradient((scale_state, grads))
 
@@ -127,28 +133,36 @@ def _tell(
     state: LossScaleState,
     report: GradientReport | None,
 ) -> None:
-    """Tell the user, on the host, that training has stopped or the scale is unused."""
-    stopped, unused = due  # both False for another member under ``jax.vmap``
-    if unused:
-        warn(CEILING_MESSAGE)
+    """Tell the user, on the host, what is due."""
+    stopped, *others = due  # all False for another member under ``jax.vmap``
+    for message, is_due in zip(WARNINGS, others, strict=True):
+        if is_due:
+            warn(message)
     if stopped:
         _raise(stop_message(state, limit, report), on_error)
 
 
 @functools.partial(jax.jit, static_argnames=("limit", "every", "eager"))
 def _is_due(state: LossScaleState, limit: int, every: int, eager: bool) -> jax.Array:
-    """Return whether training has stopped, and whether the scale is of no use.
+    """Return whether training has stopped, and whether each of the warnings is due.
 
-    The first is reported at the first skip beyond the limit, then every few; the second
-    in a compiled loop every 500 steps.
+    The first is reported at the first skip beyond the limit, then every few; the
+    warnings, in a compiled loop, once in a while.
     """
-    beyond = state.consecutive_skips - limit
-    in_a_row = (beyond > 0) & ((beyond - 1) % every == 0)
+    skips, tracker = state.consecutive_skips, state.growth_tracker
+    in_a_row = (skips > limit) & ((skips - limit - 1) % every == 0)
     # Only a fault skips more: a rule overflows once in its growth interval.
     often = (state.skip_rate > 0.25) & (state.skipped_steps % every == 0)
     wrong = ~((state.loss_scale > 0) & (state.loss_scale < jnp.inf))
     # So many finite steps in a row have had this scale.
-    tracker = state.growth_tracker
     unused = (state.loss_scale >= 2.0**24) & (state.skipped_steps == 0)
     unused &= (tracker >= 500) & (eager | (tracker % 500 == 0))
-    return jnp.stack([jnp.any(in_a_row | often | wrong), jnp.any(unused)])
+    # A rule that changes its scale recovers from a low one, unless batches are bad.
+    low = state.loss_scale <= 1
+    losing = low & (state.hysteresis_tracker >= 0) & ~often
+    losing &= (state.skip_rate > 0.05) & (skips <= 1) & (tracker < 50)
+    losing &= eager | (skips == 1) & (state.skipped_steps % every == 0)
+    first = low & (skips == state.skipped_steps) & (skips < limit)
+    first &= (skips >= 20) & (eager | (skips == 20))
+    due = (in_a_row | often | wrong, unused, losing, first)
+    return jnp.stack([*map(jnp.any, due)])

@@ -17,10 +17,12 @@ Find the block, and compute it in float32. {_PAGE}"""
 _LAYER = f"""The backward pass overflows or divides by zero. Of the arrays with NaN or \
 inf, take the one closest to the loss: the fault is in its layer or right behind it. \
 Compute that in float32, or wrap it with `scale_block`. {_PAGE}"""
-_DATA = f"""The batch or the parameters hold NaN or inf. Check both with `all_finite`. \
-If training has diverged, lower the learning rate. {_PAGE}"""
-_BATCHES = f"""Some batches hold NaN or inf. Find them with `all_finite`, and pass \
-`value=loss` to `update`, so that they do not lower the scale. {_PAGE}"""
+_DATA = f"""The batch or the parameters hold NaN or inf. Check both with `all_finite`: \
+the loss may be finite all the same. If training has diverged, lower the learning \
+rate. {_PAGE}"""
+_BATCHES = f"""Some batches hold NaN or inf. Find them with `all_finite(batch)`. If \
+you do not yet, pass `value=jnp.where(all_finite(batch), loss, jnp.nan)` to `update`, \
+so that they do not lower the scale. {_PAGE}"""
 _INTERVAL = """The scale grows too soon and overflows again. Raise `growth_interval`. \
 See notebooks/start/rules.md."""
 _TOO_HIGH = f"""The scale is too high, and is fixed or still falling. Start from what \
@@ -38,6 +40,8 @@ _NOT_SCALED = """The loss is not scaled: the step calls `jax.value_and_grad`. Ca
 `value_and_grad(loss_fn, opt_state)` of this package. See notebooks/index.md."""
 _NOT_FLOAT16 = """Nothing is computed in float16. Then `FixedLossScale(1.0)` suffices. \
 See notebooks/start/do_i_need_it.md."""
+_HIDDEN = """A wrapper outside `with_loss_scaling` leaves out the steps that overflow, \
+so that the rule never sees them. Put `with_loss_scaling` around it."""
 _SMALL = "All gradients are below 0.004. Then all is well."
 
 
@@ -49,15 +53,20 @@ def listed(what: list[str], causes: list[str]) -> str:
     return "\n".join(filled)
 
 
-CEILING_MESSAGE = listed(
+_CEILING_MESSAGE = listed(
     ["The loss scale is 2**24 or more, and has been for 500 steps. None was skipped."],
-    [_NOT_SCALED, _NOT_FLOAT16, _SMALL],
+    [_NOT_SCALED, _NOT_FLOAT16, _SMALL, _HIDDEN],
 )
-
-ACCUMULATOR_MESSAGE = listed(
-    ["An accumulator holds NaN or inf and keeps it. No step is applied again."],
-    [_OUTSIDE],
+_LOSING_MESSAGE = listed(
+    ["The loss scale has fallen to 1, and more than 5 % of the steps are skipped."],
+    [_BATCHES, _FORWARD, _LAYER],
 )
+_FIRST_MESSAGE = listed(
+    ["The first skips are 20 in a row, and the scale has fallen to 1. No scale helps."],
+    [_DATA, _FORWARD, _LAYER],
+)
+# What `check_loss_scale` warns of.
+WARNINGS = (_CEILING_MESSAGE, _LOSING_MESSAGE, _FIRST_MESSAGE)
 
 
 def stop_message(
@@ -99,10 +108,10 @@ def _causes(state: LossScaleState, report: GradientReport | None) -> list[str]:
     if not bad.any():
         others = [_OUTSIDE, _DATA] if fixed or finite else [_OLD_STATE, _OUTSIDE]
         return [_RESULTS, *others] if kept else [*others, _RESULTS]
-    causes = [_FORWARD if bad.mean() > 0.9 else _LAYER]
+    causes = [_DATA, _FORWARD if bad.mean() > 0.9 else _LAYER]
     if scale > 1 and not finite:
         causes.append(_TOO_HIGH if fixed or not kept else _RESULTS)
-    return [*causes, _DATA, _RESULTS if kept else _OLD_STATE][:3]
+    return [*causes, _RESULTS if kept else _OLD_STATE][:3]
 
 
 def _nonfinite(report: GradientReport) -> np.ndarray:

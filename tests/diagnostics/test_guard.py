@@ -67,21 +67,6 @@ def test_an_argument_that_a_guard_cannot_use_is_refused(name, value, message):
         ls.check_loss_scale(**{"state": RULE.init(), name: value})
 
 
-def test_an_accumulator_around_the_scale_that_keeps_a_nan_is_an_error_at_once():
-    def after(tx, *grads):
-        state = tx.init(jnp.ones(2))
-        for grad in grads:
-            _, state = tx.update(jnp.full(2, grad), state)
-        return state
-
-    scaled = ls.with_loss_scaling(optax.sgd(0.1), RULE)
-    ls.check_loss_scale(after(optax.MultiSteps(scaled, 4), 1.0))
-    inside = ls.with_loss_scaling(optax.MultiSteps(optax.sgd(0.1), 4), RULE)
-    ls.check_loss_scale(after(inside, 1.0, jnp.nan))
-    with pytest.raises(ls.LossScaleError, match="^An accumulator holds NaN or inf"):
-        ls.check_loss_scale(after(optax.MultiSteps(scaled, 4), 1.0, jnp.nan, 1.0))
-
-
 UNUSED = {"loss_scale": 2.0**24, "growth_tracker": 500}
 
 
@@ -188,3 +173,44 @@ def test_members_of_an_ensemble_each_speak_for_themselves_under_vmap():
     )
     run(jax.vmap(lambda steps: check(skipped(steps))), jnp.arange(8))
     assert skips(errors) == [4, 6]
+
+
+BAD_BATCHES = [False] * 15 + 30 * [*[True] * 9, False]
+ALL_BAD = [False] * 30
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (BAD_BATCHES, "fallen to 1, and more than 5 % .*\n1. Some batches hold NaN"),
+        (ALL_BAD, "The first skips are 20 in a row.*\n1. The batch or the parameters"),
+    ],
+    ids=["some", "all"],
+)
+def test_bad_batches_are_warned_of_when_the_scale_has_fallen(flags, message, compiled):
+    def step(state, flag):
+        state = RULE.update(state, flag)
+        ls.check_loss_scale(state)
+        return state, None
+
+    state = RULE.init()
+    with pytest.warns(UserWarning, match=message):
+        if compiled:
+            jax.lax.scan(step, state, jnp.array(flags))
+            jax.effects_barrier()
+        else:
+            for flag in flags:
+                state, _ = step(state, flag)
+
+
+def test_rare_skips_and_a_start_from_a_high_scale_are_not_warned_of():
+    state = RULE.init()._replace(loss_scale=jnp.float32(2.0**32))
+    for i in range(200):
+        state = RULE.update(state, i > 18 and i % 40 > 0)
+        ls.check_loss_scale(state)
+
+
+def test_an_abstract_state_is_refused():
+    with pytest.raises(ValueError, match="`state` must hold numbers"):
+        ls.check_loss_scale(jax.eval_shape(RULE.init))
