@@ -92,14 +92,14 @@ def max_magnitude(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
     """Return the largest absolute value of the floating-point elements of a tree.
 
     Use it if you call the ``update`` of a rule such as `HeadroomLossScale` yourself.
-    Check `all_finite` too: XLA on CPU drops NaNs from a maximum.
 
     Args:
         tree: any pytree. Leaves that `all_finite` ignores are ignored.
         axis_name: as for `all_finite`.
 
     Returns:
-        A float32 array of shape ``()``: 0 without elements, finite if all elements are.
+        A float32 array of shape ``()``: 0 without elements, NaN if any element is,
+        finite if all are.
 
     Raises:
         ValueError: as `all_finite`.
@@ -111,15 +111,19 @@ def max_magnitude(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
         Array(3., dtype=float32)
     """
     leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x)]
-    magnitudes = [_max_magnitude(x) for x in leaves] or [jnp.zeros((), jnp.float32)]
-    return across(jax.lax.pmax, jnp.max(jnp.stack(magnitudes)), axis_name)
+    largest = jnp.max(jnp.stack([*map(_max_bits, leaves), jnp.int32(0)]))
+    return across(jax.lax.pmax, largest, axis_name).view(jnp.float32)
 
 
-def _max_magnitude(x: Any) -> jax.Array:
+def _max_bits(x: Any) -> jax.Array:
+    """Return the bits of the largest magnitude; those of NaN are the largest.
+
+    XLA on CPU drops NaN from a maximum of floats.
+    """
     x = jnp.asarray(x, wide_dtype(dtype_of(x)))
     magnitude = jnp.abs(x)
     if x.dtype != jnp.float32:
         # Finite, also if the absolute value of a complex number is not.
         clipped = jnp.minimum(magnitude, float(jnp.finfo(jnp.float32).max))
         magnitude = jnp.where(jnp.isfinite(x), clipped, magnitude)
-    return jnp.max(magnitude, initial=0).astype(jnp.float32)
+    return jnp.max(magnitude.astype(jnp.float32).view(jnp.int32), initial=0)

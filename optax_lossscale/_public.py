@@ -50,8 +50,7 @@ def lead_to_ours(module_name: str) -> None:
         if name not in ELSEWHERE:
             raise AttributeError(message)
         ours = " or ".join(f"`ls.{x}`" for x in ELSEWHERE[name].split())
-        message += f". Use {ours}."
         # With a name and no object, Python suggests nothing itself.
-        raise AttributeError(message, name=name)
+        raise AttributeError(f"{message}. Use {ours}.", name=name)
 
     setattr(sys.modules[module_name], "__getattr__", missing)  # noqa: B010

@@ -67,6 +67,17 @@ def test_leaves_that_cannot_hold_a_nan_are_finite_and_have_no_magnitude():
         assert float(ls.max_magnitude(empty)) == 0.0
 
 
+@pytest.mark.parametrize("jit", [True, False])
+def test_one_nan_among_many_elements_is_the_largest_magnitude(jit):
+    """XLA on CPU drops it from a maximum of floats."""
+    measure = jax.jit(ls.max_magnitude) if jit else ls.max_magnitude
+    for value in (jnp.nan, -jnp.nan):
+        x = jnp.ones(10_000).at[77].set(value)
+        assert jnp.isnan(measure([jnp.full(3, jnp.inf), x]))
+        assert jnp.isnan(measure(jnp.full(10_000, value)))
+    assert measure([jnp.ones(10_000).at[77].set(-jnp.inf)]) == jnp.inf
+
+
 def test_a_finite_magnitude_beyond_float32_is_the_largest_float32():
     assert float(ls.max_magnitude(jnp.array([3 + 4j], jnp.complex64))) == 5.0
     beyond = jnp.array([1, 3e38 + 3e38j], jnp.complex64)

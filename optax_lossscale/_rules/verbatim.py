@@ -57,18 +57,15 @@ class VerbatimLossScale(GrowingLossScale):
     def __post_init__(self) -> None:
         check_fields(self, "min_scale", "max_scale")
 
-    @property
-    def _restart(self) -> int:
-        return -1 if self.first_growth_late else 0
-
     def init(self) -> LossScaleState:
-        return super().init()._replace(growth_tracker=jnp.int32(self._restart))
+        restart = jnp.int32(-self.first_growth_late)
+        return super().init()._replace(growth_tracker=restart)
 
     @compiled
     def update(
         self, state: LossScaleState, grads_finite: jax.typing.ArrayLike
     ) -> LossScaleState:
-        new_state, change = counted(self, state, grads_finite, self._restart)
+        new_state, change = counted(self, state, grads_finite, -self.first_growth_late)
         scale = state.loss_scale
         grown = self._rounded(jnp.minimum(scale * self.growth_factor, self.max_scale))
         grown = jnp.where(jnp.isfinite(grown), grown, scale)

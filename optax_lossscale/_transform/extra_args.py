@@ -7,6 +7,7 @@ import optax
 
 from .._rules.base import LossScale
 from .._validation import describe
+from .._warn import warn
 
 
 def check_inner(inner: Any, wrapper: str) -> None:
@@ -29,7 +30,7 @@ def with_extra_args(
     # Inspect parameters, not the type: optax.MultiSteps takes extra arguments but has
     # another type, and optax.contrib.sam has the type but takes only one of them.
     parameters = list(inspect.signature(inner.update).parameters.values())
-    known = {p.name for p in parameters[3:]}
+    known = frozenset(p.name for p in parameters[3:])
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
     def is_taken(name: str) -> bool:
@@ -42,6 +43,12 @@ def with_extra_args(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
+        for name in {"loss", "values"} & extra_args.keys() - known:
+            if "value" not in extra_args:
+                warn(
+                    f"`update` is given `{name}`, which does not decide whether the "
+                    f"step is applied. Pass `value={name}` if it should."
+                )
         taken = {name: x for name, x in extra_args.items() if is_taken(name)}
         return inner.update(updates, state, params, **taken)
 

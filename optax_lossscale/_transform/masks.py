@@ -152,7 +152,14 @@ def _layout(
     def early(apply: jax.Array, given: Leaves, consts: Leaves, old: Leaves) -> Leaves:
         if is_checked:
             # Evaluate twice, or the whole new state would wait in memory for the flag.
-            apply &= program(*consts, *given)[0]
+            # Printed once, by the second evaluation.
+            eqns = [
+                eqn
+                for eqn in jaxpr.eqns
+                if eqn.outvars or not effect_names(eqn) & DEBUGGING
+            ]
+            silent = jaxpr_as_fun(ClosedJaxpr(jaxpr.replace(eqns=eqns), []))
+            apply &= silent(*consts, *given)[0]
             given = [waiting_for(apply, x) for x in given]
         return masked_early(jaxpr, apply, [*consts, *given], old)
 

@@ -65,11 +65,12 @@ def with_master_weights(
 
     Returns:
         The transformation. Its ``update`` needs ``params``. Updates of parameters with
-        master weights are in ``dtype``, or in float8 for float8 parameters.
+        master weights are in ``dtype``.
 
     Raises:
         TypeError: if ``inner`` is not an Optax transformation.
         ValueError: if ``dtype`` is not a floating-point type, or not enabled; from
+            ``init``, if a parameter is float8, to which updates cannot lead; from
             ``update``, if ``params`` is None or differs in structure, shapes or types
             from what ``init`` was given.
 
@@ -78,7 +79,8 @@ def with_master_weights(
         >>> import optax
         >>> import optax_lossscale as ls
         >>> params = jnp.ones(2, jnp.float16)
-        >>> tx = ls.with_loss_scaling(ls.with_master_weights(optax.sgd(1e-4)))
+        >>> inner = ls.with_master_weights(optax.sgd(1e-4))
+        >>> tx = ls.with_loss_scaling(inner, ls.FixedLossScale(1.0))
         >>> opt_state = tx.init(params)
         >>> for _ in range(10):
         ...     updates, opt_state = tx.update(jnp.ones(2), opt_state, params)
@@ -98,6 +100,7 @@ def with_master_weights(
         return as_type(x, dtype) if _is_narrow(x, dtype) else x
 
     def init_fn(params: optax.Params) -> MasterWeightsState:
+        _refuse_float8(params)
         # Cast twice: some optimizers keep the arrays that they are given, and no array
         # may be two leaves of a donated state.
         inner_state = inner.init(jax.tree.map(wide, params))
@@ -124,7 +127,7 @@ def with_master_weights(
         new_updates, inner_state = inner.update(
             jax.tree.map(wide, updates),
             state.inner_state,
-            _merged(params, masters),
+            jax.tree.map(lambda p, m: p if _is_absent(m) else m, params, masters),
             **extra_args,
         )
 
@@ -186,11 +189,6 @@ def _is_absent(master: Any) -> bool:
     return isinstance(master, optax.MaskedNode)
 
 
-def _merged(params: Any, masters: Any) -> Any:
-    """Return the parameters, with master weights for those that have them."""
-    return jax.tree.map(lambda p, m: p if _is_absent(m) else m, params, masters)
-
-
 def _check_dtype(dtype: Any) -> np.dtype[Any]:
     checked = jnp.dtype(check("master_dtype", dtype, "dtype"))
     if jax.dtypes.canonicalize_dtype(checked) != checked:
@@ -199,6 +197,17 @@ def _check_dtype(dtype: Any) -> np.dtype[Any]:
             "`jax.config.update('jax_enable_x64', True)` first, or leave it at float32."
         )
     return checked
+
+
+def _refuse_float8(params: Any) -> None:
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        if is_inexact(x) and jnp.finfo(dtype_of(x)).bits < 16:
+            raise ValueError(
+                "`params` must not be float8 for master weights, because a float8 "
+                f"update cannot lead to any float8 number, got {dtype_of(x)} at "
+                f"{jax.tree_util.keystr(path) or 'the root'}. Keep the parameters in "
+                "float32 and cast them inside the loss."
+            )
 
 
 def _check_params(params: Any, masters: Any, dtype: Any) -> None:

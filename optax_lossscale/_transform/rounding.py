@@ -20,8 +20,7 @@ def update_to(master: jax.Array, param: Any) -> jax.Array:
     # explicit sharding, the mask must be sharded as the values are: hence the second
     # comparison. For a NaN, either value is NaN.
     is_zero = (param == 0) & (master == master)
-    update = jnp.where(is_zero, master, update)
-    return update if jnp.finfo(narrow).bits >= 16 else update.astype(narrow)
+    return jnp.where(is_zero, master, update)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))

@@ -58,6 +58,8 @@ def deepspeed_fp16(
     hysteresis: int = 2,
     consecutive_hysteresis: bool = False,
     min_loss_scale: float = 1.0,
+    auto_cast: bool = False,
+    fp16_master_weights_and_grads: bool = False,
 ) -> Growing | FixedLossScale:
     """Return the rule for the ``"fp16"`` section of a DeepSpeed configuration.
 
@@ -71,6 +73,8 @@ def deepspeed_fp16(
         hysteresis: how many non-finite steps it takes to back off.
         consecutive_hysteresis: whether any finite step resets the hysteresis counter.
         min_loss_scale: the smallest scale, 0 or more.
+        auto_cast: ignored, as the next one: neither concerns the scale.
+        fp16_master_weights_and_grads: ignored.
 
     Returns:
         A `VerbatimLossScale` or a `FixedLossScale`. See `departures`.
@@ -83,7 +87,7 @@ def deepspeed_fp16(
     """
     if not check("enabled", enabled):
         return FixedLossScale(1.0)
-    if loss_scale:
+    if check("constant_or_0", loss_scale, "loss_scale"):
         return FixedLossScale(loss_scale)
     return deepspeed(
         init_scale=2.0 ** check("initial_scale_power", initial_scale_power),

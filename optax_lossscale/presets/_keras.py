@@ -6,13 +6,16 @@ from ._build import Growing, growing
 
 
 def keras_loss_scale(
-    initial_scale: float = 2.0**15, dynamic_growth_steps: int = 2000
+    initial_scale: float = 2.0**15,
+    dynamic_growth_steps: int = 2000,
+    dynamic: bool = True,
 ) -> Growing:
     """Return the rule of ``keras.optimizers.LossScaleOptimizer`` (Keras 3).
 
     Args:
         initial_scale: the first scale, from 2**-126 to 2**126.
         dynamic_growth_steps: finite steps in a row before the scale doubles.
+        dynamic: True, as Keras 3 requires.
 
     Returns:
         A `DynamicLossScale`. See `departures`.
@@ -22,6 +25,8 @@ def keras_loss_scale(
         >>> presets.keras_loss_scale().init_scale
         32768.0
     """
+    check("dynamic_of_keras", dynamic, "dynamic")
+    del dynamic
     return growing(locals(), "init_scale growth_interval")
 
 

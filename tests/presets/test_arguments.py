@@ -63,7 +63,8 @@ TABLE = [
     (
         P.deepspeed_fp16,
         dict(initial_scale_power=12, loss_scale_window=5, hysteresis=3)
-        | dict(consecutive_hysteresis=True, min_loss_scale=4.0),
+        | dict(consecutive_hysteresis=True, min_loss_scale=4.0)
+        | dict(auto_cast=True, fp16_master_weights_and_grads=True),
         verbatim(2.0**12, 5, 4.0, first_growth_late=True, hysteresis=3),
     ),
     (P.fairseq, {}, dynamic(2.0**15, 2000, 2.0**-13)),
@@ -93,7 +94,7 @@ TABLE = [
     (P.keras_loss_scale, {}, dynamic(2.0**15, 2000)),
     (
         P.keras_loss_scale,
-        dict(initial_scale=8.0, dynamic_growth_steps=5),
+        dict(initial_scale=8.0, dynamic_growth_steps=5, dynamic=True),
         dynamic(8.0, 5),
     ),
     (P.megatron, {}, dynamic(2.0**32, 1000, 1.0, **BOTH)),

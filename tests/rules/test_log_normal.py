@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import numpy as np
 import pytest
 from helpers import run_rule
@@ -63,3 +64,18 @@ def test_one_overflow_does_not_paralyze_the_log_normal_rule():
         for rule in (ls.LogNormalLossScale(), presets.openseq2seq_logmax())
     }
     assert after[False] == 1.0 and 2.0**21 <= after[True] <= 2.0**23
+
+
+def test_an_overflow_at_the_second_step_costs_a_thousand():
+    """The figures of the page on rules."""
+    rule = ls.LogNormalLossScale()
+
+    def step(state, grads_finite):
+        state = rule.update(state, grads_finite, 2.0**-10)
+        return state, state.loss_scale
+
+    _, scales = jax.lax.scan(step, rule.init(), np.arange(1, 1000) != 2)
+    assert scales[0] == 2.0**24 and scales[1] == 1.0
+    after = scales[2:]
+    assert int(np.argmax(after >= 2.0**12)) + 1 == 33
+    assert 900 < int(np.argmax(after >= 2.0**24)) < 1000

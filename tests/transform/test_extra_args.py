@@ -149,3 +149,28 @@ def test_with_an_axis_name_one_member_decides_for_all(what, mapping):
     assert state.scale_state.applied.tolist() == [False, False]
     allowance = state.scale_state.hysteresis_tracker.tolist()
     assert allowance == ([2, 2] if what == "value" else [1, 1])
+
+
+@pytest.mark.parametrize("name", ["loss", "values"])
+def test_an_argument_that_is_nearly_one_that_decides_is_warned_of(name):
+    tx = ls.with_loss_scaling(optax.adam(0.1))
+    state = tx.init(jnp.ones(2))
+    with pytest.warns(UserWarning, match=f"Pass `value={name}` if it should"):
+        tx.update(jnp.ones(2), state, **{name: 1.0})
+    tx.update(jnp.ones(2), state, value=1.0, **{name: 1.0})
+
+    def update(updates, state, params=None, *, loss, values):
+        return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    tx = ls.with_loss_scaling(inner)
+    tx.update(jnp.ones(2), tx.init(jnp.ones(2)), loss=1.0, values=2.0)
+
+
+def test_closures_hold_nothing_that_cannot_be_hashed():
+    """optimistix makes pytrees of them, which are compared."""
+    internal = pytest.importorskip("equinox.internal")
+    tx = ls.with_loss_scaling(ls.with_master_weights(optax.adam(0.1)))
+    for function in (tx.init, tx.update):
+        for leaf in jax.tree.leaves(internal.closure_to_pytree(function)):
+            hash(leaf)
