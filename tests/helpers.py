@@ -81,19 +81,17 @@ def run_page(path: Path) -> dict[str, Any]:
     text, namespace = path.read_text(), {}
     if text.startswith("<!-- continues: index -->\n"):
         namespace = dict(first_program())
-    else:
-        NOTED.clear()  # as in a process of its own
-    try:
-        return run_blocks(code_blocks(text, "python"), path.name, namespace)
-    finally:
-        NOTED.add("scale read")
+    return run_blocks(code_blocks(text, "python"), path.name, namespace)
 
 
 def run_blocks(blocks: list[str], name: str, namespace: Any) -> dict[str, Any]:
     """What the blocks define and print, one after the other."""
+    if not namespace:
+        NOTED.clear()  # as in a process of its own
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         for block in blocks:
             exec(compile(block, name, "exec"), namespace)
+    NOTED.add("scale read")
     return {**namespace, "printed": printed.getvalue()}
 
 

@@ -49,6 +49,7 @@ def test_nothing_is_said_where_the_scale_is_1_or_has_been_read():
         ls.get_loss_scale,
         lambda state: ls.value_and_grad(loss_fn, state)(PARAMS),
         lambda state: jax.grad(ls.scale_backward(loss_fn, state))(PARAMS),
+        lambda state: jax.grad(ls.scale_backward(loss_fn, 8.0))(PARAMS),
         lambda state: ls.value_and_grad_with_retries(loss_fn, state)(PARAMS),
         lambda state: ls.unscale_grads(ls.scale_loss(PARAMS, state), state),
     ):

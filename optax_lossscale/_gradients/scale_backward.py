@@ -11,6 +11,7 @@ import numpy as np
 from .._find import scale_state_in_use
 from .._jax_internals import MUTABLE_ARRAYS, effect_names
 from .._precision import is_inexact, is_narrow
+from .._usage import NOTED
 from .._validation import check, check_scale, describe
 from .._warn import warn
 from . import nnx_objects
@@ -103,6 +104,7 @@ def _number(scale: Any) -> jax.Array:
     """Return a scale that is a number, or that of a state."""
     if isinstance(scale, float | int | np.generic | jax.Array):
         check_scale("scale", scale)
+        NOTED.add("scale read")
         return jnp.asarray(scale, jnp.float32)
     return scale_state_in_use(scale).loss_scale
 

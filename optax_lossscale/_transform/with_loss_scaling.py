@@ -11,7 +11,6 @@ from .._find import find_loss_scale_states
 from .._finite import all_finite, max_magnitude
 from .._rules.base import LossScale, check_rule, next_state, own_state
 from .._rules.dynamic import DynamicLossScale
-from .._rules.fixed import FixedLossScale
 from .._state import LossScaleState, check_state
 from .._tree import select
 from .._usage import warn_if_not_scaled
@@ -152,7 +151,7 @@ def with_loss_scaling(
         **extra_args: Any,
     ) -> tuple[optax.Updates, WithLossScalingState]:
         _check_state(state)
-        if not (isinstance(rule, FixedLossScale) and rule.loss_scale == 1):
+        if getattr(rule, "loss_scale", None) != 1:  # a fixed one
             warn_if_not_scaled(rule)
         scale_state = own_state(rule, state.scale_state)
 
