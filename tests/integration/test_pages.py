@@ -169,3 +169,8 @@ def test_float8_layers_train_through_a_bad_batch():
     guide = run("guides/beyond_one_scale")
     assert guide["fp8_loss"] < 0.05 and ls.all_finite(guide["fp8_state"].params)
     assert ls.get_loss_scale_state(guide["fp8_state"]).skipped_steps == 1
+
+
+def test_a_frozen_layer_stays():
+    updates = run("guides/wrappers")["frozen_updates"]
+    assert jnp.all(updates["b"] == 0) and jnp.any(updates["w"] != 0)
