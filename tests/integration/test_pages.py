@@ -174,3 +174,10 @@ def test_float8_layers_train_through_a_bad_batch():
 def test_a_frozen_layer_stays():
     updates = run("guides/wrappers")["frozen_updates"]
     assert jnp.all(updates["b"] == 0) and jnp.any(updates["w"] != 0)
+
+
+def test_a_mapped_step_has_the_gradients_of_the_whole_batch():
+    guide = run("guides/many_devices")
+    grads = jax.grad(guide["loss_fn"])(guide["params"], guide["batch"])
+    moment = optax.tree.get(guide["mapped_state"], "mu")["w"]  # of one step, 0.1
+    assert jnp.allclose(moment, 0.1 * grads["w"], rtol=0.01, atol=1e-5)
