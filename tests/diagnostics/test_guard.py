@@ -46,7 +46,9 @@ def test_a_guard_raises_for_a_scale_that_is_no_positive_number(scale):
     states = jax.vmap(lambda x: RULE.init()._replace(loss_scale=x))
     many = states(jnp.array([1.0, scale]))
     for state, member in ((jax.tree.map(lambda x: x[1], many), ""), (many, " of mem")):
-        message = f"^The loss scale{member}.* is not a positive number"
+        message = (
+            rf"^The loss scale{member}.* is not a positive number.*\n.*\n1. The st"
+        )
         with pytest.raises(ls.LossScaleError, match=message):
             ls.check_loss_scale(state)
 

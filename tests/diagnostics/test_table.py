@@ -66,7 +66,7 @@ def test_one_array_and_none_have_a_summary_too():
     nan = np.float32([1, *[np.nan] * 999])
     bad, good, lost, empty = (
         ls.format_report(ls.gradient_report(grads))
-        for grads in (nan, [np.ones(2)] * 2, [np.full(2, 1e-9)], {})
+        for grads in (nan, [np.ones(2)] * 2, [np.full(1, 1e-9)], {})
     )
     assert bad.startswith("1 array, 1 with NaN or inf\n")
     assert "\n(root)  1,000  999 >99% " in bad

@@ -136,8 +136,10 @@ def test_a_state_may_be_donated_whose_optimizer_keeps_the_first_parameters():
 
 
 def test_gradients_that_are_none_leave_their_parameters_alone():
-    tx = ls.with_loss_scaling(ls.with_master_weights(SGD))
-    updates, state = jax.jit(tx.update)({**GRADS, "b": None}, tx.init(HALF), HALF)
+    plain = optax.GradientTransformation(SGD.init, lambda u, s, p: SGD.update(u, s, p))
+    tx = ls.with_loss_scaling(ls.with_master_weights(plain))
+    grads = {**GRADS, "b": None}
+    updates, state = jax.jit(tx.update)(grads, tx.init(HALF), HALF, value=1.0)
     assert updates["b"] is None
     assert_same_bits(state.inner_state.master_weights["b"], FLOAT32["b"])
 
