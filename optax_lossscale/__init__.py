@@ -34,7 +34,6 @@ finite, and lets a rule change the scale.
 """
 
 from . import plots, presets
-from ._applied import keep_if_applied, was_applied
 from ._diagnostics.gradient_report import gradient_report
 from ._diagnostics.guard import LossScaleError, check_loss_scale
 from ._diagnostics.suggestion import SuggestedLossScale, suggest_loss_scale
@@ -55,6 +54,7 @@ from ._rules.headroom import HeadroomLossScale
 from ._rules.log_normal import LogNormalLossScale
 from ._rules.tolerant import TolerantLossScale
 from ._state import LossScaleState
+from ._transform.applied import keep_if_applied, was_applied
 from ._transform.master_weights import MasterWeightsState, with_master_weights
 from ._transform.with_loss_scaling import WithLossScalingState, with_loss_scaling
 from ._tree import select

@@ -10,8 +10,7 @@ import optax.contrib
 from ._jax_internals import is_in_jit
 from ._precision import is_inexact
 from ._state import LossScaleState, canonical, check_state
-from ._usage import NOTED
-from ._warn import warn
+from ._warn import NOTED, warn
 
 _AROUND = "Put `with_loss_scaling` around it."
 _UNCHECKED = f"It hides gradients from the check: a NaN in them is applied. {_AROUND}"

@@ -18,7 +18,7 @@ for name, value in {
 import chex  # noqa: E402
 import hypothesis  # noqa: E402
 
-from optax_lossscale._usage import NOTED  # noqa: E402
+from optax_lossscale._warn import NOTED  # noqa: E402
 
 # Programs, with dependencies of their own, and a plugin.
 collect_ignore = [

@@ -17,7 +17,7 @@ import optax
 import pytest
 
 import optax_lossscale as ls
-from optax_lossscale._usage import NOTED
+from optax_lossscale._warn import NOTED
 
 # Newer names, and those of the oldest supported jax.
 enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64

@@ -11,9 +11,8 @@ FILES = [path.relative_to(PACKAGE) for path in sorted(PACKAGE.rglob("*.py"))]
 # From the top: a file imports from its own room and from those below it.
 LAYERS = [
     *(["__init__"], ["__main__"], ["_demo"], ["plots", "presets"], ["_diagnostics"]),
-    *(["_transform"], ["_gradients"], ["_rules"], ["_applied"], ["_find"]),
+    *(["_transform"], ["_gradients"], ["_rules"], ["_find"]),
     *(["_state", "_finite"], ["_tree"], ["_validation", "_devices"], ["_precision"]),
-    ["_usage"],
     ["_jax_internals", "_public", "_warn"],
 ]
 DEPTH = {room: depth for depth, rooms in enumerate(LAYERS) for room in rooms}

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from .._precision import dtype_of
-from .._usage import NOTED
 from .._validation import check, describe
-from .._warn import warn
+from .._warn import NOTED, warn
 from . import nnx_objects
 from .scaling import scale_loss_by, unscale, with_finite_overwrites
 

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from .._find import scale_state_in_use
-from .._usage import NOTED, note_scaled_loss
+from .._warn import NOTED, note_scaled_loss
 from .scaling import scale_loss_by, unscale
 
 

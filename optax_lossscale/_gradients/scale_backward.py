@@ -11,9 +11,8 @@ import numpy as np
 from .._find import scale_state_in_use
 from .._jax_internals import MUTABLE_ARRAYS, effect_names
 from .._precision import is_inexact, is_narrow
-from .._usage import NOTED
 from .._validation import check, check_scale, describe
-from .._warn import warn
+from .._warn import NOTED, warn
 from . import nnx_objects
 from .scaling import finite_overwrite, is_overwritten, multiply
 from .traced_call import evaluate, refuse_effects, traced_call

@@ -26,10 +26,13 @@ def unscale(tree: Any, scale: jax.Array) -> Any:
     """Multiply by the reciprocal of the scale; see ``grad_dtype`` for the types."""
     # The scale is a constant here, too.
     scale = jax.lax.stop_gradient(scale)
-    unscaled = multiply(tree, lambda dtype: 1 / scale.astype(dtype), grad_dtype)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x, y: x if is_overwritten(path) else y, tree, unscaled
-    )
+
+    def leaf(path: Any, x: Any) -> Any:
+        if is_overwritten(path):
+            return x
+        return multiply(x, lambda dtype: 1 / scale.astype(dtype), grad_dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, tree)
 
 
 def is_overwritten(path: Any) -> bool:

@@ -13,8 +13,8 @@ from .._rules.base import LossScale, check_rule, next_state, own_state
 from .._rules.dynamic import DynamicLossScale
 from .._state import LossScaleState, check_state
 from .._tree import select
-from .._usage import warn_if_not_scaled
 from .._validation import check, check_flag
+from .._warn import warn_if_not_scaled
 from .extra_args import check_inner, with_extra_args
 from .inner import with_kept_types
 from .masks import masked_update

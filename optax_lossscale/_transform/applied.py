@@ -5,13 +5,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._devices import AxisName
-from ._find import get_loss_scale_state
-from ._finite import all_finite
-from ._jax_internals import as_sharded
-from ._precision import is_inexact
-from ._state import check_state
-from ._tree import choose, same_structure, select
+from .._devices import AxisName
+from .._find import get_loss_scale_state
+from .._finite import all_finite
+from .._jax_internals import as_sharded
+from .._precision import is_inexact
+from .._state import check_state
+from .._tree import choose, same_structure, select
 
 
 def was_applied(state: Any) -> jax.Array:
