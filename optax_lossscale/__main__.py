@@ -37,8 +37,8 @@ def main(arguments: list[str] | None = None) -> None:
     missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         parser.error(
-            f"{' and '.join(missing)} must be installed. Run `pip install "
-            "'optax_lossscale[demo]'`."
+            f"{' and '.join(missing)} must be installed. Run "
+            f"`pip install {' '.join(missing)}`."
         )
     run(options)
 

@@ -60,6 +60,12 @@ def page(name: str) -> str:
     return (PAGES / f"{name}.md").read_text()
 
 
+def headings(text: str) -> list[str]:
+    """What links to the headings of a page are called."""
+    titles = re.findall(r"^#+ (.+)$", text.lower(), re.M)
+    return [re.sub(r"[^\w -]", "", title).replace(" ", "-") for title in titles]
+
+
 def table(text: str, first_cell: str) -> list[list[str]]:
     """The cells of a table in Markdown, row by row, without its header.
 

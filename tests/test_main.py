@@ -80,9 +80,11 @@ def test_a_bad_argument_is_refused_before_anything_runs(arguments, message, caps
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_a_missing_extra_is_named(monkeypatch, capsys):
+def test_what_is_missing_is_named(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         main(["--plot", "plot.png"])
-    message = "rich and matplotlib must be installed. Run `pip install 'optax_lossscale"
+    message = (
+        "rich and matplotlib must be installed. Run `pip install rich matplotlib`."
+    )
     assert message in capsys.readouterr().err

@@ -9,46 +9,59 @@ import numpy as np
 from .._state import LossScaleState
 from .table import GradientReport, format_report
 
-_PAGE = "See notebooks/troubleshooting.md."
+# The only place in the package that knows where the book is.
+_BOOK = "https://github.com/optax-lossscale/optax_lossscale/blob/main/notebooks/"
 
 _FORWARD = f"""The forward pass overflows: an activation is above 65504, the largest \
 float16, so the loss and nearly all gradients are NaN or inf. No loss scale helps. \
-Find the block, and compute it in float32. {_PAGE}"""
+Find the block, and compute it in float32. \
+{_BOOK}troubleshooting.md#an-activation-above-65504"""
 _LAYER = f"""The backward pass overflows or divides by zero. Of the arrays with NaN or \
 inf, take the one closest to the loss: the fault is in its layer or right behind it. \
-Compute that in float32, or wrap it with `scale_block`. {_PAGE}"""
+Compute that in float32, or wrap it with `scale_block`. \
+{_BOOK}finding_the_overflow.ipynb"""
 _DATA = f"""The batch or the parameters hold NaN or inf. Check both with `all_finite`: \
 the loss may be finite all the same. If training has diverged, lower the learning \
-rate. {_PAGE}"""
+rate. {_BOOK}troubleshooting.md#nan-after-a-while"""
 _BATCHES = f"""Some batches hold NaN or inf. Find them with `all_finite(batch)`. If \
 you do not yet, pass `value=jnp.where(all_finite(batch), loss, jnp.nan)` to `update`, \
-so that they do not lower the scale. {_PAGE}"""
-_INTERVAL = """The scale grows too soon and overflows again. Raise `growth_interval`. \
-See notebooks/start/rules.md."""
+so that they do not lower the scale. \
+{_BOOK}troubleshooting.md#the-scale-falls-to-1"""
+_INTERVAL = f"""The scale grows too soon and overflows again. Raise `growth_interval`. \
+{_BOOK}troubleshooting.md#every-second-step-is-skipped"""
 _TOO_HIGH = f"""The scale is too high, and is fixed or still falling. Start from what \
-`suggest_loss_scale` returns. {_PAGE}"""
+`suggest_loss_scale` returns. {_BOOK}troubleshooting.md#the-first-scale"""
 _OLD_STATE = f"""The gradient function was built once, from an earlier state. Call \
-`value_and_grad(loss_fn, opt_state)` in the step, with the step's state. {_PAGE}"""
-_OUTSIDE = """A transformation outside `with_loss_scaling`, such as `MultiSteps`, \
-keeps a NaN. Put `with_loss_scaling` around it. See notebooks/guides/wrappers.md."""
-_RESULTS = """With `check_updates=True`, the optimizer turns finite gradients into NaN \
-or inf. Clip the gradients, raise `eps`, or use `with_master_weights`. See \
-notebooks/guides/float16_parameters.md."""
-_RESTORED = """The state was restored from a run that had failed, or was set by hand. \
-Set a scale: `optax.tree.set(opt_state, loss_scale=2.0**15)`."""
-_NOT_SCALED = """The loss is not scaled: the step calls `jax.value_and_grad`. Call \
-`value_and_grad(loss_fn, opt_state)` of this package. See notebooks/index.md."""
-_NOT_FLOAT16 = """Nothing is computed in float16. Then `FixedLossScale(1.0)` suffices. \
-See notebooks/start/do_i_need_it.md."""
-_HIDDEN = """A wrapper outside `with_loss_scaling` leaves out the steps that overflow, \
-so that the rule never sees them. Put `with_loss_scaling` around it."""
+`value_and_grad(loss_fn, opt_state)` in the step, with the step's state. \
+{_BOOK}start/guarantees.md#call-it-inside-the-compiled-function"""
+_OUTSIDE = f"""A transformation outside `with_loss_scaling`, such as `MultiSteps`, \
+keeps a NaN. Put `with_loss_scaling` around it. {_BOOK}guides/wrappers.md"""
+_RESULTS = f"""With `check_updates=True`, the optimizer turns finite gradients into \
+NaN or inf. Clip the gradients, raise `eps`, or use `with_master_weights`. \
+{_BOOK}start/guarantees.md#optimizers-that-overflow"""
+_RESTORED = f"""The state was restored from a run that had failed, or was set by hand. \
+Set a scale: `optax.tree.set(opt_state, loss_scale=2.0**15)`. \
+{_BOOK}start/rules.md#restored-scales-and-another-rule"""
+_NOT_SCALED = f"""The loss is not scaled: the step calls `jax.value_and_grad`. Call \
+`value_and_grad(loss_fn, opt_state)` of this package. \
+{_BOOK}troubleshooting.md#the-scale-climbs-to-the-ceiling"""
+_NOT_FLOAT16 = f"""Nothing is computed in float16. Then `FixedLossScale(1.0)` suffices. \
+{_BOOK}start/do_i_need_it.md"""
+_HIDDEN = f"""A wrapper outside `with_loss_scaling` leaves out the steps that overflow, \
+so that the rule never sees them. Put `with_loss_scaling` around it. \
+{_BOOK}guides/wrappers.md"""
 _SMALL = "All gradients are below 0.004. Then all is well."
 
 
 def listed(what: list[str], causes: list[str]) -> str:
-    """Return what happened and the numbered causes, in lines of up to 80 columns."""
+    """Return what happened and the numbered causes, in lines of up to 80 columns.
+
+    An address is longer, so it gets a line of its own.
+    """
     numbered = [f"{i}. {cause}" for i, cause in enumerate(causes, start=1)]
-    fill = functools.partial(textwrap.fill, width=80, break_on_hyphens=False)
+    fill = functools.partial(
+        textwrap.fill, width=80, break_on_hyphens=False, break_long_words=False
+    )
     filled = [*map(fill, what), *(fill(x, subsequent_indent="   ") for x in numbered)]
     return "\n".join(filled)
 

@@ -1,6 +1,6 @@
 """Plots of gradients and loss scales, for notebooks and for print.
 
-They need matplotlib: ``pip install 'optax_lossscale[plots]'``.
+They need matplotlib: ``pip install matplotlib``.
 """
 
 from .._public import set_home as _set_home

@@ -24,7 +24,7 @@ def prepare(ax: "Axes | None") -> "Axes":
         from matplotlib import pyplot
     except ImportError as error:
         raise ImportError(
-            "Plots need matplotlib. Install it: `pip install 'optax_lossscale[plots]'`."
+            "Plots need matplotlib. Install it: `pip install matplotlib`."
         ) from error
     return pyplot.subplots(figsize=(7.5, 3.6), layout="constrained")[1]
 

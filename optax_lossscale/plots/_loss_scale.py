@@ -24,12 +24,15 @@ def plot_loss_scale(
     """Plot the loss scale over the steps on a log2 axis, and mark skipped steps.
 
     The scale of step ``i`` is drawn from ``i`` to ``i + 1``, and a skipped step is
-    marked at ``i``. To compare runs, call it again with the same ``ax`` and another
+    marked at ``i``, at the scale that overflowed. So record the scale before `update`,
+    which changes it. To compare runs, call it again with the same ``ax`` and another
     ``label``.
 
     Args:
-        scales: the scale that each step used, above 0, of shape ``(steps,)``.
-        skipped: whether each step was skipped, as booleans or 0 and 1, in this shape.
+        scales: the scale that multiplied the loss of each step, above 0, of shape
+            ``(steps,)``: `get_loss_scale` of the state before the update.
+        skipped: whether each step was skipped, as booleans or 0 and 1, in this shape:
+            not `was_applied` of the state after the update.
         ax: the matplotlib ``Axes`` to draw on, by default those of a new figure. If
             their figure has no layout engine, it gets the constrained one.
         style: passed on to ``Axes.step``, such as ``label`` or ``color``.

@@ -82,7 +82,7 @@ def prepare(platform: str) -> None:
     if not _is_installed(platform):
         raise SystemExit(
             f"The compiler for {platform} is not installed. It needs no device: "
-            f"pip install -e '.[{platform}]'"
+            f"pip install -e '.[plots]' --group {platform}"
         )
     if platform == "cuda":
         flags = os.environ.get("XLA_FLAGS", "")

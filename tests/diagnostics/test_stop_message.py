@@ -1,14 +1,16 @@
 """The message of the guards."""
 
 import re
+import tomllib
 
 import jax
 import jax.numpy as jnp
 import pytest
 from every_rule import RULES
-from helpers import ROOT
+from helpers import PAGES, ROOT, headings
 
 import optax_lossscale as ls
+from optax_lossscale._diagnostics import stop_message
 
 FORWARD, LAYER, DATA = "The forward pass", "The backward pass", "The batch or the"
 TOO_HIGH, OLD_STATE = "The scale is too high", "The gradient function was built once"
@@ -40,9 +42,20 @@ def test_the_message_says_what_happened_then_the_likeliest_causes_in_80_columns(
     what, numbers, cause, *_ = lines = text.splitlines()
     assert what.startswith("The last 3 steps were all skipped, more than `max_cons")
     assert numbers == "Loss scale: 1. Skipped in all: 4."
-    assert cause.startswith(f"1. {DATA}") and max(map(len, lines)) <= 80
-    pages = re.findall(r"notebooks/\S+\.md", text)
-    assert pages and all((ROOT / page).is_file() for page in pages)
+    assert cause.startswith(f"1. {DATA}")
+    assert all(len(line) <= 80 or line.startswith("   https:") for line in lines)
+    assert len(set(re.findall("https:.*", text))) == 3
+
+
+def test_every_cause_leads_to_a_page_and_heading_that_exist():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    book = project["urls"]["Documentation"].removesuffix("index.md")
+    texts = [x for x in vars(stop_message).values() if isinstance(x, str)]
+    addresses = {*re.findall(r"https:\S+", "\n".join(texts))} - {book}
+    assert len(addresses) > 10
+    for address in addresses:
+        file, _, heading = address.removeprefix(book).partition("#")
+        assert heading in ["", *headings((PAGES / file).read_text())]
 
 
 FINITE, NAN = jnp.ones(2), jnp.full(2, jnp.nan)

@@ -5,7 +5,7 @@ import re
 import tomllib
 
 import pytest
-from helpers import PAGES, README, ROOT, code_blocks, page, table
+from helpers import PAGES, README, ROOT, code_blocks, headings, page, table
 
 import optax_lossscale as ls
 
@@ -35,10 +35,7 @@ def test_links_lead_to_files_and_headings(path):
         target = path.parent / address if address else path
         assert target.is_file(), address
         if heading:
-            titles = re.findall(r"^#+ (.+)$", target.read_text().lower(), re.M)
-            assert heading in [
-                re.sub(r"[^\w -]", "", t).replace(" ", "-") for t in titles
-            ]
+            assert heading in headings(target.read_text())
 
 
 def test_every_public_name_is_in_the_reference_once():

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from helpers import (
     PAGES,
@@ -69,6 +70,17 @@ def test_a_checkpoint_is_restored_with_the_same_bits_and_under_another_mesh():
     assert scale.sharding.is_fully_replicated
 
 
+def test_a_checkpoint_made_without_loss_scaling_is_adopted():
+    guide = run("guides/checkpoints")
+    state, old = guide["adopted_state"], guide["old_run"]["opt_state"]
+    assert_same_bits(state.inner_state, old)
+    assert_same_types(state, guide["wrapped"].init(guide["params"]))
+    target = {"params": guide["params"], "opt_state": state}
+    with ocp.StandardCheckpointer() as checkpointer:
+        with pytest.raises(ValueError, match="tree structures do not match"):
+            checkpointer.restore(guide["old_path"], target)
+
+
 def test_a_sharded_run_that_goes_on_equals_one_that_never_stopped(tmp_path):
     guide = run("guides/many_devices")
     assert guide["printed"] == "from step 0\nfrom step 8\n"
@@ -93,10 +105,25 @@ def test_the_tables_are_what_their_blocks_print_and_each_recipe_finds_the_block(
 def test_every_step_reaches_tensorboard_and_weights_and_biases_and_the_scan_prints():
     guide = run("guides/logging")
     assert len(guide["wandb"].init().log.mock_calls) == 200
-    assert "scale_state.loss_scale=32768" in guide["printed"]
+    assert "next scale 32768" in guide["printed"]
     assert "step 199: " in guide["printed"]
     (events,) = Path(guide["writer"].logdir).iterdir()
-    assert events.read_bytes().count(b"skipped_steps") == 200
+    assert events.read_bytes().count(b"skipped") == 200
+
+
+def test_the_log_and_the_plot_mark_a_skip_at_the_scale_that_overflowed():
+    guide = run("guides/logging")
+    x, y = guide["batch"]
+    state, history = guide["tx"].init(guide["params"]), []
+    for bad in (False, True, False):
+        batch = x.at[0, 0].set(jnp.inf) if bad else x, y
+        _, state, metrics = guide["logged_step"](guide["params"], state, batch)
+        history.append(metrics)
+    scales, skipped = ([m[k] for m in history] for k in ("loss_scale", "skipped"))
+    assert (scales, skipped) == ([2.0**15, 2.0**15, 2.0**14], [False, True, False])
+    *_, crosses = ls.plots.plot_loss_scale(scales, skipped).lines
+    assert list(map(list, crosses.get_xydata())) == [[1, 2.0**15]]
+    assert jnp.isnan(history[1]["gradient_norm"])  # and so not in TensorBoard
 
 
 def test_several_losses_have_a_scale_each_and_skip_together():
