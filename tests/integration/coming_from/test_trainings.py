@@ -80,6 +80,7 @@ def of(prefix):
 TRAININGS = [
     Training("pytorch", backoff=1.0),  # `value=loss` is not finite
     Training("keras"),
+    Training("keras", "network_step", ("trainable", "other", "network_state")),
     Training("tensorflow"),
     Training("tensorflow", "graph_step", of("graph")),
     Training("mindspore"),
@@ -121,6 +122,12 @@ def test_their_program_and_ours_print_the_same_scale_and_loss(guide):
 def test_every_program_trains(guide):
     losses = np.array(run(guide)["losses"])
     assert losses[-1] < 0.05 * losses[0]
+
+
+@pytest.mark.slow
+def test_the_keras_model_has_what_was_trained():
+    printed = run("keras")["printed"]
+    assert float(re.search(r"loss of the Keras model (.*)", printed)[1]) < 0.1
 
 
 @pytest.mark.slow
