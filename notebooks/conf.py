@@ -3,6 +3,7 @@
 import ast
 import importlib.metadata
 import inspect
+import re
 import textwrap
 
 METADATA = importlib.metadata.metadata("optax_lossscale")
@@ -43,6 +44,7 @@ html_theme = "sphinx_book_theme"
 html_title = "optax_lossscale"
 html_static_path = ["_static"]
 html_css_files = ["book.css"]
+html_js_files = [("search.js", {"defer": "defer"})]
 html_copy_source = False
 html_theme_options = {
     "repository_url": URLS["Source"],
@@ -69,5 +71,29 @@ def signature_as_written(app, what, name, obj, options, signature, returns):
     return f"({ast.unparse(function.args)})", returns
 
 
+def index_what_people_search(app, name, source):
+    """Make index entries, which the search puts first, of comments in a page."""
+
+    def entries(comment):
+        words = comment[1].split(", ")
+        return "```{index} " + ", ".join(f"! {word}" for word in words) + "\n```"
+
+    source[0] = re.sub(r"<!-- search: (.+?) -->", entries, source[0])
+
+
+def break_names_at_joints(app, name, template, context, tree):
+    """Let a long name break between its parts, as in `some_module.` `SomeClass`."""
+    joint = r"(?<=[A-Za-z][._(=/])(?=\w)|(?<=[a-z])(?=[A-Z])"
+
+    def with_breaks(code):
+        return re.sub(joint, "<wbr>", code[0])
+
+    if "body" in context:
+        inline = r'(?<=<span class="pre">)[^<]{15,}'
+        context["body"] = re.sub(inline, with_breaks, context["body"])
+
+
 def setup(app):
     app.connect("autodoc-process-signature", signature_as_written)
+    app.connect("source-read", index_what_people_search)
+    app.connect("html-page-context", break_names_at_joints)

@@ -45,10 +45,10 @@ Set a scale: `optax.tree.set(opt_state, loss_scale=2.0**15)`. \
 _NOT_SCALED = f"""The loss is not scaled: the step calls `jax.value_and_grad`. Call \
 `value_and_grad(loss_fn, opt_state)` of this package. \
 {_BOOK}troubleshooting.md#the-scale-climbs-to-the-ceiling"""
-_NOT_FLOAT16 = f"""Nothing is computed in float16. Then `FixedLossScale(1.0)` suffices. \
-{_BOOK}start/do_i_need_it.md"""
-_HIDDEN = f"""A wrapper outside `with_loss_scaling` leaves out the steps that overflow, \
-so that the rule never sees them. Put `with_loss_scaling` around it. \
+_NOT_FLOAT16 = f"""Nothing is computed in float16. Then `FixedLossScale(1.0)` is \
+enough. {_BOOK}start/do_i_need_it.md"""
+_HIDDEN = f"""A wrapper outside `with_loss_scaling` leaves out the steps that \
+overflow, so that the rule never sees them. Put `with_loss_scaling` around it. \
 {_BOOK}guides/wrappers.md"""
 _SMALL = "All gradients are below 0.004. Then all is well."
 

@@ -16,6 +16,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import jmp
+import mpx
 import optax
 from flax.training.dynamic_scale import DynamicScale
 
@@ -178,6 +179,27 @@ def flax_recipe(tx: optax.GradientTransformation, loss_fn: LossFn):
     return init, step
 
 
+def mpx_recipe(tx: optax.GradientTransformation, loss_fn: LossFn):
+    def init(params):
+        scaling = mpx.DynamicLossScaling(jnp.float32(INIT_SCALE), jnp.float32(1.0))
+        return params, (tx.init(params), jax.tree.map(jnp.asarray, scaling))
+
+    def step(params, state, batch):
+        (opt_state, scaling), loss = state, None
+        if loss_fn:
+            fun = mpx.filter_value_and_grad(loss_fn, scaling)
+            loss, scaling, grads_finite, grads = fun(params, batch)
+        else:
+            grads, grads_finite = batch, mpx.all_finite(batch)
+            scaling = scaling.adjust(grads_finite)
+        params, opt_state = mpx.optimizer_update(
+            params, tx, opt_state, grads, grads_finite
+        )
+        return params, (opt_state, scaling), loss
+
+    return init, step
+
+
 RECIPES = {
     "plain": plain,
     "optax_lossscale": lossscale,
@@ -190,6 +212,7 @@ RECIPES = {
     "apply_if_finite": apply_if_finite,
     "jmp": jmp_recipe,
     "flax": flax_recipe,
+    "mpx": mpx_recipe,
 }
 NEED_A_LOSS = {"scale_block", "retries"}
 
