@@ -1,15 +1,19 @@
 """README and book are complete, and their tables and numbers are those of the code."""
 
+import importlib
 import inspect
 import re
 import tomllib
 
+import jax.numpy as jnp
+import optax
 import pytest
 from helpers import PAGES, README, ROOT, code_blocks, headings, page, table
 
 import optax_lossscale as ls
 
-METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+METADATA = PROJECT["project"]
 TEXTS = {path: path.read_text() for path in [*PAGES.rglob("*.md"), ROOT / "README.md"]}
 
 
@@ -36,6 +40,51 @@ def test_links_lead_to_files_and_headings(path):
         assert target.is_file(), address
         if heading:
             assert heading in headings(target.read_text())
+
+
+@pytest.mark.skipif(not hasattr(optax, "microbatch"), reason="names of today")
+def test_the_names_in_the_prose_exist():
+    modules = {
+        **{"ls": "optax_lossscale", "jnp": "jax.numpy", "nnx": "flax.nnx"},
+        **{"eqx": "equinox", "hk": "haiku", "jax": "jax", "optax": "optax"},
+    }
+    importlib.import_module("jax.experimental.topologies")
+    dotted = rf"(?<![\w.\[\"'/-])(?:{'|'.join(modules)})(?:\.[a-zA-Z_]\w*)+"
+    for text in TEXTS.values():
+        prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+        inline = " ".join(re.findall(r"`([^`\n]+)`", prose))
+        for name in {*re.findall(dotted, inline)} - {"ls.GradScaler"}:
+            root, *parts = name.split(".")
+            found = importlib.import_module(modules[root])
+            for part in parts:
+                found = getattr(found, part)
+
+
+def test_what_is_to_be_installed_exists():
+    package = [path.read_text() for path in (ROOT / "optax_lossscale").rglob("*.py")]
+    text = "\n".join([*TEXTS.values(), *package])
+    extras = {*re.findall(r"pip install[^`\n]*\.\[(\w+)\]", text)}
+    assert "docs" in extras and extras <= METADATA["optional-dependencies"].keys()
+    groups = {*re.findall(r"--group (\w+)", text)}
+    assert "cuda" in groups and groups <= PROJECT["dependency-groups"].keys()
+    assert not re.search(r"pip install \S*optax_lossscale", text)  # not there yet
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lost"), [("float16", 2.0**-12), ("bfloat16", 2.0**-9)]
+)
+def test_so_small_an_update_is_lost(dtype, lost):
+    one = jnp.ones((), dtype)
+    assert one + one * lost == one < one + one * 4 * lost
+
+
+def test_what_the_pages_say_of_float16():
+    def half(x):
+        return jnp.float32(x).astype(jnp.float16)
+
+    assert half(65504) < jnp.inf == half(2.0**16) == half(300) ** 2
+    assert half(2.9e-8) == half(1e-8) == 0 < half(3e-8)
+    assert jnp.exp(half(12)) == jnp.inf and half(-1e9) == -jnp.inf
 
 
 def test_every_public_name_is_in_the_reference_once():

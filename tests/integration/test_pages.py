@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from flax import nnx
 from helpers import (
     PAGES,
     assert_same_bits,
@@ -18,10 +19,12 @@ from helpers import (
     code_blocks,
     first_program,
     make_step,
+    on_mesh,
     page,
     run_page,
     train,
 )
+from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ls
 
@@ -100,6 +103,15 @@ def test_the_tables_are_what_their_blocks_print_and_each_recipe_finds_the_block(
     for table in code_blocks(page("troubleshooting"), "text"):
         assert table in printed
     assert len(re.findall(r"^\S.*1.*: inf$", printed, re.M)) == 3
+
+
+@pytest.mark.skipif(not hasattr(nnx, "capture"), reason="needs flax 0.12")
+def test_nnx_captures_every_output_as_the_page_says():
+    call = re.search(r"`(nnx\.capture\(.+?\)\(x\))`", page("troubleshooting"))[1]
+    rngs = nnx.Rngs(0)
+    model = nnx.Sequential(*(nnx.Linear(2, 2, rngs=rngs) for _ in range(3)))
+    _, captured = eval(call, {"nnx": nnx, "model": model, "x": jnp.ones(2)})
+    assert len(jax.tree.leaves(captured)) >= 3
 
 
 def test_every_step_reaches_tensorboard_and_weights_and_biases_and_the_scan_prints():
@@ -198,9 +210,26 @@ def test_float8_layers_train_through_a_bad_batch():
     assert ls.get_loss_scale_state(guide["fp8_state"]).skipped_steps == 1
 
 
-def test_a_frozen_layer_stays():
-    updates = run("guides/wrappers")["frozen_updates"]
+def test_a_frozen_layer_stays_and_its_nan_skips_the_step():
+    guide = run("guides/wrappers")
+    updates, state = guide["frozen_updates"], guide["freezing_state"]
     assert jnp.all(updates["b"] == 0) and jnp.any(updates["w"] != 0)
+    bad = {"w": jnp.ones((8, 1)), "b": jnp.full(1, jnp.nan)}
+    _, state = guide["freezing_tx"].update(bad, state, guide["params"])
+    assert not ls.was_applied(state)
+
+
+def test_a_schedule_inside_counts_applied_steps_and_one_outside_all():
+    guide, bad = run("guides/wrappers"), {"w": jnp.full((8, 1), jnp.nan)}
+    good, rates = {"w": jnp.ones((8, 1))}, []
+    for tx in (guide["scheduled_tx"], guide["all_steps_tx"]):
+        state = tx.init(good)
+        for grads in (good, bad, bad, good):
+            _, state = tx.update(grads, state, good)
+        injected = state if hasattr(state, "hyperparams") else state.inner_state
+        rates.append(injected.hyperparams["learning_rate"])
+    assert float(guide["learning_rate"]) == 0.0
+    assert jnp.allclose(jnp.array(rates), jnp.array([0.003, 0.009]))
 
 
 def test_a_mapped_step_has_the_gradients_of_the_whole_batch():
@@ -208,3 +237,7 @@ def test_a_mapped_step_has_the_gradients_of_the_whole_batch():
     grads = jax.grad(guide["loss_fn"])(guide["params"], guide["batch"])
     moment = optax.tree.get(guide["mapped_state"], "mu")["w"]  # of one step, 0.1
     assert jnp.allclose(moment, 0.1 * grads["w"], rtol=0.01, atol=1e-5)
+
+    summed = on_mesh(jax.grad(guide["loss_fn"]), (P(), P("d")), P())
+    eightfold = summed(guide["params"], guide["batch"])["w"]
+    assert jnp.allclose(eightfold, 8 * grads["w"], rtol=0.01, atol=1e-4)
