@@ -78,7 +78,8 @@ def index_what_people_search(app, name, source):
         words = comment[1].split(", ")
         return "```{index} " + ", ".join(f"! {word}" for word in words) + "\n```"
 
-    source[0] = re.sub(r"<!-- search: (.+?) -->", entries, source[0])
+    comments = re.compile("^<!-- search: (.+) -->$", re.M)
+    source[0] = comments.sub(entries, source[0])
 
 
 def break_names_at_joints(app, name, template, context, tree):
@@ -89,7 +90,7 @@ def break_names_at_joints(app, name, template, context, tree):
         return re.sub(joint, "<wbr>", code[0])
 
     if "body" in context:
-        inline = r'(?<=<span class="pre">)[^<]{15,}'
+        inline = r'(?<=<span class="pre">)[^<]{18,}'
         context["body"] = re.sub(inline, with_breaks, context["body"])
 
 

@@ -110,20 +110,31 @@ def max_magnitude(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
         >>> ls.max_magnitude({"w": jnp.array([0.5, -3.0]), "b": jnp.zeros(2)})
         Array(3., dtype=float32)
     """
+    # XLA on CPU drops NaN from a maximum of floats. It would keep those of a maximum of
+    # bits, but write all the bits to memory first.
+    flags = [_is_nan(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
+    no_nan = everywhere(none_is_true(flags), axis_name)
+    return jnp.where(no_nan, largest_finite(tree, axis_name), jnp.nan)
+
+
+def largest_finite(tree: Any, axis_name: AxisName | None) -> jax.Array:
+    """Return `max_magnitude` of a finite tree, at half of the cost on a CPU."""
     leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x)]
-    largest = jnp.max(jnp.stack([*map(_max_bits, leaves), jnp.int32(0)]))
-    return across(jax.lax.pmax, largest, axis_name).view(jnp.float32)
+    magnitudes = [jnp.max(_magnitude(x), initial=0) for x in leaves]
+    largest = jnp.max(jnp.stack([*magnitudes, jnp.zeros((), jnp.float32)]))
+    return across(jax.lax.pmax, largest, axis_name)
 
 
-def _max_bits(x: Any) -> jax.Array:
-    """Return the bits of the largest magnitude; those of NaN are the largest.
+def _is_nan(x: Any) -> jax.Array:
+    magnitude_bits = _magnitude(x).view(jnp.int32)
+    return magnitude_bits > np.asarray(np.inf, np.float32).view(np.int32)
 
-    XLA on CPU drops NaN from a maximum of floats.
-    """
+
+def _magnitude(x: Any) -> jax.Array:
     x = jnp.asarray(x, wide_dtype(dtype_of(x)))
     magnitude = jnp.abs(x)
     if x.dtype != jnp.float32:
         # Finite, also if the absolute value of a complex number is not.
         clipped = jnp.minimum(magnitude, float(jnp.finfo(jnp.float32).max))
         magnitude = jnp.where(jnp.isfinite(x), clipped, magnitude)
-    return jnp.max(magnitude.astype(jnp.float32).view(jnp.int32), initial=0)
+    return magnitude.astype(jnp.float32)

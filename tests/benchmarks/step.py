@@ -44,6 +44,7 @@ def main() -> None:
         report["optimizer_steps"].append(row)
         show(f"{optimizer}, {leaves} leaves, {dtype} gradients", results)
     report["check"] = [check(dtype, args) for dtype in DTYPES]
+    report["eager"] = [eager(leaves, args) for leaves in (4, 40)]
     report["transformer_steps"] = []
     for dtype in args.transformer:
         results = transformer_step(dtype, args)
@@ -111,6 +112,18 @@ def transformer_step(dtype: str, args: argparse.Namespace) -> list[Result]:
     loss_fn = functools.partial(transformer.loss_fn, dtype=jnp.dtype(dtype))
     steps = make_steps(args.recipes, OPTIMIZERS["adamw"], loss_fn)
     return measure(steps, params, tokens, args.repeats)
+
+
+def eager(leaves: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure an update outside of jit, where each operation is started alone."""
+    params = make_params(leaves, 4096 * leaves)
+    seconds = {}
+    for tx in (optax.adam(1e-3), ls.with_loss_scaling(optax.adam(1e-3))):
+        update = functools.partial(tx.update, state=tx.init(params), params=params)
+        seconds[tx] = np.median(run_times(update, params, args.repeats))
+    ratio = np.divide(*reversed(seconds.values()))
+    print(f"\nadam, {leaves} leaves, outside of jit: {ratio:.2f} times plain adam")
+    return {"leaves": leaves, "ratio": ratio}
 
 
 def check(dtype: str, args: argparse.Namespace) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 import stand_ins
 from flax import jax_utils, nnx
 from flax.training.train_state import TrainState
-from helpers import PAGES, assert_same_bits, run_page
+from helpers import PAGES, assert_same_bits, run_page, run_rule
 
 import optax_lossscale as ls
 
@@ -140,6 +140,37 @@ def test_a_closed_fit_trains_at_a_fixed_scale_and_skips(page):
     fitted, state = page["fit"](start, page["fit_tx"], tiny, batches)
     assert np.all(fitted["w"] != 0)
     assert int(ls.get_loss_scale_state(state).skipped_steps) == 1
+
+
+def test_a_bad_row_that_comes_back_lowers_the_scale_unless_the_rule_forbids_it(page):
+    flags = np.arange(300) % 20 != 7  # one step of twenty in fifteen epochs
+    states = run_rule(ls.DynamicLossScale(), flags)
+    assert list(states.loss_scale[[-21, -1]]) == [2.0, 1.0]
+    last = jax.tree.map(lambda x: jnp.asarray(x[-1]), states)
+    ls.check_loss_scale(last)  # no error, and warnings are errors
+    lowest = {
+        name: run_rule(page[name], flags).loss_scale.min()
+        for name in ("fixed", "with_a_floor", "grows_each_epoch")
+    }
+    expected = {"fixed": 2.0**12, "with_a_floor": 2.0**10, "grows_each_epoch": 2.0**14}
+    assert lowest == expected
+
+
+def test_what_a_trainer_reads_is_in_the_inner_state_or_outside_as_in_sbx():
+    params = {"w": jnp.ones(2)}
+    tx = ls.with_loss_scaling(optax.MultiSteps(optax.adam(1e-3), 2))
+    inner_state = tx.init(params).inner_state
+    assert inner_state.gradient_step == 0 and inner_state.acc_grads.keys() == {"w"}
+
+    @optax.inject_hyperparams
+    def optimizer(learning_rate):
+        return ls.with_loss_scaling(optax.adam(learning_rate), ls.FixedLossScale(1.0))
+
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optimizer(1e-3))
+    state = tx.init(params)
+    assert state[1].hyperparams["learning_rate"] == jnp.float32(1e-3)
+    updates, state = tx.update({"w": jnp.array([1.0, jnp.nan])}, state, params)
+    assert not ls.was_applied(state) and jnp.all(updates["w"] == 0)
 
 
 @pytest.mark.parametrize("axis_name", [None, "batch"])

@@ -51,14 +51,15 @@ def temporary(program):
 @reductions_are_fused
 @pytest.mark.parametrize("scanned", slow_but((False,), (False, True)))
 @guarded
-def test_no_memory_beyond_the_plain_step(name, scanned):
+@pytest.mark.parametrize("rule", [ls.DynamicLossScale(), ls.HeadroomLossScale()])
+def test_no_memory_beyond_the_plain_step(name, scanned, rule):
     if scanned and name == "optax.lion":
         # Plain, it frees one gradient before it copies the next moment. Whoever checks
         # has to have all gradients first.
         pytest.skip("needs memory for all gradients at once")
     leaves = 16
     plain = compiled(make(name), leaves, scanned)
-    masked = compiled(ls.with_loss_scaling(make(name)), leaves, scanned)
+    masked = compiled(ls.with_loss_scaling(make(name), rule), leaves, scanned)
     assert temporary(masked) - temporary(plain) <= 0.01 * leaves * BYTES
 
 
