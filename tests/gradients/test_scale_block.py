@@ -225,6 +225,7 @@ def test_devices_have_scales_of_their_own_where_nothing_is_shared_inside():
     assert_close(ours, on_devices(single, check_vma=False))
 
 
+@pytest.mark.slow
 def test_derivatives_of_derivatives_are_those_of_the_function():
     def derivatives(block):
         gradient = jax.grad(lambda v: jnp.sum(block(v * W, X) ** 3))

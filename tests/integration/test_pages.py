@@ -22,6 +22,7 @@ from helpers import (
     on_mesh,
     page,
     run_page,
+    slow_but,
     train,
 )
 from jax.sharding import PartitionSpec as P
@@ -37,6 +38,8 @@ NAMES = [
     and not ELSEWHERE.match(name := path.relative_to(PAGES).as_posix()[: -len(".md")])
 ]
 
+BEYOND = "guides/beyond_one_scale"  # it trains layers in float8
+
 
 @functools.cache
 def run(name):
@@ -45,7 +48,7 @@ def run(name):
         return first_program() if name == "index" else run_page(PAGES / f"{name}.md")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but({*NAMES} - {BEYOND}, NAMES))
 def test_every_block_runs(name):
     run(name)
 
@@ -204,8 +207,9 @@ def test_a_loss_that_is_a_sum_loses_twelve_more_steps_to_the_first_scale():
     assert skipped(jnp.sum) - skipped(jnp.mean) == 12
 
 
+@pytest.mark.slow
 def test_float8_layers_train_through_a_bad_batch():
-    guide = run("guides/beyond_one_scale")
+    guide = run(BEYOND)
     assert guide["fp8_loss"] < 0.05 and ls.all_finite(guide["fp8_state"].params)
     assert ls.get_loss_scale_state(guide["fp8_state"]).skipped_steps == 1
 

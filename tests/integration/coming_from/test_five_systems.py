@@ -11,6 +11,7 @@ from helpers import PAGES, assert_same_bits, run_page
 
 import optax_lossscale as ls
 
+pytestmark = pytest.mark.slow
 SYSTEMS = ["apex", "megatron", "deepspeed", "fairseq", "mpx"]
 LOWERED = {"megatron": 0.5, "deepspeed": 1.0}  # by the first overflow, as it resumed
 every_system = pytest.mark.parametrize("system", SYSTEMS)
