@@ -27,12 +27,10 @@ import optax_lossscale as ls
 pytestmark = pytest.mark.slow
 jmp, mpx = pytest.importorskip("jmp"), pytest.importorskip("mpx")
 
-OURS, FLAX, JMP, MPX, OPTAX = COLUMNS = [
-    *("this package", "Flax", "jmp", "mpx", "`apply_if_finite`")
-]
-PLAIN, *BLOCKS = code_blocks(page("start/compared"), "python theirs")
-BLOCKS = dict(zip(COLUMNS, BLOCKS, strict=True))
-SCALING = COLUMNS[:4]
+COLUMNS = ["this package", "Flax", "jmp", "mpx", "`apply_if_finite`"]
+OURS, FLAX, JMP, MPX, OPTAX = COLUMNS
+PLAIN, *STEPS = code_blocks(page("start/compared"), "python theirs")
+BLOCKS = dict(zip(COLUMNS, STEPS, strict=True))
 TABLE = {row[0]: row[1:] for row in table(page("start/compared"), "| this package")}
 BAD = {"w": jnp.array([1.0, jnp.inf])}
 
@@ -56,12 +54,12 @@ def rule(name, init=2.0**15, interval=2000, floor=1.0):
 class Program:
     """A step of the page, with another loss, optimizer or rule."""
 
-    def __init__(self, name, scale=None, loss_fn=linear_loss, inner=None, **changes):
+    def __init__(self, name, scale=None, loss_fn=linear_loss, inner=None, change=None):
         block = BLOCKS[name].replace("optax.adamw(3e-2)", "inner")
-        for old, new in changes.items():
-            assert old in block
-            block = block.replace(old, new)
-        names = first_program() | {"functools": functools, "loss_fn": loss_fn}
+        if change:
+            assert change[0] in block
+            block = block.replace(*change)
+        names = first_program() | {"loss_fn": loss_fn}
         names["inner"] = inner or optax.adamw(optax.constant_schedule(3e-2))
         if scale is not None and name == OURS:
             names["rule"] = scale
@@ -150,8 +148,8 @@ def lowers(name):
     assert program.scale(after) == program.scale(before) / 2
     if name != OURS:
         return "yes"
-    value = {"opt_state, params)\n": "opt_state, params, value=loss)\n"}
-    after = Program(name, rule(name), **value).step(before, batch)
+    value = "opt_state, params)\n", "opt_state, params, value=loss)\n"
+    after = Program(name, rule(name), change=value).step(before, batch)
     assert program.scale(after) == program.scale(before)
     return "not with `value=loss`"
 
@@ -249,9 +247,9 @@ def rules(name):
 
 
 def on_eight_devices(name):
-    mean = {"(loss_fn)": "(loss_fn, axis_name='d')"} if name == FLAX else {}
+    mean = ("(loss_fn)", "(loss_fn, axis_name='d')") if name == FLAX else None
     inner = optax.sgd(0.1)
-    program = Program(name, inner=inner, **mean)
+    program = Program(name, inner=inner, change=mean)
     if name == OURS:
         program.names["tx"] = ls.with_loss_scaling(inner, axis_name="d")
     params = {"w": jnp.ones(2)}
