@@ -114,10 +114,10 @@ def max_magnitude(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
     # bits, but write all the bits to memory first.
     flags = [_is_nan(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
     no_nan = everywhere(none_is_true(flags), axis_name)
-    return jnp.where(no_nan, largest_finite(tree, axis_name), jnp.nan)
+    return jnp.where(no_nan, finite_max_magnitude(tree, axis_name), jnp.nan)
 
 
-def largest_finite(tree: Any, axis_name: AxisName | None) -> jax.Array:
+def finite_max_magnitude(tree: Any, axis_name: AxisName | None) -> jax.Array:
     """Return `max_magnitude` of a finite tree, at half of the cost on a CPU."""
     leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x)]
     magnitudes = [jnp.max(_magnitude(x), initial=0) for x in leaves]

@@ -22,7 +22,7 @@ Compute that in float32, or wrap it with `scale_block`. \
 {_BOOK}finding_the_overflow.ipynb"""
 _DATA = f"""The batch or the parameters hold NaN or inf. Check both with `all_finite`: \
 the loss may be finite all the same. If training has diverged, lower the learning \
-rate. {_BOOK}troubleshooting.md#nan-after-a-while"""
+rate. {_BOOK}troubleshooting.md#the-loss-is-nan-from-the-first-step"""
 _BATCHES = f"""Some batches hold NaN or inf. Find them with `all_finite(batch)`. If \
 you do not yet, pass `value=jnp.where(all_finite(batch), loss, jnp.nan)` to `update`, \
 so that they do not lower the scale. \
@@ -36,8 +36,8 @@ _OLD_STATE = f"""The gradient function was built once, from an earlier state. Ca
 {_BOOK}start/guarantees.md#call-it-inside-the-compiled-function"""
 _OUTSIDE = f"""A transformation outside `with_loss_scaling`, such as `MultiSteps`, \
 keeps a NaN. Put `with_loss_scaling` around it. {_BOOK}guides/wrappers.md"""
-_RESULTS = f"""With `check_updates=True`, the optimizer turns finite gradients into \
-NaN or inf. Clip the gradients, raise `eps`, or use `with_master_weights`. \
+_RESULTS = f"""If you use `check_updates=True`: the optimizer turns finite gradients \
+into NaN or inf. Clip the gradients, raise `eps`, or use `with_master_weights`. \
 {_BOOK}start/guarantees.md#optimizers-that-overflow"""
 _RESTORED = f"""The state was restored from a run that had failed, or was set by hand. \
 Set a scale: `optax.tree.set(opt_state, loss_scale=2.0**15)`. \
@@ -49,7 +49,7 @@ _NOT_FLOAT16 = f"""Nothing is computed in float16. Then `FixedLossScale(1.0)` is
 enough. {_BOOK}start/do_i_need_it.md"""
 _HIDDEN = f"""A wrapper outside `with_loss_scaling` leaves out the steps that \
 overflow, so that the rule never sees them. Put `with_loss_scaling` around it. \
-{_BOOK}guides/wrappers.md"""
+{_BOOK}guides/trainers.md#levanter"""
 _SMALL = "All gradients are below 0.004. Then all is well."
 
 

@@ -8,7 +8,7 @@ import optax
 
 from .._devices import AxisName, check_agreement, everywhere
 from .._find import find_loss_scale_states
-from .._finite import all_finite, largest_finite
+from .._finite import all_finite, finite_max_magnitude
 from .._rules.base import LossScale, check_rule, next_state, own_state
 from .._rules.dynamic import DynamicLossScale
 from .._state import LossScaleState, check_state
@@ -160,8 +160,8 @@ def with_loss_scaling(
                 return next_state(rule, scale_state, grads_finite)
             # Nobody needs its derivative, which is NaN in a skipped step.
             grads = jax.lax.stop_gradient(updates)
-            # In a skipped step the rule does not look at it.
-            magnitude = largest_finite(grads, axis_name)
+            magnitude = finite_max_magnitude(grads, axis_name)
+            magnitude = jnp.where(grads_finite, magnitude, jnp.nan)
             return next_state(rule, scale_state, grads_finite, magnitude)
 
         def checked_update(grads: optax.Updates, extra_args: dict[str, Any]) -> Any:

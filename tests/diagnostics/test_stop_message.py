@@ -14,7 +14,7 @@ from optax_lossscale._diagnostics import stop_message
 
 FORWARD, LAYER, DATA = "The forward pass", "The backward pass", "The batch or the"
 TOO_HIGH, OLD_STATE = "The scale is too high", "The gradient function was built once"
-OUTSIDE, RESULTS = "A transformation outside", "With `check_updates=True`"
+OUTSIDE, RESULTS = "A transformation outside", "If you use `check_updates=True`"
 BATCHES, GROWS = "Some batches hold", "grows too soon"
 NAMES = [FORWARD, LAYER, DATA, TOO_HIGH, OLD_STATE, OUTSIDE, RESULTS, BATCHES, GROWS]
 

@@ -143,11 +143,12 @@ def test_a_closed_fit_trains_at_a_fixed_scale_and_skips(page):
 
 
 def test_a_bad_row_that_comes_back_lowers_the_scale_unless_the_rule_forbids_it(page):
-    flags = np.arange(300) % 20 != 7  # one step of twenty in fifteen epochs
+    flags = np.arange(400) % 25 != 7  # one step of 25 in sixteen epochs
     states = run_rule(ls.DynamicLossScale(), flags)
-    assert list(states.loss_scale[[-21, -1]]) == [2.0, 1.0]
-    last = jax.tree.map(lambda x: jnp.asarray(x[-1]), states)
-    ls.check_loss_scale(last)  # no error, and warnings are errors
+    assert list(states.loss_scale[[25 * 14, 25 * 15, -1]]) == [2.0, 1.0, 1.0]
+    for step in range(375, 400):
+        state = jax.tree.map(lambda x, step=step: jnp.asarray(x[step]), states)
+        ls.check_loss_scale(state)  # no error, and warnings are errors
     lowest = {
         name: run_rule(page[name], flags).loss_scale.min()
         for name in ("fixed", "with_a_floor", "grows_each_epoch")
