@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import io
+import json
+import lzma
 import os
 import re
 from collections.abc import Callable
@@ -58,6 +60,11 @@ def code_blocks(text: str, language: str) -> list[str]:
 def page(name: str) -> str:
     """The text of a page of the book."""
     return (PAGES / f"{name}.md").read_text()
+
+
+def recordings(name: str) -> Any:
+    """What was recorded from other loss scalers, in a file of ``tests/data``."""
+    return json.loads(lzma.decompress((DATA / f"{name}.json.xz").read_bytes()))
 
 
 def headings(text: str) -> list[str]:

@@ -3,8 +3,6 @@
 import functools
 import importlib
 import inspect
-import json
-import lzma
 import re
 
 import jax.numpy as jnp
@@ -13,12 +11,12 @@ import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
 from helpers import (
-    DATA,
     assert_same_bits,
     code_blocks,
     first_program,
     on_mesh,
     page,
+    recordings,
     table,
 )
 from jax.sharding import PartitionSpec as P
@@ -161,10 +159,8 @@ def lowers(name):
 @functools.cache
 def recorded(name):
     """For how many steps scale and weights are those of PyTorch."""
-    cases = json.loads(
-        lzma.decompress((DATA / "torch_end_to_end.json.xz").read_bytes())
-    )
-    case = next(case for case in cases["cases"] if case["id"] == "sgd_momentum")
+    cases = recordings("torch_end_to_end")["cases"]
+    case = next(case for case in cases if case["id"] == "sgd_momentum")
     steps, arguments = case["steps"], case["scaler_arguments"]
     scale = rule(name, float(arguments["init_scale"]), arguments["growth_interval"])
     if name == OURS:

@@ -3,8 +3,6 @@
 ``tests/data/peer_traces.json.xz`` says in its own ``format`` what it holds.
 """
 
-import json
-import lzma
 import math
 
 import jax
@@ -12,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import DATA, run_rule, slow_but
+from helpers import recordings, run_rule, slow_but
 
 import optax_lossscale as ls
 from optax_lossscale import presets
@@ -20,12 +18,8 @@ from optax_lossscale import presets
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 
 
-def load(name):
-    return json.loads(lzma.decompress((DATA / f"{name}.json.xz").read_bytes()))
-
-
-TRACES = load("peer_traces")["cases"]
-TRAININGS = load("torch_end_to_end")["cases"]
+TRACES = recordings("peer_traces")["cases"]
+TRAININGS = recordings("torch_end_to_end")["cases"]
 
 
 def torch_kernel(current_scale, **arguments):
