@@ -16,13 +16,13 @@ MUTABLE_ARRAYS = frozenset({"ReadEffect", "WriteEffect", "AccumEffect"})
 
 
 def without_constants(closed_jaxpr: ClosedJaxpr) -> Jaxpr:
-    """Turn the constants of a program into its first inputs.
+    """Turn the constants of a program into its last inputs.
 
     jax 0.12 stores constant arrays in the program. A function that refers to it would
     keep tracers alive longer than their trace.
     """
     jaxpr = closed_jaxpr.jaxpr
-    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+    return jaxpr.replace(constvars=[], invars=[*jaxpr.invars, *jaxpr.constvars])
 
 
 def stage(function: Callable[[Any], Any], args: Any) -> tuple[ClosedJaxpr, bool]:

@@ -1,12 +1,14 @@
 """Compute overflowed gradients again at a lower scale, instead of skipping a step."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr
 
+from .._derivatives import with_derivatives_of
 from .._devices import AxisName, check_agreement
 from .._find import get_effective_state, replace_loss_scale_state, scale_state_in_use
 from .._finite import all_finite
@@ -15,7 +17,7 @@ from .._precision import SMALLEST_SCALE
 from .._validation import check
 from . import nnx_objects
 from .at_scale import at_scale, warn_of_narrow_loss
-from .traced_call import TracedCall, check_axes, evaluate, refuse_effects, traced_call
+from .traced_call import check_axes, evaluate, refuse_effects, traced_call
 
 
 def value_and_grad_with_retries(
@@ -42,8 +44,8 @@ def value_and_grad_with_retries(
             value, gradients = value_and_grad(fun, state)(...)
 
     Call it inside a compiled function, and pass the state that it returns to
-    ``update``. The program contains ``fun`` once, in a ``jax.lax.while_loop``, so the
-    result has derivatives in forward mode only.
+    ``update``. The program contains ``fun`` once, in a ``jax.lax.while_loop``. The
+    derivatives of the result are those of the last attempt.
 
     Args:
         fun: the loss, as for `value_and_grad`.
@@ -89,26 +91,22 @@ def value_and_grad_with_retries(
     def fun_with_retries(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
         # A Flax NNX optimizer may have changed since.
         scale_state = scale_state_in_use(state)
-        with nnx_objects.changes_transferred():
-            given = nnx_objects.as_arrays((args, kwargs))
 
-            def attempt(scale: jax.Array) -> tuple[jax.Array, Any, Any]:
-                changed, output, grads = nnx_objects.on_copies(
-                    functools.partial(differentiated, scale), given
-                )
-                value = output[0] if has_aux else output
-                is_finite = functools.partial(all_finite, axis_name=axis_name)
-                finite, sound = is_finite(grads), is_finite(value)
-                return sound & ~finite, changed, grads
+        def attempt(
+            scale: jax.Array, *args: Any, **kwargs: Any
+        ) -> tuple[jax.Array, Any, Any]:
+            output, grads = differentiated(scale, args, kwargs)
+            value = output[0] if has_aux else output
+            is_finite = functools.partial(all_finite, axis_name=axis_name)
+            finite, sound = is_finite(grads), is_finite(value)
+            return sound & ~finite, output, grads
 
-            program = traced_call(attempt, jnp.asarray(scale_state.loss_scale))
-            check_axes(program.jaxpr, axis_name)
-            refuse_effects(effect_names(program.jaxpr) & MUTABLE_ARRAYS)
-            attempts, scale, result = _retried(
-                program, max_retries, backoff_factor, axis_name
-            )
-            _, changed, grads = program.put_back(result)
-            output = nnx_objects.output_of(changed)
+        with traced_call(attempt, args, kwargs, [scale_state.loss_scale]) as call:
+            check_axes(call.jaxpr, axis_name)
+            refuse_effects(call.jaxpr, effect_names(call.jaxpr) - MUTABLE_ARRAYS)
+            retried = _retried(call.jaxpr, max_retries, backoff_factor, axis_name)
+            attempts, scale, *outputs = retried(*call.inputs)
+            _, output, grads = call.put_back(outputs)
         warn_of_narrow_loss(output[0] if has_aux else output)
         tracker = jnp.where(attempts > 1, 0, scale_state.growth_tracker)
         new = scale_state._replace(loss_scale=scale, growth_tracker=tracker)
@@ -121,45 +119,41 @@ def value_and_grad_with_retries(
 class _Carry(NamedTuple):
     attempts: jax.Array
     scale: jax.Array  # of the last attempt; before the first, that of the state
-    result: list[jax.Array]  # whether the last attempt overflowed, and its outputs
+    result: Sequence[jax.Array]  # whether the last attempt overflowed, and its outputs
 
 
 def _retried(
-    program: TracedCall,
-    max_retries: int,
-    backoff_factor: float,
-    axis_name: AxisName | None,
-) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-    """Return the number of attempts, and the scale and the result of the last one.
+    jaxpr: Jaxpr, max_retries: int, backoff_factor: float, axis_name: AxisName | None
+) -> Callable[..., Sequence[jax.Array]]:
+    """Repeat a program, whose first input is the scale, while its first output is True.
 
-    The program is one attempt. Its last input is the scale, and its first output tells
-    whether the attempt overflowed.
+    The result returns the number of attempts, and the scale and the outputs of the last
+    one.
     """
-    *inputs, first_scale = program.inputs
-    known = dict(zip(map(id, program.jaxpr.invars), inputs, strict=False))
-    # Outputs that are unchanged inputs, such as parameters, are not carried.
-    forwarded = [known.get(id(v)) for v in program.jaxpr.outvars]
 
-    def proceed(carry: _Carry) -> jax.Array:
-        return carry.result[0] & (carry.attempts <= max_retries)
+    def attempts(first_scale: jax.Array, *inputs: Any) -> Sequence[jax.Array]:
+        def proceed(carry: _Carry) -> jax.Array:
+            return carry.result[0] & (carry.attempts <= max_retries)
 
-    def body(carry: _Carry) -> _Carry:
-        lowered = jnp.maximum(carry.scale * backoff_factor, SMALLEST_SCALE)
-        scale = jnp.where(carry.attempts == 0, carry.scale, lowered)
-        # The forward pass does not depend on the scale. If XLA hoisted it out of the
-        # loop, all its residuals would stay in memory while the loop runs.
-        barred = [waiting_for(scale, x) for x in inputs]
-        result = evaluate(program.jaxpr, *barred, scale)
-        computed = [x for x, y in zip(result, forwarded, strict=True) if y is None]
-        return _Carry(carry.attempts + 1, scale, computed)
+        def body(carry: _Carry) -> _Carry:
+            lowered = jnp.maximum(carry.scale * backoff_factor, SMALLEST_SCALE)
+            scale = jnp.where(carry.attempts == 0, carry.scale, lowered)
+            # The forward pass does not depend on the scale. If XLA hoisted it out of
+            # the loop, all its residuals would stay in memory while the loop runs.
+            barred = [waiting_for(scale, x) for x in inputs]
+            result = evaluate(jaxpr, scale, *barred)
+            return _Carry(carry.attempts + 1, scale, result)
 
-    outputs = zip(program.jaxpr.outvars, forwarded, strict=True)
-    # The carry gets its types from the program, so that `fun` is traced only once.
-    overflowed, *zeros = [zeros_like_aval(v.aval) for v, y in outputs if y is None]
-    check_agreement(overflowed, first_scale, axis_name)
-    # The flag lets the first attempt run.
-    start = _Carry(jnp.zeros((), jnp.int32), first_scale, [~overflowed, *zeros])
-    last = jax.lax.while_loop(proceed, body, start)
-    computed = iter(last.result)
-    result = [next(computed) if y is None else y for y in forwarded]
-    return last.attempts, last.scale, result
+        # The carry gets its types from the program, so that `fun` is traced only once.
+        overflowed, *zeros = [zeros_like_aval(x.aval) for x in jaxpr.outvars]
+        check_agreement(overflowed, first_scale, axis_name)
+        # The flag lets the first attempt run.
+        start = _Carry(jnp.zeros((), jnp.int32), first_scale, [~overflowed, *zeros])
+        last = jax.lax.while_loop(proceed, body, start)
+        return [last.attempts, last.scale, *last.result]
+
+    def last_attempt(*inputs: Any) -> Sequence[jax.Array]:
+        number, scale, *_ = attempts(*map(jax.lax.stop_gradient, inputs))
+        return [number, scale, *evaluate(jaxpr, scale, *inputs[1:])]
+
+    return with_derivatives_of(last_attempt, attempts)

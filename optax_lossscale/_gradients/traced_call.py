@@ -1,14 +1,17 @@
 """Trace a call into a program of arrays, and keep everything else apart."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from .._devices import AxisName, check_axis_name
-from .._jax_internals import COLLECTIVE, without_constants
+from .._jax_internals import COLLECTIVE, effect_names, without_constants
 from .._validation import describe
+from . import nnx_objects
+from .scaling import is_overwritten
 
 _ARRAY = object()  # a placeholder, since a tracer must not outlive the trace
 
@@ -18,12 +21,14 @@ class TracedCall(NamedTuple):
 
     Attributes:
         jaxpr: the program, which holds no arrays. ``evaluate`` runs it.
-        inputs: the arrays that the function closes over, then those in its arguments.
+        inputs: the arrays in the arguments, then those that the function closes over.
+        overwritten: for each input, whether its gradient is its new value.
         put_back: turns the outputs of the program into the output of the function.
     """
 
     jaxpr: Jaxpr
     inputs: list[jax.Array]
+    overwritten: list[bool]
     put_back: Callable[[Sequence[jax.Array]], Any]
 
 
@@ -31,38 +36,68 @@ def evaluate(jaxpr: Jaxpr, *inputs: jax.Array) -> Sequence[jax.Array]:
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, []))(*inputs)
 
 
-def traced_call(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> TracedCall:
+@contextlib.contextmanager
+def traced_call(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    first: Sequence[jax.Array] = (),
+) -> Iterator[TracedCall]:
     """Trace a call. Only jax arrays are inputs and outputs of the program.
 
+    ``first`` are further arguments, which come before the others.
+
     All else reaches the function unchanged, and is returned as it was while tracing.
+    The function gets copies of Flax NNX objects; ``put_back`` changes the originals as
+    the copies were changed.
     """
-    given, structure = jax.tree.flatten((args, kwargs))
-    inputs = {i: x for i, x in enumerate(given) if isinstance(x, jax.Array)}
-    returned: list[Any] = []
-    out_structure: Any = None
+    with nnx_objects.changes_transferred():
+        given = nnx_objects.as_arrays((tuple(args), dict(kwargs)))
+        leaves, structure = jax.tree.flatten(given)
+        arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
+        returned: list[Any] = []
+        out_structure: Any = None
 
-    def flat(inputs: dict[int, jax.Array]) -> list[jax.Array]:
-        nonlocal returned, out_structure
-        leaves = [inputs.get(i, x) for i, x in enumerate(given)]
-        args, kwargs = jax.tree.unflatten(structure, leaves)
-        outputs, out_structure = jax.tree.flatten(fun(*args, **kwargs))
-        _check_unchanged(leaves, (args, kwargs))
-        returned = [_ARRAY if isinstance(x, jax.Array) else x for x in outputs]
-        return [x for x in outputs if isinstance(x, jax.Array)]
+        def flat(first: Any, arrays: dict[int, jax.Array]) -> list[jax.Array]:
+            nonlocal returned, out_structure
+            copies = [arrays.get(i, x) for i, x in enumerate(leaves)]
+            arguments = nnx_objects.with_objects(
+                jax.tree.unflatten(structure, copies), copies=True
+            )
+            before = nnx_objects.leaves_with_objects(arguments)
+            output = fun(*first, *arguments[0], **arguments[1])
+            _check_unchanged(before, nnx_objects.leaves_with_objects(arguments))
+            objects = list(filter(nnx_objects.is_object, before.values()))
+            changed = nnx_objects.as_arrays((output, objects))
+            outputs, out_structure = jax.tree.flatten(changed)
+            returned = [_ARRAY if isinstance(x, jax.Array) else x for x in outputs]
+            return [x for x in outputs if isinstance(x, jax.Array)]
 
-    closed_jaxpr = jax.make_jaxpr(flat)(inputs)
+        closed_jaxpr = jax.make_jaxpr(flat)(first, arrays)
+        jaxpr = without_constants(closed_jaxpr)
+        inputs = [*first, *arrays.values(), *closed_jaxpr.consts]
+        paths = [path for path, _ in jax.tree.leaves_with_path(given)]
+        whole = [is_overwritten(paths[i]) for i in arrays]
+        rest = [False] * len(closed_jaxpr.consts)
+        overwritten = [*[False] * len(first), *whole, *rest]
+        # What is returned as it came in, such as parameters, is no output.
+        known = dict(zip(map(id, jaxpr.invars), inputs, strict=True))
+        forwarded = [known.get(id(x)) for x in jaxpr.outvars]
+        pairs = zip(jaxpr.outvars, forwarded, strict=True)
+        jaxpr = jaxpr.replace(outvars=[x for x, y in pairs if y is None])
 
-    def put_back(arrays: Sequence[jax.Array]) -> Any:
-        remaining = iter(arrays)
-        leaves = [next(remaining) if x is _ARRAY else x for x in returned]
-        return jax.tree.unflatten(out_structure, leaves)
+        def put_back(computed: Sequence[jax.Array]) -> Any:
+            remaining = iter(computed)
+            outputs = iter([next(remaining) if y is None else y for y in forwarded])
+            leaves = [next(outputs) if x is _ARRAY else x for x in returned]
+            changed = jax.tree.unflatten(out_structure, leaves)
+            return nnx_objects.with_objects(changed, copies=False)[0]
 
-    arrays = [*closed_jaxpr.consts, *inputs.values()]
-    return TracedCall(without_constants(closed_jaxpr), arrays, put_back)
+        yield TracedCall(jaxpr, inputs, overwritten, put_back)
 
 
-def refuse_effects(effects: set[str]) -> None:
-    if effects:
+def refuse_effects(jaxpr: Jaxpr, allowed: set[str]) -> None:
+    if effects := effect_names(jaxpr) - allowed:
         raise TypeError(
             f"`fun` must be free of effects such as {sorted(effects)}. Move callbacks "
             "and mutable arrays (`jax.Ref`) out of it, and return what they would hold."
@@ -85,14 +120,14 @@ def check_axes(jaxpr: Jaxpr, axis_name: AxisName | None) -> None:
         )
 
 
-def _check_unchanged(leaves: list[Any], arguments: Any) -> None:
-    known = {id(x) for x in leaves}
-    for path, x in jax.tree_util.tree_leaves_with_path(arguments):
-        if isinstance(x, jax.Array) and id(x) not in known:
+def _check_unchanged(before: dict[str, Any], after: dict[str, Any]) -> None:
+    for path in {**after, **before}:
+        pair = [leaves.get(path) for leaves in (before, after)]
+        if pair[0] is not pair[1] and any(isinstance(x, jax.Array) for x in pair):
             raise ValueError(
                 "`fun` must not change its arguments, because it gets copies of them, "
-                f"got {describe(x)} put into "
-                f"`(args, kwargs){jax.tree_util.keystr(path)}`. Return new values, "
-                "such as BatchNorm statistics or dropout counters, next to the output. "
-                "Put `nnx.jit` and `nnx.remat` around the block, not inside it."
+                f"got {describe(pair[1])} at `(args, kwargs){path}` instead of "
+                f"{describe(pair[0])}. Return new values, such as BatchNorm statistics "
+                "or dropout counters, next to the output. Put `nnx.jit` and "
+                "`nnx.remat` around the block, not inside it."
             )

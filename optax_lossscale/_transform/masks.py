@@ -27,6 +27,7 @@ import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
+from .._derivatives import with_derivatives_of
 from .._jax_internals import (
     COLLECTIVE,
     DEBUGGING,
@@ -39,7 +40,6 @@ from .._jax_internals import (
 )
 from .._precision import dtype_of
 from .._tree import select
-from .derivatives import with_derivatives_of
 from .early_masks import masked_early
 from .sanitized import StandIn, nonzeros, split, zeros
 
@@ -144,7 +144,7 @@ def _layout(
         old: Leaves,
     ) -> Leaves:
         return _masked_late(
-            lambda given: program(*consts, *given),
+            lambda given: program(*given, *consts),
             *(sanitize, stand_in, again),
             *(apply, given, old),
         )
@@ -159,9 +159,9 @@ def _layout(
                 if eqn.outvars or not effect_names(eqn) & DEBUGGING
             ]
             silent = jaxpr_as_fun(ClosedJaxpr(jaxpr.replace(eqns=eqns), []))
-            apply &= silent(*consts, *given)[0]
+            apply &= silent(*given, *consts)[0]
             given = [waiting_for(apply, x) for x in given]
-        return masked_early(jaxpr, apply, [*consts, *given], old)
+        return masked_early(jaxpr, apply, [*given, *consts], old)
 
     # Mutable arrays, and callbacks that must happen, happen once.
     effects = {name for name in names - {COLLECTIVE, *DEBUGGING} if "Effect" in name}

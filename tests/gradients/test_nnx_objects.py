@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import assert_same_bits, normal
+from helpers import assert_close, assert_same_bits, normal
 
 import optax_lossscale as ls
 
@@ -148,3 +148,43 @@ def test_what_jax_differentiates_well_is_accepted():
 
     ours = ls.grad(split_loss, TX.init(params))(params, rest)
     assert jax.tree.structure(ours) == jax.tree.structure(params)
+
+
+CHANGING = {
+    "append": lambda seen, x: seen.append(x),
+    "replace": lambda seen, x: seen.__setitem__(0, x),
+    "remove": lambda seen, x: seen.clear(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGING.values(), ids=CHANGING)
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda fun: ls.value_and_grad_with_retries(fun, HIGH),
+        lambda fun: ls.scale_backward(fun, HIGH),
+        ls.scale_block,
+    ],
+    ids=["retries", "scale_backward", "scale_block"],
+)
+def test_changes_of_what_is_no_object_would_be_lost_and_are_refused(around, change):
+    def loss_fn(x, seen):
+        change(seen, 2 * x)
+        return steep(x)
+
+    where = r"`\(args, kwargs\)\[0\]\[1\]\[[01]\]`"
+    with pytest.raises(ValueError, match=f"must not change its .*{where}"):
+        around(loss_fn)(X, [X])
+
+
+def test_a_block_may_be_a_module_that_changes():
+    def block_loss(wrap, model):
+        return wrap(loss_fn)(model, X)[0]
+
+    results = []
+    for wrap in (ls.scale_block, lambda fun: fun):
+        model = Tied(nnx.Rngs(0))
+        loss, grads = nnx.value_and_grad(block_loss, argnums=1)(wrap, model)
+        assert model.calls[...] == model.dropout.rngs.count[...] == 1
+        results.append((loss, nnx.state(model, nnx.BatchStat), grads))
+    assert_close(*results, rtol=2e-2, atol=1e-3)

@@ -37,6 +37,7 @@ WAYS = {
     "grad": lambda *args: ls.grad(loss_fn, STATE)(*args),
     "retries": lambda *args: ls.value_and_grad_with_retries(loss_fn, STATE)(*args)[1],
     "scale_backward": lambda *args: jax.grad(ls.scale_backward(loss_fn, STATE))(*args),
+    "scale_block": lambda *args: jax.grad(ls.scale_block(loss_fn))(*args),
     "by keyword": lambda *args: ls.value_and_grad(
         lambda tree, factor=1.0: loss_fn(tree=tree, factor=factor), STATE
     )(*args)[1],
@@ -47,7 +48,8 @@ WAYS = {
 @pytest.mark.parametrize("jit", [True, False])
 def test_a_new_value_is_stored_as_it_is_or_the_old_one_if_it_is_not_finite(way, jit):
     gradients = jax.jit(WAYS[way]) if jit else WAYS[way]
-    for factor, expected in ((1.0, [1024.0, 7.0]), (jnp.nan, [1.0, 2.0])):
+    scale = 512.0 if way == "scale_block" else 1024.0  # what a block chooses for a loss
+    for factor, expected in ((1.0, [scale, 7.0]), (jnp.nan, [1.0, 2.0])):
         grads = gradients(PARAMS, factor)
         [new] = jax.tree.leaves(grads["_overwrite_with_gradient"])
         np.testing.assert_array_equal(new, expected)

@@ -1,6 +1,7 @@
 """`scale_backward` at a given scale: `value_and_grad`, by any differentiator."""
 
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import optax
 import pytest
@@ -146,3 +147,17 @@ def test_what_is_no_scale_is_refused(scale, message):
 def test_without_a_scale_the_error_names_the_block_that_chooses_its_own():
     with pytest.raises(TypeError, match="`scale` must be .* use `scale_block`"):
         ls.scale_backward(loss_fn)
+
+
+def test_effects_on_the_host_are_refused_but_those_of_debugging_are_kept():
+    def fun(w, callback, *options):
+        callback(seen.append, *options, w[0])
+        return jnp.sum(w)
+
+    seen, w = [], jnp.ones(2)
+    scaled = ls.scale_backward(fun, 2.0)
+    with pytest.raises(TypeError, match=r"`fun` must be free of effects .*'IOEffect'"):
+        scaled(w, jax.experimental.io_callback, None)
+    jax.grad(scaled)(w, jax.debug.callback)
+    jax.effects_barrier()
+    assert seen == [1.0]

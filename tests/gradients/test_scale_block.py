@@ -165,6 +165,23 @@ def test_float16_at_the_border_warns():
         jax.grad(lambda w: jnp.sum(narrow(w)))(W)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.filterwarnings("ignore:Gradients may underflow at the border")
+def test_a_block_in_a_wider_type_leaves_room_in_that_of_its_parameters(dtype):
+    def inside(w, x):
+        return (x.astype(dtype) @ w.astype(dtype)).astype(jnp.float32)
+
+    half, ours = W.astype(jnp.float16), ls.scale_block(inside, dtype=dtype)
+    scale = 2.0**-10  # in float16, what is not divided at once stays
+    grads, expected = (
+        jax.grad(lambda w, f=f: scale * jnp.sum(f(w, X)))(half) for f in (ours, inside)
+    )
+    np.testing.assert_allclose(grads, expected, rtol=2e-2, atol=1e-5)
+    # The cotangent of an output in float16, too.
+    narrow = ls.scale_block(lambda x: x.astype(dtype).astype(jnp.float16), dtype=dtype)
+    assert jax.grad(lambda x: jnp.sum(narrow(x)).astype(jnp.float32))(1.0) == 1
+
+
 BATCH = jnp.asarray(np.ones((8, 2, 4)) * 10.0 ** -np.arange(8.0)[:, None, None])
 
 

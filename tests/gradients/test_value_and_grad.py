@@ -1,6 +1,7 @@
 """value_and_grad and grad, and what goes for all that scales a loss."""
 
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -143,3 +144,22 @@ def test_a_scale_that_is_a_constant_of_the_program_is_warned_of(use):
 @pytest.mark.parametrize("use", NO_CONSTANTS.values(), ids=NO_CONSTANTS)
 def test_other_states_are_not_warned_of(use):
     use(RULE.init())  # warnings are errors
+
+
+def test_value_and_grad_calls_the_function_as_jax_does():
+    """What a traced program would refuse: branches, prints and stores on the host."""
+    seen, new_ref = [], getattr(jax, "new_ref", None) or jax.experimental.mutable_array
+    calls = new_ref(jnp.zeros(()))
+
+    def fun(w, x):
+        if x[0] > 0:
+            seen.append(float(x[0]))
+        jax.experimental.io_callback(seen.append, None, 7.0)
+        calls[...] += 1.0
+        seen.append(w * x)  # a tracer, as those that a model stores
+        return square(seen.pop())
+
+    grads = ls.grad(fun, STATE)(X, X)
+    jax.effects_barrier()
+    np.testing.assert_array_equal(grads, 2 * X**3)
+    assert seen == [0.5, 7.0] and calls[...] == 1

@@ -1,0 +1,263 @@
+"""A backward pass at a scale that is given, or that each block chooses."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Jaxpr
+
+from .._devices import AxisName, across
+from .._find import scale_state_in_use
+from .._jax_internals import COLLECTIVE, DEBUGGING, zeros_like_aval
+from .._precision import exact_power, is_inexact, is_narrow, wide_dtype
+from .._validation import check, check_scale, describe
+from .._warn import warn
+from .scaling import finite_overwrite, multiply
+from .traced_call import check_axes, evaluate, refuse_effects, traced_call
+
+Arguments = ParamSpec("Arguments")
+Output = TypeVar("Output")
+# Given a number, the cotangents and the pullback, the scale and its reciprocal.
+Choose = Callable[..., tuple[jax.Array, jax.Array]]
+
+
+def scale_backward(
+    fun: Callable[Arguments, Output], scale: Any = None
+) -> Callable[Arguments, Output]:
+    """Create a function whose backward pass runs at a loss scale.
+
+    Use it if a trainer takes your loss and differentiates it itself, with ``jax.grad``,
+    ``nnx.value_and_grad`` or ``eqx.filter_value_and_grad``::
+
+        jax.value_and_grad(ls.scale_backward(loss_fn, opt_state))(params, batch)
+
+    Values and gradients stay true. For a block that chooses its own scale, use
+    `scale_block`.
+
+    Args:
+        fun: a function of pytrees, traced as under ``jax.jit``. It must not change its
+            arguments, except for Flax NNX modules, or have effects other than those of
+            ``jax.debug``.
+        scale: an optimizer state, as for `value_and_grad`, an ``nnx.Optimizer``, or a
+            number above 0.
+
+    Returns:
+        A function with the values and the derivatives of ``fun``. Its gradients are
+        those of `value_and_grad` bit for bit, but each has the type of its parameter,
+        float16 as well. It has no derivative in forward mode.
+
+    Raises:
+        TypeError: if ``fun`` is not a function, or ``scale`` is left out; when called,
+            if ``fun`` has effects; when differentiated in forward mode.
+        ValueError: when called, if ``scale`` has no loss scale, or ``fun`` changes its
+            arguments.
+
+    Warns:
+        UserWarning: when differentiated, if gradients enter or leave in float16 or
+            float8, where they may underflow; when called, as `value_and_grad` if the
+            state is a constant.
+
+    Examples:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import optax_lossscale as ls
+        >>> def loss_fn(w):  # `jax.grad` returns 0
+        ...     return 2.0**-30 * jnp.sum(w.astype(jnp.float16)).astype(jnp.float32)
+        >>> state = ls.DynamicLossScale().init()
+        >>> jax.grad(ls.scale_backward(loss_fn, state))(jnp.ones(2)) * 2.0**30
+        Array([1., 1.], dtype=float32)
+    """
+    check("loss_fn", fun, "fun")
+    if scale is None:
+        raise TypeError(
+            "`scale` must be an optimizer state or a number, got None. Pass the state "
+            "of this step. For a block that chooses its own scale, use `scale_block`."
+        )
+
+    @functools.wraps(fun, updated=())
+    def fun_scaled_backward(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
+        # Read now: a Flax NNX optimizer may have changed since.
+        number = jax.lax.stop_gradient(_number(scale))
+        with traced_call(fun, args, kwargs) as call:
+            program = _scaled("scale_backward", call.jaxpr, call.overwritten, _as_given)
+            return call.put_back(program(number, *call.inputs))
+
+    return fun_scaled_backward
+
+
+def scale_block(
+    fun: Callable[Arguments, Output],
+    *,
+    dtype: Any = jnp.float16,
+    headroom: float = 6.0,
+    axis_name: AxisName | None = None,
+) -> Callable[Arguments, Output]:
+    """Create a function that chooses a loss scale of its own in each backward pass.
+
+    Put it around each block of a network, for example each layer, if the gradients span
+    more octaves than float16 has, so that one scale for all of them is a compromise::
+
+        @ls.scale_block
+        def layer(params, x):  # float32 in, float32 out, float16 inside
+            params, x = jax.tree.map(lambda a: a.astype(jnp.float16), (params, x))
+            return nn.relu(x @ params["w"] + params["b"]).astype(jnp.float32)
+
+    The cotangent that arrives at a block is multiplied by a power of two that suits it,
+    and the gradients that leave the block are divided by it. Values and gradients stay
+    true. There is no state. Wrap the optimizer with ``FixedLossScale(1.0)`` to skip a
+    step if a block overflows.
+
+    Args:
+        fun: a function, as for `scale_backward`.
+        dtype: the floating-point type in which ``fun`` computes, or its name. Narrower
+            inputs and outputs lower the scale.
+        headroom: how many octaves (factors of two) to leave free for gradients that
+            grow inside ``fun``, from 0 to 126.
+        axis_name: the mapped axis, or a tuple of them, along which all share one scale.
+            It is needed if ``fun`` or its gradient communicates along an axis.
+
+    Returns:
+        A function with the values and, up to rounding, the derivatives of ``fun``. It
+        has no derivative in forward mode.
+
+    Raises:
+        TypeError: as `scale_backward`.
+        ValueError: if ``dtype`` or ``headroom`` is out of range; when called, if
+            ``fun`` changes its arguments; when differentiated, if ``axis_name`` is not
+            bound or lacks an axis.
+
+    Warns:
+        UserWarning: when differentiated, if gradients enter or leave in float16 or
+            float8, where they may underflow.
+
+    Examples:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import optax_lossscale as ls
+        >>> @ls.scale_block
+        ... def block(w):  # without it the gradient is 0
+        ...     return jnp.sum(w.astype(jnp.float16)).astype(jnp.float32)
+        >>> jax.grad(lambda w: 2.0**-30 * block(w))(jnp.ones(2)) * 2.0**30
+        Array([1., 1.], dtype=float32)
+
+    References:
+        `Adaptive Loss Scaling <https://arxiv.org/abs/1910.12385>`_, a scale per layer
+    """
+    check("block", fun, "fun")
+    headroom = check("headroom", headroom)
+    largest = float(jnp.finfo(check("dtype", dtype)).max)
+
+    def choose(_: Any, cotangents: Sequence[Any], pullback: Any) -> Any:
+        program = jax.make_jaxpr(pullback)(cotangents).jaxpr
+        check_axes(program, axis_name)
+        # What leaves the block or enters it may be narrower than what is inside.
+        borders = [*program.invars, *program.outvars]
+        dtypes = [x.aval.dtype for x in borders if is_inexact(x.aval)]
+        bound = min([largest, *(float(jnp.finfo(x).max) for x in dtypes)])
+        largest_sum = _largest_sum(cotangents, axis_name)
+        octaves = _octaves_below(largest_sum, bound / 2.0**headroom)
+        return exact_power(octaves), exact_power(-octaves)
+
+    @functools.wraps(fun, updated=())
+    def fun_scaled_backward(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
+        with traced_call(fun, args, kwargs) as call:
+            program = _scaled("scale_block", call.jaxpr, call.overwritten, choose)
+            return call.put_back(program(None, *call.inputs))
+
+    return fun_scaled_backward
+
+
+def _number(scale: Any) -> jax.Array:
+    """Return a scale that is a number, or that of a state."""
+    if isinstance(scale, float | int | np.generic | jax.Array):
+        check_scale("scale", scale)
+        return jnp.asarray(scale, jnp.float32)
+    return scale_state_in_use(scale).loss_scale
+
+
+def _as_given(number: jax.Array, *_: Any) -> tuple[jax.Array, jax.Array]:
+    return number, 1 / number
+
+
+def _scaled(
+    name: str, jaxpr: Jaxpr, overwritten: Sequence[bool], choose: Choose
+) -> Callable[..., Sequence[jax.Array]]:
+    """Return a program whose backward pass runs at the scale that is chosen.
+
+    One ``custom_vjp`` is around all of it. If each input had one, those that an inner
+    derivative leaves alone would keep theirs for an outer one. The program takes a
+    number for ``choose``, or None, before its inputs.
+    """
+    refuse_effects(jaxpr, {COLLECTIVE, *DEBUGGING})
+
+    def forward(number: Any, *primals: Any) -> tuple[Sequence[jax.Array], Any]:
+        inputs = [x.value for x in primals]
+        differentiated = [x.value if x.perturbed else None for x in primals]
+
+        def block(differentiated: list[Any]) -> tuple[Any, Sequence[jax.Array]]:
+            pairs = zip(inputs, differentiated, strict=True)
+            outputs = evaluate(jaxpr, *(x if d is None else d for x, d in pairs))
+            return list(filter(is_inexact, outputs)), outputs
+
+        _, pullback, outputs = jax.vjp(block, differentiated, has_aux=True)
+        warn_of_underflow(name, "takes", differentiated)
+        warn_of_underflow(name, "returns", outputs)
+        return outputs, (None if number is None else number.value, pullback)
+
+    def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        number, pullback = residuals
+        cotangents = [
+            zeros_like_aval(x.aval) if isinstance(x, SymbolicZero) else x
+            for x in filter(is_inexact, cotangents)
+        ]
+        scale, reciprocal = choose(number, cotangents, pullback)
+        (scaled_grads,) = pullback(multiply(cotangents, scale.astype))
+        grads = multiply(scaled_grads, reciprocal.astype)
+        pairs = zip(grads, scaled_grads, overwritten, strict=True)
+        return None, *(new if whole else g for g, new, whole in pairs)
+
+    program = jax.custom_vjp(lambda _, *inputs: evaluate(jaxpr, *inputs))
+    program.defvjp(forward, backward, symbolic_zeros=True)
+
+    def finite_where_overwritten(number: Any, *inputs: Any) -> Sequence[jax.Array]:
+        pairs = zip(inputs, overwritten, strict=True)
+        return program(number, *(finite_overwrite(x) if o else x for x, o in pairs))
+
+    return finite_where_overwritten
+
+
+def warn_of_underflow(function: str, verb: str, arrays: Sequence[Any]) -> None:
+    """Warn if gradients cross the border of a block in a type that needs a scale."""
+    narrow = list(filter(is_narrow, arrays))
+    if narrow:
+        warn(
+            "Gradients may underflow at the border of a block wrapped by "
+            f"`{function}`, because it {verb} {describe(narrow[0])}. They are scaled "
+            "only inside the block. Pass float32, cast inside the block, and return "
+            "float32."
+        )
+
+
+def _largest_sum(cotangents: Sequence[Any], axis_name: AxisName | None) -> jax.Array:
+    """Return the largest sum over the batch that gradients of parameters may be."""
+    devices = 1 if axis_name is None else jax.lax.psum(1, axis_name)
+    largest = jnp.zeros((), jnp.float32)
+    for x in cotangents:
+        x = jax.lax.stop_gradient(x).astype(wide_dtype(x.dtype))
+        # The last axis holds the features, unless there is one number per example.
+        batch = tuple(range(max(x.ndim - 1, min(x.ndim, 1))))
+        sums = jnp.sum(jnp.abs(x), batch).astype(jnp.float32)
+        largest = jnp.maximum(largest, jnp.max(sums, initial=0))
+    return across(jax.lax.pmax, devices * largest, axis_name)
+
+
+def _octaves_below(magnitude: jax.Array, bound: float) -> jax.Array:
+    """Return how many whole octaves a magnitude is below a bound; 0 for NaN and inf."""
+    # The bits of a positive float from the 24th on count its octaves.
+    bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32)
+    octaves = (int(np.float32(bound).view(np.int32)) - bits) >> 23
+    return jnp.where(jnp.isfinite(magnitude), jnp.clip(octaves, -126, 126), 0)

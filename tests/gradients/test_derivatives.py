@@ -1,0 +1,131 @@
+"""First and second derivatives are those of plain JAX, however they are computed."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from helpers import assert_close, normal
+
+import optax_lossscale as ls
+
+SCALE = 2.0**10
+RULE = ls.FixedLossScale(SCALE)
+X, P, V = (jnp.asarray(normal(4, seed=i)) for i in range(3))
+
+
+def loss_fn(p, lam, x, dtype=jnp.float32):
+    """No derivative of it up to the third vanishes."""
+    p, x = p.astype(dtype), x.astype(dtype)
+    fit = jnp.sum(jnp.square(jnp.sin(p * x) - jnp.asarray(1.0, dtype)))
+    return fit.astype(jnp.float32) + lam * jnp.sum(jnp.exp(p).astype(jnp.float32))
+
+
+def retried(fun, state, **options):
+    fun = ls.value_and_grad_with_retries(fun, state, **options)
+    return lambda *args: fun(*args)[1]
+
+
+def scaled(fun):
+    return ls.scale_backward(fun, SCALE)
+
+
+def updated(fun):
+    """The gradient, out of the step of an optimizer."""
+    tx = ls.with_loss_scaling(optax.sgd(1.0), RULE)
+
+    def gradient(p, *args):
+        state = tx.init(p)
+        _, grads = ls.value_and_grad(fun, state)(p, *args)
+        return -tx.update(grads, state, p)[0]
+
+    return gradient
+
+
+# What the gradient of a loss is computed by.
+WAYS = {
+    "value_and_grad": lambda f: lambda *a: ls.value_and_grad(f, RULE.init())(*a)[1],
+    "grad": lambda f: ls.grad(f, RULE.init()),
+    "retries": lambda f: retried(f, RULE.init()),
+    "scale_backward": lambda f: jax.grad(scaled(f)),
+    "checkpoint around it": lambda f: jax.grad(jax.checkpoint(scaled(f))),
+    "checkpoint inside it": lambda f: jax.grad(scaled(jax.checkpoint(f))),
+    "scale_block": lambda f: jax.grad(ls.scale_block(f)),
+    "a step": updated,
+}
+
+
+def unrolled(gradient, lam):
+    """The loss after three steps, by how much they decay."""
+
+    def step(p, _):
+        return p - 0.1 * gradient(p, lam, X), None
+
+    return loss_fn(jax.lax.scan(step, P, length=3)[0], 0.0, X)
+
+
+# Derivatives of a gradient, a function of a way.
+DERIVATIVES = {
+    "first": lambda way, loss: way(loss)(P, 1.0, X),
+    "argument": lambda way, loss: jax.grad(
+        lambda lam: way(loss)(P, lam, X) @ V, argnums=0
+    )(1.0),
+    "closed over": lambda way, loss: jax.grad(
+        lambda lam: way(lambda p: loss(p, lam, X))(P) @ V
+    )(1.0),
+    "data": lambda way, loss: jax.grad(lambda x: way(loss)(P, 1.0, x) @ V)(X),
+    "reverse over reverse": lambda way, loss: jax.jacrev(
+        lambda p: way(loss)(p, 1.0, X)
+    )(P),
+    "forward over reverse": lambda way, loss: jax.jacfwd(
+        lambda p: way(loss)(p, 1.0, X)
+    )(P),
+    "hvp": lambda way, loss: jax.jvp(
+        lambda p, lam: way(loss)(p, lam, X), (P, 1.0), (V, 0.5)
+    )[1],
+    "unrolled": lambda way, loss: jax.grad(functools.partial(unrolled, way(loss)))(0.3),
+}
+PLACES = {"eager": lambda f: f, "jit": jax.jit}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("place", PLACES)
+def test_derivatives_are_those_of_plain_jax(way, place):
+    def derivatives(way, loss):
+        return {name: f(way, loss) for name, f in DERIVATIVES.items()}
+
+    ours, theirs = (
+        PLACES[place](functools.partial(derivatives, way, loss_fn))()
+        for way in (WAYS[way], jax.grad)
+    )
+    assert_close(ours, theirs, rtol=2e-5, atol=1e-6)
+
+
+half_loss = functools.partial(loss_fn, dtype=jnp.float16)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_derivatives_are_those_of_plain_jax_where_it_computes_in_float16(way):
+    for name in ("first", "argument", "data", "reverse over reverse", "hvp"):
+        ours, theirs = (DERIVATIVES[name](w, half_loss) for w in (WAYS[way], jax.grad))
+        assert_close(ours, theirs, rtol=0.02, atol=0.02)
+
+
+def test_the_derivative_of_retries_is_that_of_the_last_attempt():
+    def steep(p, lam, x):
+        half = (lam * p * 2.0**6).astype(jnp.float16)
+        return jnp.sum(half.astype(jnp.float32) ** 2 * x)
+
+    def derivative(way):
+        return jax.grad(lambda lam: way(steep)(P, lam, X) @ V)(1.0)
+
+    state = ls.FixedLossScale(2.0**20).init()
+    ours = derivative(lambda f: retried(f, state, max_retries=20))
+    assert_close(ours, derivative(jax.grad), rtol=2e-3)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_tracer_outlives_its_trace(way):
+    with jax.check_tracer_leaks():
+        jax.jit(lambda p: WAYS[way](lambda p: loss_fn(p, 1.0, X))(p))(P)
