@@ -52,10 +52,10 @@ from ._rules.fixed import FixedLossScale
 from ._rules.headroom import HeadroomLossScale
 from ._rules.log_normal import LogNormalLossScale
 from ._rules.tolerant import TolerantLossScale
-from ._state import LossScaleState
+from ._state import LossScaleState, WithLossScalingState
 from ._transform.applied import keep_if_applied, was_applied
 from ._transform.master_weights import MasterWeightsState, with_master_weights
-from ._transform.with_loss_scaling import WithLossScalingState, with_loss_scaling
+from ._transform.with_loss_scaling import with_loss_scaling
 from ._tree import select
 
 __version__ = "0.1.0"

@@ -9,8 +9,8 @@ import optax.contrib
 
 from ._jax_internals import is_in_jit
 from ._precision import is_inexact
-from ._state import LossScaleState, canonical, check_state
-from ._warn import NOTED, warn
+from ._state import LossScaleState, WithLossScalingState, canonical, check_state
+from ._warn import warn
 
 _AROUND = "Put `with_loss_scaling` around it."
 _UNCHECKED = f"It hides gradients from the check: a NaN in them is applied. {_AROUND}"
@@ -56,7 +56,6 @@ def get_loss_scale_state(state: Any) -> LossScaleState:
         >>> int(ls.get_loss_scale_state(state).skipped_steps)
         0
     """
-    NOTED.add("scale read")
     found = find_loss_scale_states(state)
     if not found:
         raise ValueError(
@@ -94,7 +93,7 @@ def get_loss_scale(state: Any) -> jax.Array:
 
 def get_effective_state(state: Any) -> LossScaleState:
     """Return the state of the scale, or raise if a wrapper hides overflows from it."""
-    for wrapper in _nodes(state, tuple(_HIDING)).values():
+    for wrapper in find_nodes(state, tuple(_HIDING)).values():
         if _hides(wrapper, state):
             name, reason = _HIDING[type(wrapper)]
             raise ValueError(
@@ -125,7 +124,7 @@ def _warn_of_moments_outside(state: Any) -> None:
     """Warn if an optimizer is chained with `with_loss_scaling`, and not inside it."""
 
     def is_own(x: Any) -> bool:
-        return getattr(x, "_fields", ()) == ("scale_state", "inner_state")
+        return isinstance(x, WithLossScalingState)
 
     def is_other(x: Any) -> bool:
         of_optax = isinstance(x, tuple) and type(x).__module__.startswith("optax.")
@@ -159,13 +158,14 @@ def _hides(wrapper: Any, state: Any) -> bool:
         return not all(_is_set_to_zero(x) or find_loss_scale_states(x) for x in groups)
     if isinstance(wrapper, optax.MaskedState):
         # NaN gradients that are left out do no harm if the parameters are frozen.
-        left_out = _nodes(wrapper.inner_state, optax.MaskedNode)
-        frozen = any(map(_is_set_to_zero, _nodes(state, optax.MaskedState).values()))
+        left_out = find_nodes(wrapper.inner_state, optax.MaskedNode)
+        masked = find_nodes(state, optax.MaskedState)
+        frozen = any(map(_is_set_to_zero, masked.values()))
         return bool(left_out) and not frozen
     return True
 
 
-def _nodes(tree: Any, kind: type | tuple[type, ...]) -> dict[str, Any]:
+def find_nodes(tree: Any, kind: type | tuple[type, ...]) -> dict[str, Any]:
     """Return the outermost nodes of a kind in a tree, keyed by their paths."""
     leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, kind))
     return {jax.tree_util.keystr(path): x for path, x in leaves if isinstance(x, kind)}
@@ -177,7 +177,7 @@ def _is_set_to_zero(state: Any) -> bool:
 
 
 def find_loss_scale_states(tree: Any) -> dict[str, LossScaleState]:
-    return _nodes(tree, LossScaleState)
+    return find_nodes(tree, LossScaleState)
 
 
 def replace_loss_scale_state(state: Any, new: LossScaleState) -> Any:

@@ -114,6 +114,29 @@ class LossScaleState(NamedTuple):
         )
 
 
+class WithLossScalingState(NamedTuple):
+    """State of `with_loss_scaling`.
+
+    Attributes:
+        scale_state: the loss scale and its counters.
+        inner_state: the state of the wrapped transformation.
+
+    Examples:
+        Wrap the optimizer of a run that started without loss scaling:
+
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_lossscale as ls
+        >>> params = {"w": jnp.zeros(3)}
+        >>> old_state = optax.adam(1e-3).init(params)
+        >>> tx = ls.with_loss_scaling(optax.adam(1e-3))
+        >>> opt_state = tx.init(params)._replace(inner_state=old_state)
+    """
+
+    scale_state: LossScaleState
+    inner_state: optax.OptState
+
+
 def canonical(state: LossScaleState) -> LossScaleState:
     """Convert the fields of a state, except ``rule_state``, to their own types.
 

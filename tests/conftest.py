@@ -18,7 +18,7 @@ for name, value in {
 import chex  # noqa: E402
 import hypothesis  # noqa: E402
 
-from optax_lossscale._warn import NOTED  # noqa: E402
+from optax_lossscale._scaled_losses import SCALED  # noqa: E402
 
 # Programs, with dependencies of their own, and a plugin.
 collect_ignore = [
@@ -28,7 +28,7 @@ collect_ignore = [
 
 chex.set_n_cpu_devices(8)
 # Tests of an update alone scale no loss.
-NOTED.add("scale read")
+SCALED[None].add("value_and_grad")
 
 hypothesis.settings.register_profile(
     "fixed", derandomize=True, deadline=None, database=None, max_examples=50

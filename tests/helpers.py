@@ -19,7 +19,7 @@ import optax
 import pytest
 
 import optax_lossscale as ls
-from optax_lossscale._warn import NOTED
+from optax_lossscale._scaled_losses import SCALED
 
 # Newer names, and those of the oldest supported jax.
 enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
@@ -99,12 +99,14 @@ def run_page(path: Path) -> dict[str, Any]:
 
 def run_blocks(blocks: list[str], name: str, namespace: Any) -> dict[str, Any]:
     """What the blocks define and print, one after the other."""
-    if not namespace:
-        NOTED.clear()  # as in a process of its own
+    before = dict(SCALED)
+    SCALED.clear()  # as in a process of its own
+    if "opt_state" in namespace:
+        ls.value_and_grad(jnp.sum, namespace["opt_state"])(0.0)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         for block in blocks:
             exec(compile(block, name, "exec"), namespace)
-    NOTED.add("scale read")
+    SCALED.update(before)
     return {**namespace, "printed": printed.getvalue()}
 
 

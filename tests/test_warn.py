@@ -1,107 +1,330 @@
-"""Warnings: the line they name, and a loss that is not scaled, or scaled twice."""
+"""Warnings: the line they name, and losses that are not scaled, or scaled twice."""
 
+import contextlib
+import functools
+import pickle
 import warnings
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from helpers import normal
 
 import optax_lossscale as ls
-from optax_lossscale._warn import NOTED
+from optax_lossscale._scaled_losses import SCALED
 
 STATE = ls.DynamicLossScale().init()
 
 
-def loss_fn(w):
+def half_loss(w):
     return jnp.sum(w.astype(jnp.float16))  # a float16 loss is warned of
 
 
+def by_function(w):
+    return ls.grad(half_loss, STATE)(w)
+
+
 def by_hand(w):
-    return ls.grad(loss_fn, STATE)(w)
+    return ls.scale_loss(half_loss(w), STATE)
 
 
-@pytest.mark.parametrize("step", [by_hand, jax.jit(by_hand), jax.vmap(by_hand)])
+steps = [by_function, by_hand, jax.jit(by_function), jax.vmap(by_function)]
+
+
+@pytest.mark.parametrize("step", steps)
 @pytest.mark.filterwarnings("ignore:The loss scale, 32768, is a constant")
 def test_a_warning_names_the_line_of_the_user_however_it_is_called(step):
     with pytest.warns(UserWarning, match="The loss is float16") as warned:
         step(jnp.ones((2, 2)))
     [warning] = [w for w in warned if "float16" in str(w.message)]
     assert warning.filename == __file__
-    assert warning.lineno == by_hand.__code__.co_firstlineno + 1
+    code = getattr(step, "__wrapped__", step).__code__
+    assert warning.lineno == code.co_firstlineno + 1
 
 
-PARAMS = jnp.ones(2)
-TX = ls.with_loss_scaling(optax.sgd(0.1))
+def test_code_that_is_executed_without_a_name_is_warned_of():
+    names = {"ls": ls, "loss": half_loss(jnp.ones(2)), "state": STATE}
+    with pytest.warns(UserWarning, match="The loss is float16"):
+        exec(compile("ls.scale_loss(loss, state)", "a page", "exec"), names)
+
+
+class Network:
+    """Parameters of some width, and all that trains them."""
+
+    def __init__(self, width, optimizer=optax.adam, **options):
+        self.params = {"w": jnp.ones((width, 3)), "b": jnp.ones(3)}
+        self.x = jnp.asarray(normal(5, width))
+        self.tx = ls.with_loss_scaling(optimizer(0.1), **options)
+        self.state = self.tx.init(self.params)
+
+    def loss(self, params, x):
+        return jnp.mean((x @ params["w"] + params["b"]) ** 2)
+
+    def plain_step(self, params, state, x, log=lambda state: None):
+        log(state)
+        _, grads = jax.value_and_grad(self.loss)(params, x)
+        return self.applied(params, state, grads)
+
+    def step(self, params, state, x, by=ls.value_and_grad):
+        grads = by(self.loss, state)(params, x)[1]
+        return self.applied(params, state, grads)
+
+    def applied(self, params, state, grads):
+        updates, state = self.tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def run(self, step, times=2):
+        for _ in range(times):
+            self.params, self.state = step(self.params, self.state, self.x)
 
 
 @pytest.fixture(autouse=True)
 def new_process():
     """As if the package had just been imported."""
-    before = set(NOTED)
-    NOTED.clear()
+    before = dict(SCALED)
+    SCALED.clear()
     yield
-    NOTED.update(before)
+    SCALED.update(before)
 
 
-def squares(params):
-    return jnp.sum(params**2)
+@contextlib.contextmanager
+def warned(message):
+    """One warning, which begins with the message."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        yield
+    assert [str(w.message)[: len(message)] for w in seen] == [message]
 
 
-@pytest.mark.parametrize("jit", [True, False])
-def test_the_first_update_whose_loss_is_not_scaled_is_warned_of_once(jit):
-    def step(params, state):
-        grads = jax.grad(squares)(params)
-        return TX.update(grads, state, params)[1]
-
-    step = jax.jit(step) if jit else step
-    with pytest.warns(UserWarning, match="^No loss has been scaled: .*ls.value_and_g"):
-        state = step(PARAMS, TX.init(PARAMS))
-    step(PARAMS, state)
-
-
-def test_nothing_is_said_where_the_scale_is_1_or_has_been_read():
-    for rule in (ls.FixedLossScale(1.0), ls.FixedLossScale(1.0, skip_nonfinite=False)):
-        tx = ls.with_loss_scaling(optax.sgd(0.1), rule)
-        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
-    state = TX.init(PARAMS)
-    for read in (
-        ls.get_loss_scale,
-        lambda state: ls.value_and_grad(squares, state)(PARAMS),
-        lambda state: jax.grad(ls.scale_backward(squares, state))(PARAMS),
-        lambda state: jax.grad(ls.scale_backward(squares, 8.0))(PARAMS),
-        lambda state: ls.value_and_grad_with_retries(squares, state)(PARAMS),
-        lambda state: ls.unscale_grads(ls.scale_loss(PARAMS, state), state),
-    ):
-        NOTED.clear()
-        read(state)
-        TX.update(PARAMS, state, PARAMS)
+NOT_SCALED = "No loss has been scaled for this optimizer state"
+READS = {
+    "nothing": lambda state: None,
+    "the scale": ls.get_loss_scale,
+    "its state": ls.get_loss_scale_state,
+    "was_applied": ls.was_applied,
+    "optax": lambda state: optax.tree.get(state, "loss_scale"),
+    "the guard": ls.check_loss_scale,
+}
 
 
-def test_two_compiled_halves_of_a_step_are_fine():
-    half = jax.jit(lambda params, state: ls.value_and_grad(squares, state)(params)[1])
-    state = TX.init(PARAMS)
-    jax.jit(TX.update)(half(PARAMS, state), state, PARAMS)
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+@pytest.mark.parametrize("around", [jax.jit, lambda step: step], ids=["jit", "eager"])
+def test_a_loss_that_is_not_scaled_is_warned_of_once_whatever_is_read(read, around):
+    net = Network(4)
+    read(net.state)
+    with warned(NOT_SCALED):
+        net.run(around(functools.partial(net.plain_step, log=read)))
+
+
+def by_hand_with(scale_of, unscale):
+    """A step that multiplies by the scale itself."""
+
+    def step(net, params, state, x):
+        scale = scale_of(state)
+        grads = jax.grad(lambda p: net.loss(p, x) * scale)(params)
+        return net.applied(params, state, unscale(grads, scale))
+
+    return step
+
+
+def test_who_multiplies_by_the_scale_by_hand_is_told_of_scale_loss():
+    net = Network(4)
+    step = by_hand_with(
+        ls.get_loss_scale, lambda grads, scale: jax.tree.map(lambda g: g / scale, grads)
+    )
+    with pytest.warns(UserWarning, match=f"{NOT_SCALED}.*use `ls.scale_loss` and `ls."):
+        net.run(jax.jit(functools.partial(step, net)))
+
+
+@pytest.mark.parametrize("first", [ls.value_and_grad, ls.value_and_grad_with_retries])
+def test_another_network_whose_loss_is_not_scaled_is_warned_of(first):
+    """In a notebook, or the generator of a GAN whose discriminator is right."""
+    right, wrong = Network(4), Network(7)
+    right.run(jax.jit(functools.partial(right.step, by=first)))
+    with warned(NOT_SCALED):
+        wrong.run(jax.jit(wrong.plain_step))
+
+
+def both_losses_first(nets):
+    grads = [ls.grad(n.loss, n.state)(n.params, n.x) for n in nets]
+    for n, g in zip(nets, grads, strict=True):
+        n.params, n.state = n.applied(n.params, n.state, g)
+
+
+def halves(net):
+    gradient = jax.jit(lambda p, s, x: ls.grad(net.loss, s)(p, x))
+    update = jax.jit(net.applied)
+    net.run(lambda p, s, x: update(p, s, gradient(p, s, x)))
+    # A compiled function that is kept, in a sweep over learning rates.
+    other = Network(4, lambda _: optax.adam(0.3))
+    other.run(lambda p, s, x: jax.jit(other.applied)(p, s, gradient(p, s, x)))
+
+
+def hyperparameters(net):
+    net.tx = optax.inject_hyperparams(
+        lambda rate: ls.with_loss_scaling(optax.adam(rate))
+    )(rate=0.1)
+    net.state = net.tx.init(net.params)
+    net.run(jax.jit(net.step))
+
+
+def init_inside(net):
+    jax.eval_shape(net.tx.init, net.params)
+    jax.jit(lambda p, x: net.step(p, net.tx.init(p), x))(net.params, net.x)
+
+
+def restored(net):
+    net.state = jax.device_get(pickle.loads(pickle.dumps(net.state)))
+    net.run(jax.jit(net.step))
+
+
+def population(net):
+    def member(rate):
+        return jax.tree.map(lambda p: p * rate, net.params)
+
+    params = jax.vmap(member)(jnp.arange(1.0, 4.0))
+    states = jax.vmap(net.tx.init)(params)
+    jax.jit(jax.vmap(net.step, (0, 0, None)))(params, states, net.x)
+
+
+def micro_batches(net):
+    net = Network(4, lambda rate: optax.MultiSteps(optax.adam(rate), 2))
+    net.run(jax.jit(net.step), times=4)
+
+    def accumulated(params, state, x):
+        def add(sums, part):
+            grads = ls.grad(net.loss, state)(params, part[None])
+            return jax.tree.map(jnp.add, sums, grads), None
+
+        sums = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), x)[0]
+        return net.applied(params, state, sums)
+
+    net.run(jax.jit(accumulated))
+
+
+def trainer(net):
+    gradient = jax.jit(jax.grad(ls.scale_backward(net.loss, 8.0)))
+    gradient(net.params, net.x)
+    net.state = net.tx.init(net.params)
+    net.run(lambda p, s, x: net.applied(p, s, gradient(p, x)))
+
+
+def scale_state_alone(net):
+    net.run(
+        jax.jit(
+            lambda p, s, x: net.applied(p, s, ls.grad(net.loss, s.scale_state)(p, x))
+        )
+    )
+
+
+def several_traces(net):
+    step = jax.jit(net.step)
+    net.run(step)
+    net.x = net.x[:2]
+    net.run(step)
+
+
+def chained(net):
+    net.tx = optax.chain(optax.clip(1.0), net.tx)
+    net.state = net.tx.init(net.params)
+    net.run(jax.jit(net.step))
+
+
+def at_scale_1(net):
+    for skip in (True, False):
+        net = Network(4, rule=ls.FixedLossScale(1.0, skip_nonfinite=skip))
+        net.run(jax.jit(net.plain_step))
+
+
+def unscaled_by_hand(net):
+    def step(params, state, x):
+        grads = jax.grad(lambda p: ls.scale_loss(net.loss(p, x), state))(params)
+        return net.applied(params, state, ls.unscale_grads(grads, state))
+
+    net.run(step)
+    net.run(jax.jit(step))
+
+
+RIGHT = {
+    "both losses before both updates": lambda net: both_losses_first([net, Network(7)]),
+    "chained": chained,
+    "eager": lambda net: net.run(net.step),
+    "halves of a step, and a sweep": halves,
+    "hyperparameters": hyperparameters,
+    "init inside the step": init_inside,
+    "micro-batches": micro_batches,
+    "a population": population,
+    "a restored state": restored,
+    "a scale without its optimizer": scale_state_alone,
+    "several traces": several_traces,
+    "a trainer, at a number": trainer,
+    "scale 1": at_scale_1,
+    "scaled by hand": unscaled_by_hand,
+}
+
+
+@pytest.mark.parametrize("program", RIGHT.values(), ids=RIGHT)
+def test_programs_that_are_right_are_not_warned_of(program):
+    program(Network(4))  # warnings are errors
 
 
 def test_gradients_that_are_never_unscaled_are_warned_of():
-    state = TX.init(PARAMS)
-    grads = jax.grad(lambda p: ls.scale_loss(squares(p), state))(PARAMS)
-    with pytest.warns(UserWarning, match="^`scale_loss` has scaled .* `unscale_grads`"):
-        TX.update(grads, state, PARAMS)
+    net = Network(4)
+
+    def step(params, state, x):
+        grads = jax.grad(lambda p: ls.scale_loss(net.loss(p, x), state))(params)
+        return net.applied(params, state, grads)
+
+    with warned("`scale_loss` has scaled a loss, but `unscale_grads`"):
+        net.run(jax.jit(step))
 
 
-def test_a_loss_that_is_scaled_twice_is_warned_of():
-    state = TX.init(PARAMS)
-    scaled = ls.value_and_grad(lambda p: ls.scale_loss(squares(p), state), state)
-    with pytest.warns(UserWarning, match="^The loss is scaled twice"):
-        scaled(PARAMS)
+UNSCALED_TWICE = "The gradients are divided by the loss scale twice"
+
+
+def test_true_gradients_that_are_unscaled_are_warned_of():
+    """The habit of PyTorch, before clipping."""
+    net = Network(4)
+
+    def step(params, state, x):
+        grads = ls.unscale_grads(ls.grad(net.loss, state)(params, x), state)
+        return net.applied(params, state, grads)
+
+    with warned(UNSCALED_TWICE):
+        net.run(jax.jit(step))
+
+
+@pytest.mark.parametrize("around", [jax.jit, lambda step: step], ids=["jit", "eager"])
+def test_gradients_that_are_unscaled_twice_are_warned_of(around):
+    net = Network(4)
+
+    def step(params, state, x):
+        grads = jax.grad(lambda p: ls.scale_loss(net.loss(p, x), state))(params)
+        grads = ls.unscale_grads(grads, state)
+        grads = ls.unscale_grads(grads, state)
+        return net.applied(params, state, grads)
+
+    with warned(UNSCALED_TWICE):
+        net.run(around(step), times=1)
+
+
+def test_a_loss_that_is_scaled_twice_is_warned_of_once():
+    net = Network(4)
+
+    def loss(params, x, state):
+        return ls.scale_loss(net.loss(params, x), state)
+
+    def step(params, state, x):
+        grads = ls.grad(functools.partial(loss, state=state), state)(params, x)
+        return net.applied(params, state, grads)
+
+    with warned("The loss is scaled twice"):
+        net.run(jax.jit(step))
 
     def fails(params):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        ls.value_and_grad(fails, state)(PARAMS)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ls.scale_loss(squares(PARAMS), state)
+        ls.value_and_grad(fails, net.state)(net.params)
+    ls.scale_loss(net.loss(net.params, net.x), net.state)  # warnings are errors

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from .._precision import dtype_of
+from .._scaled_losses import differentiating
 from .._validation import check, describe
-from .._warn import NOTED, warn
+from .._warn import warn
 from . import nnx_objects
 from .scaling import scale_loss_by, unscale, with_finite_overwrites
 
@@ -37,11 +38,11 @@ def at_scale(
 
         @functools.wraps(fun, updated=())
         def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
-            NOTED.add("differentiating")
+            token = differentiating.set(True)
             try:
                 output = fun(*with_finite_overwrites(args), **kwargs)
             finally:
-                NOTED.discard("differentiating")
+                differentiating.reset(token)
             # Only the derivative of the product is used, so XLA removes the product.
             if not has_aux:
                 return scale_loss_by(output, scale), output

@@ -14,6 +14,7 @@ from .._devices import AxisName, across
 from .._find import scale_state_in_use
 from .._jax_internals import COLLECTIVE, DEBUGGING, zeros_like_aval
 from .._precision import exact_power, is_inexact, is_narrow, wide_dtype
+from .._scaled_losses import note_scaled
 from .._validation import check, check_scale, describe
 from .._warn import warn
 from .scaling import finite_overwrite, multiply
@@ -82,6 +83,7 @@ def scale_backward(
     def fun_scaled_backward(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
         # Read now: a Flax NNX optimizer may have changed since.
         number = jax.lax.stop_gradient(_number(scale))
+        note_scaled(scale, "value_and_grad")
         with traced_call(fun, args, kwargs) as call:
             program = _scaled("scale_backward", call.jaxpr, call.overwritten, _as_given)
             return call.put_back(program(number, *call.inputs))

@@ -5,7 +5,8 @@ from typing import Any
 import jax
 
 from .._find import scale_state_in_use
-from .._warn import NOTED, note_scaled_loss
+from .._scaled_losses import note_scale_loss, note_unscaled, warn_if_unscaled
+from .at_scale import warn_of_narrow_loss
 from .scaling import scale_loss_by, unscale
 
 
@@ -25,14 +26,19 @@ def scale_loss(loss: Any, state: Any) -> Any:
         ValueError: as `value_and_grad`.
         TypeError: if ``loss`` is not a floating-point or complex array.
 
+    Warns:
+        UserWarning: as `value_and_grad`; if that differentiates ``loss``, too.
+
     Examples:
         >>> import optax_lossscale as ls
         >>> ls.scale_loss(3.0, ls.FixedLossScale(1024.0).init())
         Array(3072., dtype=float32)
     """
-    note_scaled_loss()
     scale = scale_state_in_use(state).loss_scale
-    return jax.tree.map(lambda x: scale_loss_by(x, scale), loss)
+    note_scale_loss(state)
+    scaled = jax.tree.map(lambda x: scale_loss_by(x, scale), loss)
+    jax.tree.map(warn_of_narrow_loss, loss)
+    return scaled
 
 
 def unscale_grads(grads: Any, state: Any) -> Any:
@@ -49,11 +55,17 @@ def unscale_grads(grads: Any, state: Any) -> Any:
     Raises:
         ValueError: as `value_and_grad`.
 
+    Warns:
+        UserWarning: if ``grads`` are true already, as `value_and_grad` returns them.
+
     Examples:
         >>> import jax.numpy as jnp
         >>> import optax_lossscale as ls
         >>> ls.unscale_grads(jnp.float16([512.0]), ls.FixedLossScale(1024.0).init())
         Array([0.5], dtype=float32)
     """
-    NOTED.add("gradients unscaled")
-    return unscale(grads, scale_state_in_use(state).loss_scale)
+    scale = scale_state_in_use(state).loss_scale
+    warn_if_unscaled(grads, state)
+    true_grads = unscale(grads, scale)
+    note_unscaled(grads, true_grads, state)
+    return true_grads

@@ -14,6 +14,7 @@ from .._find import get_effective_state, replace_loss_scale_state, scale_state_i
 from .._finite import all_finite
 from .._jax_internals import MUTABLE_ARRAYS, effect_names, waiting_for, zeros_like_aval
 from .._precision import SMALLEST_SCALE
+from .._scaled_losses import note_scaled
 from .._validation import check
 from . import nnx_objects
 from .at_scale import at_scale, warn_of_narrow_loss
@@ -91,6 +92,7 @@ def value_and_grad_with_retries(
     def fun_with_retries(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
         # A Flax NNX optimizer may have changed since.
         scale_state = scale_state_in_use(state)
+        note_scaled(state, "value_and_grad")
 
         def attempt(
             scale: jax.Array, *args: Any, **kwargs: Any

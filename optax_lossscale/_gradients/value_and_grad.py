@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from .._find import get_effective_state, scale_state_in_use
+from .._scaled_losses import note_scaled
 from .at_scale import at_scale, warn_of_narrow_loss
 
 
@@ -74,6 +75,7 @@ def value_and_grad(
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         # A Flax NNX optimizer may have changed since.
         scale = scale_state_in_use(state).loss_scale
+        note_scaled(state, "value_and_grad")
         output, grads = differentiated(scale, args, kwargs)
         warn_of_narrow_loss(output[0] if has_aux else output)
         return output, grads

@@ -1,6 +1,6 @@
 """The Optax transformation that skips steps and updates the loss scale."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,38 +11,15 @@ from .._find import find_loss_scale_states
 from .._finite import all_finite, finite_max_magnitude
 from .._rules.base import LossScale, check_rule, next_state, own_state
 from .._rules.dynamic import DynamicLossScale
-from .._state import LossScaleState, check_state
+from .._scaled_losses import warn_if_not_scaled
+from .._state import LossScaleState, WithLossScalingState, check_state
 from .._tree import select
 from .._validation import check, check_flag
-from .._warn import warn_if_not_scaled
 from .extra_args import check_inner, with_extra_args
 from .inner import with_kept_types
 from .masks import masked_update
 from .master_weights import warn_of_float16
 from .outcome import outcome_finite
-
-
-class WithLossScalingState(NamedTuple):
-    """State of `with_loss_scaling`.
-
-    Attributes:
-        scale_state: the loss scale and its counters.
-        inner_state: the state of the wrapped transformation.
-
-    Examples:
-        Wrap the optimizer of a run that started without loss scaling:
-
-        >>> import jax.numpy as jnp
-        >>> import optax
-        >>> import optax_lossscale as ls
-        >>> params = {"w": jnp.zeros(3)}
-        >>> old_state = optax.adam(1e-3).init(params)
-        >>> tx = ls.with_loss_scaling(optax.adam(1e-3))
-        >>> opt_state = tx.init(params)._replace(inner_state=old_state)
-    """
-
-    scale_state: LossScaleState
-    inner_state: optax.OptState
 
 
 def with_loss_scaling(
@@ -102,8 +79,8 @@ def with_loss_scaling(
     Warns:
         UserWarning: from ``init``, if parameters are float16 and ``inner`` keeps no
             master weights; from ``update``, if the types of the state round the new
-            one; from the first ``update`` in a process in which no loss was scaled,
-            unless the scale is 1; if ``loss`` is passed, but not ``value``.
+            one; from the first ``update`` of a state of these shapes if no loss was
+            scaled, unless the scale is 1; if ``loss`` is passed, but not ``value``.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -152,7 +129,7 @@ def with_loss_scaling(
     ) -> tuple[optax.Updates, WithLossScalingState]:
         _check_state(state)
         if getattr(rule, "loss_scale", None) != 1:  # a fixed one
-            warn_if_not_scaled(rule)
+            warn_if_not_scaled(state, rule)
         scale_state = own_state(rule, state.scale_state)
 
         def next_scale_state(grads_finite: jax.Array) -> LossScaleState:

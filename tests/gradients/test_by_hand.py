@@ -48,6 +48,7 @@ def test_gradients_are_divided_in_float32_or_wider_and_rounded_once(scale):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.filterwarnings("ignore:The loss is float16")
 def test_scale_loss_is_exact_and_in_float32_or_wider(dtype):
     with enable_x64(True):
         scaled = ls.scale_loss(jnp.asarray([1.5, 3.0], dtype), STATE)
@@ -65,6 +66,7 @@ def test_leaves_that_are_no_numbers_pass_through_unscale():
     assert_same_bits(ls.unscale_grads(grads, STATE), grads)
 
 
+@pytest.mark.filterwarnings("ignore:The loss is float16")
 def test_every_loss_of_a_tree_is_scaled():
     losses = {"policy": jnp.float16(2.0), "value": (jnp.ones(2), None)}
     scaled = ls.scale_loss(losses, ls.FixedLossScale(1024.0).init())
