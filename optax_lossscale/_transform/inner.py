@@ -28,7 +28,7 @@ def with_kept_types(
     def init_fn(params: optax.Params) -> optax.OptState:
         state = inner.init(params)
         if any(map(is_narrow, jax.tree.leaves(params))):
-            wide_state = inner.init(_widened(params, params))
+            wide_state = inner.init(_widened(params))
             # Match by path: wide parameters have no master weights.
             wide = dict(jax.tree_util.tree_leaves_with_path(wide_state))
             state = jax.tree_util.tree_map_with_path(wide.get, state)
@@ -40,11 +40,13 @@ def with_kept_types(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        grads = updates
-        # Gradients are as wide as the state, or the branches of a `jax.lax.cond` in the
+        grads, wide_params = updates, params
+        # All are as wide as the state, or the branches of a `jax.lax.cond` in the
         # optimizer could return different types.
         if not any(map(is_narrow, jax.tree.leaves(state))):
-            grads = _widened(updates, params)
+            grads = _widened(updates)
+            if not has_master_weights(state):
+                wide_params = _widened(params)
 
         def check_shapes(cause: Exception | None) -> None:
             if params is not None:
@@ -52,7 +54,9 @@ def with_kept_types(
                 _check_belongs(state, init_fn(params), "state", cause)
 
         try:
-            new_updates, new_state = inner.update(grads, state, params, **extra_args)
+            new_updates, new_state = inner.update(
+                grads, state, wide_params, **extra_args
+            )
         except Exception as error:
             check_shapes(error)
             raise
@@ -68,25 +72,21 @@ def with_kept_types(
             )
         _check_types(new_state, state)
         if same_structure(new_updates, updates) and not has_master_weights(state):
-            new_updates = jax.tree.map(
-                lambda new, wide, g: (
-                    new if wide is g else jnp.asarray(new, dtype_of(g))
-                ),
-                *(new_updates, grads, updates),
-            )
+            own = at_paths_of(updates, params)
+            new_updates = jax.tree.map(_as_narrow, new_updates, updates, own)
         return new_updates, in_types_of(state, new_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _widened(tree: Any, params: Any) -> Any:
-    """Widen the leaves of a tree that are narrow, and of narrow parameters."""
+def _widened(tree: Any) -> Any:
+    return jax.tree.map(lambda x: as_type(x, jnp.float32) if is_narrow(x) else x, tree)
 
-    def leaf(x: Any, param: Any) -> Any:
-        both = is_narrow(x) and is_narrow(param)
-        return as_type(x, jnp.float32) if both else x
 
-    return jax.tree.map(leaf, tree, at_paths_of(tree, params))
+def _as_narrow(update: Any, grad: Any, param: Any) -> Any:
+    """Return an update in the type of its gradient if its parameter is narrow, too."""
+    both = is_narrow(grad) and is_narrow(param)
+    return jnp.asarray(update, dtype_of(grad)) if both else update
 
 
 def _strong(x: Any) -> Any:

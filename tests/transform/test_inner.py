@@ -1,10 +1,12 @@
 """The wrapped transformation: the types of its state, and what is refused of it."""
 
+import every_optimizer
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import assert_same_types, transformation
+from every_optimizer import OPTIMIZERS, grads_for, make, params_for
+from helpers import assert_close, assert_same_types, page, slow_but, transformation
 
 import optax_lossscale as ls
 
@@ -62,6 +64,54 @@ def test_branches_of_the_optimizer_agree():
     for grads in (HALF, GRADS):
         updates, _ = jax.eval_shape(tx.update, grads, tx.init(HALF), HALF)
         assert_same_types(updates, grads)
+
+
+def test_narrow_gradients_of_wide_parameters_are_squared_in_float32():
+    """As those of a half-precision copy that was differentiated."""
+    tx, grads = ls.with_loss_scaling(optax.adam(1e-3)), jnp.full(8, 1e-4, jnp.float16)
+    updates, _ = tx.update(grads, tx.init(grads.astype(jnp.float32)), PARAMS["w"])
+    assert updates.dtype == jnp.float32
+    assert_close(updates, jnp.full(8, -1e-3), rtol=1e-3)
+
+
+SIZES = 0.0, 1e-5, 1e-3, 1.0
+# They divide 0 by 0 in float32, too.
+NAN_OF_ZEROS = {"optax.contrib.dadapt_adamw", "optax.contrib.prodigy"}
+
+
+def finite(name, wrap, dtype, size):
+    """Whether two updates are, of gradients and parameters of a type."""
+    tx, params = wrap(make(name)), params_for(name, dtype)
+    grads = grads_for(name, jax.tree.map(lambda p: p.astype(jnp.float32), params))
+    grads, state = (
+        jax.tree.map(lambda g: jnp.full_like(g, size), grads),
+        tx.init(params),
+    )
+    for _ in range(2):
+        grads = grads if wrap is ls.with_loss_scaling else cast(grads, dtype)
+        updates, state = every_optimizer.update(name, tx, grads, state, params)
+    return ls.all_finite(updates)
+
+
+@pytest.mark.parametrize("name", slow_but(["optax.adafactor"], OPTIMIZERS))
+@pytest.mark.filterwarnings("ignore")
+def test_every_optimizer_makes_finite_updates_of_float16_parameters(name):
+    ours = jax.jit(lambda x: finite(name, ls.with_loss_scaling, jnp.float16, x))
+    found = [bool(ours(size)) for size in SIZES]
+    assert found == [name not in NAN_OF_ZEROS, True, True, True]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_plain_optax_makes_nan_of_zero_gradients_as_the_page_says():
+    def plain(name, dtype):
+        return jax.jit(lambda size: finite(name, lambda tx: tx, dtype, size))(0.0)
+
+    nan = [name for name in OPTIMIZERS if not plain(name, jnp.float16)]
+    assert not any(plain(name, jnp.float32) for name in NAN_OF_ZEROS)
+    said = f"NaN in {len(nan)} of the {len(OPTIMIZERS)} optimizers of optax "
+    if optax.__version__ in page("guides/float16_parameters"):
+        assert said + optax.__version__ in page("guides/float16_parameters")
 
 
 WEAK = optax.GradientTransformation(
