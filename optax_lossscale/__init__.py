@@ -49,9 +49,9 @@ from ._public import set_home as _set_home
 from ._rules.base import LossScale
 from ._rules.dynamic import DynamicLossScale
 from ._rules.fixed import FixedLossScale
-from ._rules.headroom import HeadroomLossScale
-from ._rules.log_normal import LogNormalLossScale
-from ._rules.tolerant import TolerantLossScale
+from ._rules.headroom import HeadroomLossScale, HeadroomState
+from ._rules.log_normal import LogNormalLossScale, LogNormalState
+from ._rules.tolerant import TolerantLossScale, TolerantState
 from ._state import LossScaleState, WithLossScalingState
 from ._transform.applied import keep_if_applied, was_applied
 from ._transform.master_weights import MasterWeightsState, with_master_weights
@@ -65,13 +65,16 @@ __all__ = [
     "FixedLossScale",
     "GradientReport",
     "HeadroomLossScale",
+    "HeadroomState",
     "LogNormalLossScale",
+    "LogNormalState",
     "LossScale",
     "LossScaleError",
     "LossScaleState",
     "MasterWeightsState",
     "SuggestedLossScale",
     "TolerantLossScale",
+    "TolerantState",
     "WithLossScalingState",
     "all_finite",
     "check_loss_scale",

@@ -10,6 +10,7 @@ import optax.contrib
 from ._jax_internals import is_in_jit
 from ._precision import is_inexact
 from ._state import LossScaleState, WithLossScalingState, canonical, check_state
+from ._validation import describe
 from ._warn import warn
 
 _AROUND = "Put `with_loss_scaling` around it."
@@ -59,8 +60,8 @@ def get_loss_scale_state(state: Any) -> LossScaleState:
     found = find_loss_scale_states(state)
     if not found:
         raise ValueError(
-            "`state` must contain a LossScaleState, got a "
-            f"{type(state).__name__} without one. {_advice(state)}"
+            f"`state` must contain a LossScaleState, got {describe(state)} without "
+            f"one. {_advice(state)}"
         )
     if len(found) > 1:
         raise ValueError(
@@ -155,12 +156,12 @@ def _hides(wrapper: Any, state: Any) -> bool:
         return False
     if isinstance(wrapper, optax.PartitionState):
         groups = wrapper.inner_states.values()
-        return not all(_is_set_to_zero(x) or find_loss_scale_states(x) for x in groups)
+        return not all(is_set_to_zero(x) or find_loss_scale_states(x) for x in groups)
     if isinstance(wrapper, optax.MaskedState):
         # NaN gradients that are left out do no harm if the parameters are frozen.
         left_out = find_nodes(wrapper.inner_state, optax.MaskedNode)
         masked = find_nodes(state, optax.MaskedState)
-        frozen = any(map(_is_set_to_zero, masked.values()))
+        frozen = any(map(is_set_to_zero, masked.values()))
         return bool(left_out) and not frozen
     return True
 
@@ -171,7 +172,7 @@ def find_nodes(tree: Any, kind: type | tuple[type, ...]) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): x for path, x in leaves if isinstance(x, kind)}
 
 
-def _is_set_to_zero(state: Any) -> bool:
+def is_set_to_zero(state: Any) -> bool:
     is_masked = isinstance(state, optax.MaskedState)
     return is_masked and isinstance(state.inner_state, optax.EmptyState)
 

@@ -79,13 +79,13 @@ def check_scale(name: str, value: Any) -> None:
 
 
 def describe(value: Any) -> str:
-    """Describe a value for an error: its repr, or the type and shape of an array."""
+    """Describe a value for an error: its repr, its type, or the shape of an array."""
     if isinstance(value, jax.ShapeDtypeStruct):
         return f"a jax.ShapeDtypeStruct of dtype {value.dtype}, which holds no number"
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"an array of dtype {value.dtype} and shape {tuple(value.shape)}"
     text = repr(value)
-    return text if len(text) <= 80 else f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"an object of type {type(value).__name__}"
 
 
 def _as_python_number(name: str, value: Any) -> float | None:
@@ -124,12 +124,20 @@ def _scale(name: str, value: Any, advice: str) -> float:
 
 
 def _share(name: str, value: Any, advice: str) -> float:
-    return check_number(name, value, lambda x: 0 < x < 1, "in (0, 1)", advice)
+    return check_number(
+        name,
+        value,
+        lambda x: 0 < float(np.float32(x)) < 1,
+        "in (0, 1) in float32",
+        advice,
+    )
 
 
 def _factor(name: str, value: Any, advice: str) -> float:
-    rule = "a number above 1, up to 2**126"
-    return check_number(name, value, lambda x: 1 < x <= LARGEST_SCALE, rule, advice)
+    rule = "a number above 1 in float32, up to 2**126"
+    return check_number(
+        name, value, lambda x: 1 < float(np.float32(x)) <= LARGEST_SCALE, rule, advice
+    )
 
 
 def _count(name: str, value: Any, advice: str, least: int = 1) -> int:
@@ -154,6 +162,11 @@ def _choice(name: str, value: Any, choices: Sequence[str], advice: str) -> str:
     if value not in choices:
         raise ValueError(f"`{name}` must be one of {choices}, got {value!r}. {advice}")
     return str(value)
+
+
+def _true(name: str, value: Any, advice: str) -> None:
+    if value is not True:
+        raise ValueError(f"`{name}` must be True, got {value!r}. {advice}")
 
 
 def _function(name: str, value: Any, advice: str) -> Any:
@@ -232,7 +245,10 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "raise_error_at_min_scale": (_switch, "It is ignored. Use `check_loss_scale`."),
     "enabled": (_switch, "It decides whether to scale the loss."),
     "dynamic": (_switch, "Pass a number as `initial_scale`."),
-    "dynamic_of_keras": (_choice, (True,), "Use `FixedLossScale`."),
+    "dynamic_of_keras": (
+        _true,
+        "For a scale that never changes, use `FixedLossScale`.",
+    ),
     # Of functions.
     "check_updates": (_switch, "True also checks the results."),
     "value": (_real, "It is the unscaled loss. For an ensemble use `jax.vmap`."),

@@ -47,7 +47,7 @@ def test_the_scale_is_found_anywhere(tx):
 )
 @pytest.mark.parametrize("use", [*READ, *SCALE])
 def test_a_state_without_a_scale_is_refused(state, advice, use):
-    message = f"`state` must contain a LossScaleState, got a .*{advice}"
+    message = f"`state` must contain a LossScaleState, got .*{advice}"
     with pytest.raises(ValueError, match=message):
         use(state)
 

@@ -8,8 +8,10 @@ import subprocess
 import sys
 import traceback
 
+import jax.numpy as jnp
+import optax
 import pytest
-from every_rule import PRESETS
+from every_rule import PRESETS, RULES
 
 import optax_lossscale as ls
 from optax_lossscale import _public
@@ -45,15 +47,33 @@ def test_every_argument_is_documented(function):
         assert f"\n{section}\n" in docstring, section
 
 
+def nodes(tree):
+    """Every node of a tree that is an object of a class."""
+    yield tree
+    for child in tree if isinstance(tree, tuple) else ():
+        yield from nodes(child)
+
+
 def test_public_names_are_at_home_where_users_import_them_from():
     for module in MODULES:
         for name in module.__all__:
             member = getattr(module, name)
             if not inspect.ismodule(member):
                 assert member.__module__ == module.__name__, name
-    for rule in (ls.HeadroomLossScale(), ls.presets.VerbatimLossScale()):
-        pickled = pickle.dumps(rule)
-        assert b"_rules" not in pickled and pickle.loads(pickled) == rule
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.filterwarnings("ignore:1 of 1 parameters")
+def test_rules_and_their_states_are_pickled_by_public_names(rule):
+    """So that a checkpoint outlives any file of the package."""
+    assert pickle.loads(pickle.dumps(rule)) == rule
+    tx = ls.with_loss_scaling(ls.with_master_weights(optax.sgd(0.1)), rule)
+    state = tx.init(jnp.ones(2, jnp.float16))
+    for x in (rule, *nodes(state)):
+        cls = type(x)
+        home = sys.modules[cls.__module__]
+        assert getattr(home, cls.__qualname__) is cls
+        assert not re.search(r"optax_lossscale\..*\b_", cls.__module__), cls
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)

@@ -35,6 +35,7 @@ def at_scale(
     ) -> tuple[Any, Any]:
         if value_and_grad is jax.value_and_grad:
             nnx_objects.check_no_modules((args, kwargs))
+            _check_no_functions(args, options.get("argnums", 0))
 
         @functools.wraps(fun, updated=())
         def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
@@ -58,6 +59,20 @@ def at_scale(
         return output, unscale(scaled_grads, scale)
 
     return differentiated
+
+
+def _check_no_functions(args: Sequence[Any], argnums: Any) -> None:
+    """Raise if jax would differentiate a model that has functions among its leaves."""
+    numbers = argnums if isinstance(argnums, tuple | list) else [argnums]
+    chosen = [x for i, x in enumerate(args) if i in numbers]
+    for path, x in jax.tree.leaves_with_path(chosen):
+        if callable(x):
+            raise TypeError(
+                "`value_and_grad` must be a function that leaves out what is no array, "
+                f"got `jax.value_and_grad` for {describe(x)} at "
+                f"{jax.tree_util.keystr(path[1:])}. For an Equinox module, pass "
+                "`value_and_grad=eqx.filter_value_and_grad`."
+            )
 
 
 def warn_of_narrow_loss(value: Any) -> None:

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self, TypeVar, cast
 
 import jax
-import jax.numpy as jnp
 
 from .._state import LossScaleState, check_state
-from .._tree import alike, in_types_of
+from .._tree import in_types_of, unlike
 from .._validation import check, check_flag, check_order, describe
 
 UpdateT = TypeVar("UpdateT", bound=Callable[..., Any])
@@ -55,8 +54,7 @@ class LossScale(abc.ABC):
 
     Examples:
         >>> import dataclasses
-        >>> import jax.numpy as jnp
-        >>> import optax_lossscale as ls
+        >>>         >>> import optax_lossscale as ls
         >>> @dataclasses.dataclass(frozen=True)
         ... class HalvingLossScale(ls.LossScale):
         ...     init_scale: float = 1024.0
@@ -185,12 +183,12 @@ def own_state(rule: LossScale, state: Any) -> LossScaleState:
     given, own = state.rule_state, jax.eval_shape(rule.init).rule_state
     if not jax.tree.leaves(own):
         return state
-    if not alike(given, own):
+    if found := unlike(given, own):
+        path, new, old = found
         raise ValueError(
-            f"`state` must have the `rule_state` of {rule!r}, of shapes "
-            f"{jax.tree.map(jnp.shape, own)}, got {describe(given)}. "
-            "To switch to another rule, start with its first state: "
-            "`opt_state._replace(scale_state=rule.init())`."
+            f"`state` must have the `rule_state` of {rule!r}, but has {new} at {path}, "
+            f"which needs {old}. To switch to another rule, start with its first "
+            "state: `opt_state._replace(scale_state=rule.init())`."
         )
     return state._replace(rule_state=in_types_of(own, given))
 
@@ -204,12 +202,12 @@ def next_state(
     """
     update: Any = type(rule).update
     new_state = getattr(update, "program", update)(rule, state, *args)
-    if not alike(new_state, state):
-        new, old = (jax.tree.map(jnp.shape, x) for x in (new_state, state))
+    if found := unlike(new_state, state):
+        path, new, old = found
         raise ValueError(
-            "`rule` must have an `update` that keeps the structure and the "
-            f"shapes of the state, got {new} for {old} from {rule!r}. Return "
-            "`state.record(grads_finite)._replace(...)`."
+            "`rule` must have an `update` that keeps the structure and the shapes of "
+            f"the state, got {new} at {path}, where it was given {old}, from {rule!r}. "
+            "Return `state.record(grads_finite)._replace(...)`."
         )
     # A user's rule may return a Python number for a counter.
     return in_types_of(state, new_state)

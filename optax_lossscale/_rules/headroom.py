@@ -19,6 +19,11 @@ class HeadroomState(NamedTuple):
     Attributes:
         max_magnitude: float32 of shape ``()``, a decaying maximum of the largest
             absolute value of the gradients; 0 before the first one.
+
+    Examples:
+        >>> import optax_lossscale as ls
+        >>> ls.HeadroomLossScale().init().rule_state
+        HeadroomState(max_magnitude=Array(0., dtype=float32))
     """
 
     max_magnitude: jax.Array

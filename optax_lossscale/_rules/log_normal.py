@@ -25,6 +25,11 @@ class LogNormalState(NamedTuple):
         slow_square: average of its square, with decay ``beta2``.
         fast_weight: ``beta1`` to the power of the number of steps seen.
         slow_weight: ``beta2`` to the power of the number of steps seen.
+
+    Examples:
+        >>> import optax_lossscale as ls
+        >>> float(ls.LogNormalLossScale().init().rule_state.fast_weight)
+        1.0
     """
 
     fast_mean: jax.Array

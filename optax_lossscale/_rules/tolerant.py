@@ -25,6 +25,11 @@ class TolerantState(NamedTuple):
         growth_interval: the current growth interval.
         steps_since_change: steps since the scale last grew or backed off.
         overflows_since_backoff: non-finite steps since it last backed off.
+
+    Examples:
+        >>> import optax_lossscale as ls
+        >>> int(ls.TolerantLossScale().init().rule_state.growth_interval)
+        2000
     """
 
     growth_interval: jax.Array

@@ -50,6 +50,13 @@ def with_extra_args(
                     f"step is applied. Pass `value={name}` if it should."
                 )
         taken = {name: x for name, x in extra_args.items() if is_taken(name)}
-        return inner.update(updates, state, params, **taken)
+        try:
+            return inner.update(updates, state, params, **taken)
+        except TypeError as error:
+            # A member of a chain may refuse the loss, which it was never meant for.
+            if "unexpected keyword argument 'value'" not in str(error):
+                raise
+            del taken["value"]
+            return inner.update(updates, state, params, **taken)
 
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)

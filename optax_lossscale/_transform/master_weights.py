@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from .._find import is_set_to_zero
 from .._precision import as_type, dtype_of, is_inexact
 from .._tree import same_structure, unlike
 from .._validation import check
@@ -156,10 +157,31 @@ def has_master_weights(state: Any) -> bool:
     return any(jax.tree.leaves(node.master_weights) for node in nodes)
 
 
+def check_last(state: Any) -> None:
+    """Raise if a chain changes the updates that lead to master weights."""
+
+    def goes_on(node: Any) -> bool:
+        # The state of a chain is a plain tuple.
+        return type(node) is tuple and any(map(has_master_weights, node[:-1]))
+
+    if any(map(goes_on, jax.tree.leaves(state, is_leaf=goes_on))):
+        raise ValueError(
+            "`with_master_weights` must come last in a chain, got transformations "
+            "after it. They would move the parameters away from their float32 copies. "
+            "Put the whole chain inside: `with_master_weights(optax.chain(...))`."
+        )
+
+
 def warn_of_float16(params: optax.Params, inner_state: optax.OptState) -> None:
-    """Warn if float16 parameters have no master weights."""
+    """Warn if float16 parameters that are trained have no master weights."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     paths = [path for path, x in leaves if getattr(x, "dtype", None) == jnp.float16]
+    if paths and any(
+        map(is_set_to_zero, jax.tree.leaves(inner_state, is_leaf=is_set_to_zero))
+    ):
+        # Beside frozen parameters, those that have moments are trained.
+        known = [path for path, _ in jax.tree_util.tree_leaves_with_path(inner_state)]
+        paths = [p for p in paths if any(x[len(x) - len(p) :] == p for x in known)]
     if not paths or has_master_weights(inner_state):
         return
     where = jax.tree_util.keystr(paths[0])
@@ -218,6 +240,7 @@ def _check_params(params: Any, masters: Any, dtype: Any) -> None:
         raise ValueError(
             "`params` must have the structure, shapes and types that `init` was given, "
             f"but the master weights of `params` have {new} at {path}, "
-            f"and those in `state` have {old}. Pass the parameters of this state. If "
-            "they have changed, call `init` again."
+            f"and those in `state` have {old}. Pass the parameters of this state, as "
+            "`optax.apply_updates(params, updates)` returns them: the parameters come "
+            "first. If they are others now, call `init` again."
         )

@@ -14,11 +14,11 @@ from .._rules.dynamic import DynamicLossScale
 from .._scaled_losses import warn_if_not_scaled
 from .._state import LossScaleState, WithLossScalingState, check_state
 from .._tree import select
-from .._validation import check, check_flag
+from .._validation import check, check_flag, describe
 from .extra_args import check_inner, with_extra_args
 from .inner import with_kept_types
 from .masks import masked_update
-from .master_weights import warn_of_float16
+from .master_weights import check_last, warn_of_float16
 from .outcome import outcome_finite
 
 
@@ -70,14 +70,15 @@ def with_loss_scaling(
         TypeError: if ``inner`` is not an Optax transformation or ``rule`` is not a
             `LossScale`; from ``update``, if ``state`` is not a `WithLossScalingState`.
         ValueError: if ``check_updates`` is not a bool, or is True and the rule never
-            skips; from ``init``, if ``inner`` scales losses itself; from ``update``, if
+            skips; from ``init``, if ``inner`` scales losses itself, or changes updates
+            after `with_master_weights`; from ``update``, if
             ``inner`` changes the structure, shapes or kinds of numbers of its state,
             gradients do not match the parameters or the state, ``value`` or
             ``grads_finite`` is not one number or flag, ``axis_name`` is not bound, or
             devices of a ``shard_map`` would decide differently.
 
     Warns:
-        UserWarning: from ``init``, if parameters are float16 and ``inner`` keeps no
+        UserWarning: if parameters are float16, not frozen, and ``inner`` keeps no
             master weights; from ``update``, if the types of the state round the new
             one; from the first ``update`` of a state of these shapes if no loss was
             scaled, unless the scale is 1; if ``loss`` is passed, but not ``value``.
@@ -118,6 +119,7 @@ def with_loss_scaling(
                 "LossScaleState. The outer check would hide overflows from the inner "
                 "rule. Wrap once, outermost."
             )
+        check_last(inner_state)
         warn_of_float16(params, inner_state)
         return WithLossScalingState(check_state(rule.init()), inner_state)
 
@@ -130,6 +132,7 @@ def with_loss_scaling(
         _check_state(state)
         if getattr(rule, "loss_scale", None) != 1:  # a fixed one
             warn_if_not_scaled(state, rule)
+        warn_of_float16(params, state.inner_state)
         scale_state = own_state(rule, state.scale_state)
 
         def next_scale_state(grads_finite: jax.Array) -> LossScaleState:
@@ -186,8 +189,8 @@ def with_loss_scaling(
 def _check_state(state: Any) -> None:
     if not isinstance(state, WithLossScalingState):
         raise TypeError(
-            "`state` must be a WithLossScalingState, as `init` returns it, got a "
-            f"{type(state).__name__}. If you restored it from a checkpoint, pass "
+            "`state` must be a WithLossScalingState, as `init` returns it, got "
+            f"{describe(state)}. If you restored it from a checkpoint, pass "
             "`init(params)` to the checkpointer as the target. If it belongs to the "
             "unwrapped optimizer, use `init(params)._replace(inner_state=...)`."
         )

@@ -1,5 +1,6 @@
 """value_and_grad and grad, and what goes for all that scales a loss."""
 
+import equinox as eqx
 import jax
 import jax.experimental
 import jax.numpy as jnp
@@ -144,6 +145,16 @@ def test_a_scale_that_is_a_constant_of_the_program_is_warned_of(use):
 @pytest.mark.parametrize("use", NO_CONSTANTS.values(), ids=NO_CONSTANTS)
 def test_other_states_are_not_warned_of(use):
     use(RULE.init())  # warnings are errors
+
+
+@pytest.mark.parametrize("argnums", [1, (0, 1)])
+def test_a_model_with_functions_among_its_leaves_is_led_to_its_own_library(argnums):
+    linear = eqx.nn.MLP(3, "scalar", 4, 1, key=jax.random.key(0))
+    fun = ls.value_and_grad(lambda x, model: model(x), STATE, argnums=argnums)
+    with pytest.raises(TypeError, match="`value_and_grad=eqx.filter_value_and_grad`"):
+        fun(X, linear)
+    # What is not differentiated may be anything.
+    ls.value_and_grad(lambda x, model: model(x), STATE)(X, linear)
 
 
 def test_value_and_grad_calls_the_function_as_jax_does():

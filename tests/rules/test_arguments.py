@@ -15,7 +15,8 @@ from optax_lossscale import presets
 RULES = [type(rule) for rule in DEFAULTS.values()]
 NOT_SCALES = [math.nan, 0, 2.0**-127, 2.0**127]
 NOT_COUNTS = [True, 0, 1.5, 2**31]
-NOT_SHARES = ["0.5", 0, 1]
+# The last two are 0 and 1 in float32, in which rules compute.
+NOT_SHARES = ["0.5", 0, 1, 1e-50, 1 - 1e-9]
 NOT_FLAGS = [None, 1, np.bool_(True)]
 
 BAD = {
@@ -26,7 +27,7 @@ BAD = {
     ls.DynamicLossScale: {
         **dict.fromkeys(("init_scale", "min_scale", "max_scale"), NOT_SCALES),
         **dict.fromkeys(("growth_interval", "hysteresis"), NOT_COUNTS),
-        "growth_factor": [1, 2.0**127],
+        "growth_factor": [1, 1 + 1e-9, 2.0**127],
         "backoff_factor": NOT_SHARES,
         "hysteresis_refill": ["always", True],
     },

@@ -127,6 +127,27 @@ def test_a_transformation_is_given_what_it_takes(takes, taken):
     assert SEEN.keys() == set(taken)
 
 
+SAM = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1))
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [optax.chain(optax.clip(1.0), SAM), optax.MultiSteps(SAM, 2)],
+    ids=["chain", "MultiSteps"],
+)
+def test_the_loss_decides_beside_an_optimizer_that_does_not_take_it(inner):
+    tx = ls.with_loss_scaling(inner)
+    state = tx.init(PARAMS)
+    for step in (tx.update, jax.jit(tx.update)):
+        assert_same_bits(
+            step(GRADS, state, PARAMS, value=3.0), step(GRADS, state, PARAMS)
+        )
+        _, skipped = step(GRADS, state, PARAMS, value=jnp.nan)
+        assert not ls.was_applied(skipped)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'other'"):
+        tx.update(GRADS, state, PARAMS, value=3.0, other=3.0)
+
+
 @pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
 @pytest.mark.parametrize("mapping", ["vmap", "pmap"])
 @pytest.mark.parametrize("what", ["grads", "grads_finite", "value"])

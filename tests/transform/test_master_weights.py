@@ -187,6 +187,52 @@ def test_float16_parameters_alone_are_warned_of_once():
     assert len(record) == 1 and record[0].filename == __file__
 
 
+def test_parameters_that_become_float16_later_are_warned_of_when_they_do():
+    """After a validation that casts, or from a checkpoint of half the size."""
+    tx = ls.with_loss_scaling(ADAM)
+    state, step = tx.init(FLOAT32), jax.jit(tx.update)
+    _, state = step(GRADS, state, FLOAT32)  # warnings are errors
+    with pytest.warns(UserWarning, match="3 of 3 parameters are float16") as record:
+        for _ in range(2):
+            _, state = step(GRADS, state, HALF)
+    assert len(record) == 1 and record[0].filename == __file__
+
+
+@pytest.mark.parametrize("trained", [ADAM, SGD], ids=["adam", "sgd"])
+def test_a_frozen_float16_base_with_float32_adapters_is_not_warned_of(trained):
+    params = {"base": jnp.ones((4, 4), jnp.float16), "adapter": jnp.ones((4, 2))}
+    labels = {"base": "frozen", "adapter": "trained"}
+    groups = {"trained": trained, "frozen": optax.set_to_zero()}
+    tx = ls.with_loss_scaling(optax.partition(groups, labels))
+    state = tx.init(params)  # warnings are errors
+    tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+    # One that is trained is.
+    half = {name: p.astype(jnp.float16) for name, p in params.items()}
+    with pytest.warns(UserWarning, match=r"1 of 2 .* at \['adapter'\]"):
+        ls.with_loss_scaling(optax.partition({**groups, "trained": ADAM}, labels)).init(
+            half
+        )
+
+
+CHAINS = {
+    "after": lambda m: optax.chain(m(ADAM), optax.scale(0.5)),
+    "in a chain of its own": lambda m: optax.chain(
+        optax.chain(m(ADAM)), optax.add_decayed_weights(0.1)
+    ),
+    "in a wrapper": lambda m: optax.MultiSteps(
+        optax.chain(m(ADAM), optax.scale(0.5)), 2
+    ),
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
+def test_updates_that_lead_to_master_weights_may_not_be_changed(chain):
+    tx = ls.with_loss_scaling(chain(ls.with_master_weights))
+    with pytest.raises(ValueError, match="`with_master_weights` must come last"):
+        tx.init(HALF)
+    tx.init(FLOAT32)  # of which there are no copies
+
+
 @pytest.mark.parametrize(
     "params, inner",
     [
@@ -217,5 +263,6 @@ def test_what_is_no_optimizer_or_no_type_is_refused():
 def test_parameters_must_be_given_and_those_of_the_state(params):
     tx = ls.with_master_weights(ADAM)
     grads = jax.tree.map(jnp.ones_like, HALF if params is None else params)
-    with pytest.raises(ValueError, match="`params` must"):
+    remedy = "" if params is None else "`optax.apply_updates.params, updates.`"
+    with pytest.raises(ValueError, match=f"`params` must .*{remedy}"):
         tx.update(grads, tx.init(HALF), params)
