@@ -54,7 +54,8 @@ class LossScale(abc.ABC):
 
     Examples:
         >>> import dataclasses
-        >>>         >>> import optax_lossscale as ls
+        >>> import jax.numpy as jnp
+        >>> import optax_lossscale as ls
         >>> @dataclasses.dataclass(frozen=True)
         ... class HalvingLossScale(ls.LossScale):
         ...     init_scale: float = 1024.0
