@@ -18,8 +18,8 @@ gradients by it afterward. `with_loss_scaling` skips a step whose gradients are 
 finite, and lets a rule change the scale.
 
 - Rules decide how the scale changes: `DynamicLossScale` (the default),
-  `FixedLossScale`, `HeadroomLossScale`, `LogNormalLossScale`, `TolerantLossScale`, the
-  rules of other systems in `presets`, and your own, derived from `LossScale`.
+  `FixedLossScale`, `HeadroomLossScale`, the rules of other systems in `presets`, and
+  your own, derived from `LossScale`.
 - For float16 parameters: `with_master_weights`.
 - To read the state: `get_loss_scale`, `get_loss_scale_state`, `was_applied`,
   `LossScaleState`.
@@ -50,8 +50,6 @@ from ._rules.base import LossScale
 from ._rules.dynamic import DynamicLossScale
 from ._rules.fixed import FixedLossScale
 from ._rules.headroom import HeadroomLossScale, HeadroomState
-from ._rules.log_normal import LogNormalLossScale, LogNormalState
-from ._rules.tolerant import TolerantLossScale, TolerantState
 from ._state import LossScaleState, WithLossScalingState
 from ._transform.applied import keep_if_applied, was_applied
 from ._transform.master_weights import MasterWeightsState, with_master_weights
@@ -66,15 +64,11 @@ __all__ = [
     "GradientReport",
     "HeadroomLossScale",
     "HeadroomState",
-    "LogNormalLossScale",
-    "LogNormalState",
     "LossScale",
     "LossScaleError",
     "LossScaleState",
     "MasterWeightsState",
     "SuggestedLossScale",
-    "TolerantLossScale",
-    "TolerantState",
     "WithLossScalingState",
     "all_finite",
     "check_loss_scale",

@@ -204,7 +204,6 @@ _POWERS = {SMALLEST_SCALE: "2**-126", LARGEST_SCALE: "2**126"}
 _COMPILED_IN = "It decides how the step is compiled, so it cannot be an array."
 _QUIRK = "It is a quirk of another system; leave it out in a new run."
 _REFILL = "It decides what resets the hysteresis counter."
-SCALE_DTYPES = ("float32", "bfloat16", "float16")
 
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     # Of rules.
@@ -217,30 +216,18 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "growth_interval": (_count, "It is how many finite steps raise the scale."),
     "hysteresis": (_count, "It is how many non-finite steps it takes to back off."),
     "hysteresis_refill": (_choice, ("finite", "growth", "change"), _REFILL),
-    "tolerance": (_between, 0, 1, "It is a share of steps; 0 tolerates none."),
-    "interval_follows_scale": (_switch, _COMPILED_IN),
     "headroom": (_between, 0, 126, "It is how many octaves to leave free; 3 is usual."),
     "dtype": (_dtype, 'It is the type that gradients are in, usually "float16".'),
     "half_life": (_count, "It is how many steps halve a remembered maximum."),
-    "log_max": (_between, -126, 128, "It is log2 of the overflow; float16 has 16."),
-    "beta1": (_share, "It is the decay of an average."),
-    "beta2": (_share, "It is the decay of an average."),
-    "overflow_std_dev": (_between, 0, 100, "It counts deviations below overflow."),
-    "nonfinite_log": (_between, -126, 65536, "It is the log2 that overflow counts as."),
-    "power_of_two": (_switch, _COMPILED_IN),
     "skip_nonfinite": (_switch, _COMPILED_IN),
     "first_growth_late": (_switch, _QUIRK),
-    "clips_every_step": (_switch, _QUIRK),
-    "scale_dtype": (_choice, SCALE_DTYPES, "The scale is rounded to this type."),
     "max_magnitude": (_real, "`max_magnitude(grads)` returns one for gradients."),
     # Of presets. A limit may be beyond ours, and is moved to it.
     "floor": (_between, 0, LARGEST_SCALE, "It is the smallest loss scale; 1 is usual."),
     "ceiling": (_between, SMALLEST_SCALE, math.inf, "It is the largest loss scale."),
     "factor": (_factor, "It multiplies and divides the scale; 2 is usual."),
-    "whole_factor": (_count, "It multiplies the growth interval, too.", 2),
     "constant_or_0": (_between, 0, LARGEST_SCALE, "0 is for a scale that changes."),
     "initial_scale_power": (_between, -126, 126, "It is log2 of the first scale."),
-    "log_max_of_float16": (_between, -126, 16, "It is log2 of the overflow."),
     "consecutive_hysteresis": (_switch, _REFILL),
     "raise_error_at_min_scale": (_switch, "It is ignored. Use `check_loss_scale`."),
     "enabled": (_switch, "It decides whether to scale the loss."),

@@ -16,12 +16,9 @@ PRESETS = {
     "jmp_static": presets.jmp_static(2.0**15),
     "keras_loss_scale": presets.keras_loss_scale(dynamic_growth_steps=1),
     "megatron": presets.megatron(growth_interval=3),
-    "metaseq": presets.metaseq(scale_window=2, tolerance=0.25),
     "mindspore_dynamic": presets.mindspore_dynamic(scale_factor=3),
     "mindspore_fixed": presets.mindspore_fixed(),
     "mpx_dynamic": presets.mpx_dynamic(2.0**15),
-    "openseq2seq_backoff": presets.openseq2seq_backoff(step_window=2),
-    "openseq2seq_logmax": presets.openseq2seq_logmax(),
     "tf_contrib_exponential_update": presets.tf_contrib_exponential_update(1024, 2),
     "tf_contrib_fixed": presets.tf_contrib_fixed(128),
     "tf_dynamic_loss_scale": presets.tf_dynamic_loss_scale(),
@@ -29,7 +26,7 @@ PRESETS = {
     "tf_keras_loss_scale": presets.tf_keras_loss_scale(),
     "torch_grad_scaler": presets.torch_grad_scaler(growth_interval=2),
 }
-# The rules of the package with their defaults: "fixed", "log-normal" and so on.
+# The rules of the package with their defaults: "fixed", "headroom" and so on.
 DEFAULTS = {
     re.sub(r"(?<=.)(?=[A-Z])", "-", name.removesuffix("LossScale")).lower(): rule()
     for name, rule in inspect.getmembers(ls, inspect.isclass)
@@ -38,11 +35,6 @@ DEFAULTS = {
 VARIANTS = {
     **DEFAULTS,
     "headroom of bfloat16": ls.HeadroomLossScale(dtype="bfloat16", headroom=0.5),
-    "tolerant": presets.fairseq(tolerance=0.5, scale_window=2),
-    "jmp in float16": presets.VerbatimLossScale(scale_dtype="float16"),
-    "jmp in bfloat16": presets.VerbatimLossScale(
-        scale_dtype="bfloat16", growth_factor=1.1, growth_interval=1
-    ),
     "torch, disabled": presets.torch_grad_scaler(enabled=False),
     "apex, fixed": presets.apex_amp(128.0),
     "below its floor": presets.tf_dynamic_loss_scale(0.5, increment_period=2),

@@ -25,7 +25,7 @@ RULES = [
     ls.FixedLossScale(),
     ls.FixedLossScale(skip_nonfinite=False),
     ls.DynamicLossScale(hysteresis=3, hysteresis_refill="growth"),
-    *map(EVERY_RULE.get, ["headroom", "log-normal", "metaseq", "jmp in bfloat16"]),
+    *map(EVERY_RULE.get, ["headroom", "deepspeed", "fairseq"]),
 ]
 
 

@@ -1,7 +1,7 @@
 """The rule that reproduces other systems' dynamic scales, quirks included."""
 
 import dataclasses
-from typing import Literal, final
+from typing import final
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +27,6 @@ class VerbatimLossScale(GrowingLossScale):
     Args:
         first_growth_late: whether the first growth after the start or after a
             non-finite step takes one more finite step, as in DeepSpeed since 2025.
-        clips_every_step: whether to clip the scale to the limits in every step, as in
-            mpx.
-        scale_dtype: the type to which the scale is rounded after each change, as in
-            jmp: ``"float32"``, ``"bfloat16"`` or ``"float16"``. The scale does not grow
-            or back off out of its range. The state holds the scale in float32 in any
-            case.
 
     Raises:
         ValueError: if an argument is out of range or traced.
@@ -51,8 +45,6 @@ class VerbatimLossScale(GrowingLossScale):
     min_scale: float = SMALLEST_SCALE
     max_scale: float = LARGEST_SCALE
     first_growth_late: bool = False
-    clips_every_step: bool = False
-    scale_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
 
     def __post_init__(self) -> None:
         check_fields(self, "min_scale", "max_scale")
@@ -66,19 +58,11 @@ class VerbatimLossScale(GrowingLossScale):
         self, state: LossScaleState, grads_finite: jax.typing.ArrayLike
     ) -> LossScaleState:
         new_state, change = counted(self, state, grads_finite, -self.first_growth_late)
+        # The first scale may be outside the limits.
         scale = state.loss_scale
-        grown = self._rounded(jnp.minimum(scale * self.growth_factor, self.max_scale))
-        grown = jnp.where(jnp.isfinite(grown), grown, scale)
+        higher = jnp.minimum(scale * self.growth_factor, self.max_scale)
         lower = jnp.maximum(scale * self.backoff_factor, self.min_scale)
-        held = jnp.finfo(self.scale_dtype)
-        lower = jnp.clip(lower, *map(float, (held.smallest_subnormal, held.max)))
-        scale = jnp.where(change.backs_off, self._rounded(lower), scale)
-        scale = jnp.where(change.grows, grown, scale)
-        if self.clips_every_step:
-            scale = jnp.clip(scale, self.min_scale, self.max_scale)
-        # Rounding and the first scale may be out of the range of normal numbers.
+        scale = jnp.where(change.backs_off, lower, scale)
+        scale = jnp.where(change.grows, higher, scale)
         loss_scale = jnp.clip(scale, SMALLEST_SCALE, LARGEST_SCALE)
         return new_state._replace(loss_scale=loss_scale)
-
-    def _rounded(self, scale: jax.Array) -> jax.Array:
-        return scale.astype(self.scale_dtype).astype(jnp.float32)

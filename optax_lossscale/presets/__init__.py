@@ -23,14 +23,13 @@ from .._public import set_home as _set_home
 from .._rules.verbatim import VerbatimLossScale
 from ._apex import apex_amp
 from ._deepspeed import deepspeed, deepspeed_fp16
-from ._fairseq import fairseq, metaseq
+from ._fairseq import fairseq
 from ._flax import flax_dynamic_scale
 from ._jmp import jmp_dynamic, jmp_static
 from ._keras import keras_loss_scale, tf_keras_loss_scale
 from ._megatron import megatron
 from ._mindspore import mindspore_dynamic, mindspore_fixed
 from ._mpx import mpx_dynamic
-from ._openseq2seq import openseq2seq_backoff, openseq2seq_logmax
 from ._tensorflow import (
     tf_contrib_exponential_update,
     tf_contrib_fixed,
@@ -50,12 +49,9 @@ __all__ = [
     "jmp_static",
     "keras_loss_scale",
     "megatron",
-    "metaseq",
     "mindspore_dynamic",
     "mindspore_fixed",
     "mpx_dynamic",
-    "openseq2seq_backoff",
-    "openseq2seq_logmax",
     "tf_contrib_exponential_update",
     "tf_contrib_fixed",
     "tf_dynamic_loss_scale",

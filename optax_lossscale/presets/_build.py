@@ -35,8 +35,8 @@ def translated(theirs: Mapping[str, Any], names: str, **others: Any) -> dict[str
 def growing(theirs: Mapping[str, Any], names: str, **others: Any) -> Growing:
     """Return a `DynamicLossScale` if that behaves alike, else a `VerbatimLossScale`."""
     rule = VerbatimLossScale(**translated(theirs, names, **others))
-    quirks = rule.first_growth_late or rule.scale_dtype != "float32"
-    if quirks or not rule.min_scale <= rule.init_scale <= rule.max_scale:
+    late = rule.first_growth_late
+    if late or not rule.min_scale <= rule.init_scale <= rule.max_scale:
         return rule
     fields = {field.name for field in dataclasses.fields(DynamicLossScale)}
     return DynamicLossScale(**{name: getattr(rule, name) for name in fields})

@@ -3,7 +3,6 @@
 from typing import Any
 
 from .._rules.fixed import FixedLossScale
-from .._validation import SCALE_DTYPES
 from ._build import Growing, growing
 
 
@@ -34,9 +33,6 @@ def jmp_dynamic(
 ) -> Growing:
     """Return the rule of ``jmp.DynamicLossScale``.
 
-    If ``loss_scale`` is a float16 or bfloat16 number, the scale is rounded to that type
-    and does not grow out of its range.
-
     Args:
         loss_scale: the first scale, from 2**-126 to 2**126.
         period: finite steps in a row before the scale grows.
@@ -47,19 +43,8 @@ def jmp_dynamic(
         A `DynamicLossScale` or `VerbatimLossScale`. See `departures`.
 
     Examples:
-        >>> import jax.numpy as jnp
         >>> from optax_lossscale import presets
-        >>> presets.jmp_dynamic(jnp.float16(2.0**15)).scale_dtype
-        'float16'
+        >>> presets.jmp_dynamic(2.0**15, period=500).growth_interval
+        500
     """
-    return growing(
-        locals(),
-        "init_scale growth_interval factor floor",
-        scale_dtype=_scale_dtype(loss_scale),
-    )
-
-
-def _scale_dtype(loss_scale: Any) -> str:
-    """Return the type to which jmp rounds the scale: that of the first one."""
-    dtype = str(getattr(loss_scale, "dtype", "float32"))
-    return dtype if dtype in SCALE_DTYPES else "float32"
+    return growing(locals(), "init_scale growth_interval factor floor")

@@ -14,7 +14,6 @@ def mpx_dynamic(
     """Return the rule of ``mpx.DynamicLossScaling``.
 
     It is the rule of `jmp_dynamic` with a maximum of 65504, the largest float16 number.
-    The first step clips the scale to the limits.
 
     Args:
         loss_scaling: the first scale, from 2**-126 to 2**126.
@@ -31,8 +30,5 @@ def mpx_dynamic(
         65504.0
     """
     return growing(
-        locals(),
-        "init_scale floor factor growth_interval",
-        max_scale=65504.0,
-        clips_every_step=True,
+        locals(), "init_scale floor factor growth_interval", max_scale=65504.0
     )

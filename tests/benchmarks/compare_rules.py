@@ -18,8 +18,6 @@ RULES = {
     "dynamic": ls.DynamicLossScale(),
     "dynamic every 20": ls.DynamicLossScale(growth_interval=20),
     "headroom": ls.HeadroomLossScale(),
-    "log-normal": ls.LogNormalLossScale(),
-    "LogMax of OpenSeq2Seq": ls.presets.openseq2seq_logmax(),
 }
 # What is replayed: a name, a rule, and how often a step is repeated at most.
 REPLAYED = [(name, rule, 0) for name, rule in RULES.items()]

@@ -38,7 +38,7 @@ def test_the_suggested_scale_is_the_largest_that_leaves_the_headroom(exponents, 
     assert suggested.informative
 
 
-RULES = (ls.DynamicLossScale, ls.HeadroomLossScale, ls.LogNormalLossScale)
+RULES = (ls.DynamicLossScale, ls.HeadroomLossScale)
 # Bounds, the largest magnitude, and the suggested scale.
 SUGGESTED = [
     # Gradients that are all zero tell nothing; XLA takes the last for zero on CPU.

@@ -99,8 +99,7 @@ def test_every_public_name_is_in_the_reference_once():
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["FixedLossScale", "DynamicLossScale", "HeadroomLossScale", "LogNormalLossScale"],
+    "name", ["FixedLossScale", "DynamicLossScale", "HeadroomLossScale"]
 )
 def test_the_tables_of_rules_name_every_argument_with_its_default(name):
     rows = table(page("start/rules"), f"`{name}`")

@@ -26,15 +26,9 @@ def verbatim(first, interval, least=SMALLEST, largest=LARGEST, **others):
     return presets.VerbatimLossScale(init_scale=first, **numbers, **others)
 
 
-def tolerant(first, interval, least, **others):
-    limits = {"min_scale": least, "max_scale": LARGEST}
-    return ls.TolerantLossScale(first, growth_interval=interval, **limits, **others)
-
-
 BY_FOUR = {"growth_factor": 4.0, "backoff_factor": 0.25}
 LATE = {"hysteresis_refill": "growth", "first_growth_late": True}
 BOTH = {"hysteresis_refill": "growth", "hysteresis": 2}
-SMOOTH = {"nonfinite_log": 2.0**16, "power_of_two": False}
 
 # The rule of the defaults of each preset, and of other values for each argument.
 P = presets
@@ -68,7 +62,6 @@ TABLE = [
         verbatim(2.0**12, 5, 4.0, first_growth_late=True, hysteresis=3),
     ),
     (P.fairseq, {}, dynamic(2.0**15, 2000, 2.0**-13)),
-    (P.fairseq, {"tolerance": 0.25}, tolerant(2.0**15, 2000, 2.0**-13, tolerance=0.25)),
     (
         P.fairseq,  # the scale stays above the minimum
         dict(init_scale=8.0, scale_factor=4.0, scale_window=5, min_loss_scale=2.0**-5),
@@ -88,7 +81,7 @@ TABLE = [
     (
         P.jmp_dynamic,
         dict(loss_scale=jnp.float16(8), period=5, factor=4.0, min_loss_scale=2.0),
-        verbatim(8.0, 5, 2.0, scale_dtype="float16", **BY_FOUR),
+        dynamic(8.0, 5, 2.0, **BY_FOUR),
     ),
     (P.jmp_static, {"loss_scale": 8.0}, fixed(8.0, True)),
     (P.keras_loss_scale, {}, dynamic(2.0**15, 2000)),
@@ -108,15 +101,6 @@ TABLE = [
             **dict(hysteresis=3, hysteresis_refill="growth"),
         ),
     ),
-    (P.metaseq, {}, tolerant(4.0, 256, 2.0**-5, interval_follows_scale=True)),
-    (
-        P.metaseq,
-        dict(init_scale=8.0, scale_factor=4.0, scale_window=5, tolerance=0.25)
-        | dict(threshold=2.0**-20, min_loss_scale=2.0**-5),
-        tolerant(
-            *(8.0, 5, 2.0**-5), tolerance=0.25, interval_follows_scale=True, **BY_FOUR
-        ),
-    ),
     (P.mindspore_dynamic, {}, dynamic(2.0**24, 2000, 1.0)),
     (
         P.mindspore_dynamic,
@@ -133,23 +117,7 @@ TABLE = [
     (
         P.mpx_dynamic,
         dict(loss_scaling=65536.0, min_loss_scaling=4.0, factor=4.0, period=5),
-        verbatim(65536.0, 5, 4.0, 65504.0, clips_every_step=True, **BY_FOUR),
-    ),
-    (P.openseq2seq_backoff, {}, dynamic(2.0**24, 2000, 1.0, 2.0**24)),
-    (
-        P.openseq2seq_backoff,
-        dict(scale_min=4.0, scale_max=8.0, step_factor=4.0, step_window=5),
-        dynamic(8.0, 5, 4.0, 8.0, **BY_FOUR),
-    ),
-    (P.openseq2seq_logmax, {}, ls.LogNormalLossScale(1.0, **SMOOTH)),
-    (
-        P.openseq2seq_logmax,
-        dict(scale_min=4.0, scale_max=8.0, log_max=8.0)
-        | dict(beta1=0.5, beta2=0.25, overflow_std_dev=2.0),
-        ls.LogNormalLossScale(
-            **dict(init_scale=4.0, min_scale=4.0, max_scale=8.0, nonfinite_log=2.0**8),
-            **dict(beta1=0.5, beta2=0.25, overflow_std_dev=2.0, power_of_two=False),
-        ),
+        verbatim(65536.0, 5, 4.0, 65504.0, **BY_FOUR),
     ),
     (
         P.tf_contrib_exponential_update,
