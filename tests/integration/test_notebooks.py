@@ -5,7 +5,6 @@ import subprocess
 import sys
 import tomllib
 
-import jax
 import nbformat
 import numpy as np
 import pytest
@@ -35,8 +34,6 @@ def read(path):
 @pytest.mark.slow
 @every_notebook
 def test_a_notebook_runs_and_shows_what_it_says(path, tmp_path):
-    if path.stem == "many_devices" and not hasattr(jax.lax, "pcast"):
-        pytest.skip("jax is older than the notebook's `jax.lax.pcast`")
     notebook = read(path)
     notebook.cells.append(
         nbformat.v4.new_code_cell(
