@@ -2,6 +2,7 @@
 
 import glob
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -11,7 +12,8 @@ ROOT = Path(__file__).parents[1]
 
 nox.needs_version = ">=2025.5"
 nox.options.sessions = [
-    *("lint", "demo", "tests", "slow", "oldest", "newest_python", "book", "package")
+    *("lint", "demo", "tests", "slow", "oldest", "colab", "newest_python"),
+    *("book", "package"),
 ]
 nox.options.stop_on_first_error = True
 nox.options.default_venv_backend = "venv"
@@ -21,15 +23,17 @@ nox.options.error_on_missing_interpreters = False
 os.environ["JAX_PLATFORMS"] = "cpu"
 # The command `python3.13` of pyenv fails unless that version has been made active.
 pyenv = os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv"))
-folders = glob.glob(f"{pyenv}/versions/3.1[34]*/bin")
+folders = glob.glob(f"{pyenv}/versions/3.1[234]*/bin")
 os.environ["PATH"] = os.pathsep.join([*folders, os.environ["PATH"]])
 
 
-def install(session: nox.Session, extra: str, *groups: str) -> None:
+def install(
+    session: nox.Session, extra: str, *groups: str, pins: tuple[str, ...] = ()
+) -> None:
     """Install the package with an extra and dependency groups of pyproject.toml."""
     session.chdir(ROOT)
     packages = nox.project.dependency_groups(nox.project.load_toml(), *groups)
-    session.install("-e", f".[{extra}]" if extra else ".", *packages)
+    session.install("-e", f".[{extra}]" if extra else ".", *packages, *pins)
 
 
 @nox.session
@@ -66,14 +70,26 @@ def slow(session: nox.Session) -> None:
 def oldest(session: nox.Session) -> None:
     """The tests on the oldest supported jax and optax."""
     oldest = ("jax==0.7.0", "jaxlib==0.7.0", "optax==0.2.5", "chex==0.1.90")
-    session.chdir(ROOT)
-    session.install("-e", ".[test]", *oldest)
+    install(session, "test", pins=oldest)
     session.run("pytest")
 
 
-@nox.session(python=["3.13", "3.14"])
+@nox.session
+def colab(session: nox.Session) -> None:
+    """All programs of the book on the versions that Colab has."""
+    versions = ("jax==0.7.2", "jaxlib==0.7.2", "numpy==2.1.3", "matplotlib==3.10.0")
+    # This matplotlib uses names that pyparsing 3.3 warns of.
+    install(session, "test", "slow", pins=(*versions, "pyparsing<3.3"))
+    names = ("notebooks", "pages", "programs", "trainers", "compared")
+    files = [f"tests/integration/test_{name}.py" for name in names]
+    folder = "tests/integration/coming_from"
+    session.run("pytest", "-m", "not longest", "--dist=worksteal", *files, folder)
+
+
+# On Python 3.11, the newest jax is 0.10 and the newest flax is 0.12.8.
+@nox.session(python=["3.12", "3.13", "3.14"])
 def newest_python(session: nox.Session) -> None:
-    """The tests on Python 3.13 and 3.14, where the machine has them."""
+    """The tests on the newest jax, on each of these Pythons that the machine has."""
     install(session, "test")
     session.run("pytest")
 
@@ -88,12 +104,16 @@ def book(session: nox.Session) -> None:
 
 @nox.session
 def package(session: nox.Session) -> None:
-    """The wheel and the sdist: built, checked, and used outside of the clone."""
+    """The wheel and the sdist in dist/: built, checked, and used outside of the clone.
+
+    The release publishes these files.
+    """
     install(session, "", "release")
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    session.run("python", "-m", "build")
+    files = glob.glob(f"{ROOT}/dist/*")
+    session.run("twine", "check", "--strict", *files)
     with tempfile.TemporaryDirectory() as folder:
-        session.run("python", "-m", "build", "--outdir", f"{folder}/dist")
-        files = glob.glob(f"{folder}/dist/*")
-        session.run("twine", "check", "--strict", *files)
         session.chdir(folder)
         for file in files:
             session.run("python", "-m", "venv", "--clear", "used")

@@ -33,8 +33,8 @@ def check_agreement(
             f"{sorted(axes, key=str)}, got {axis_name!r}. Otherwise some devices would "
             "skip or retry a step that others do not, and drift apart or wait for each "
             "other forever. Add the axis, or average the loss and its gradients. If "
-            "each device trains its own model, let its `scale_state` differ, too, with "
-            "`jax.lax.pcast(scale_state, axis, to='varying')`."
+            "each device trains its own model, it needs its own state, too: "
+            "`jax.vmap(tx.init)` makes one for each, to be sharded along the axis."
         )
 
 

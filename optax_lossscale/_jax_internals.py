@@ -73,15 +73,15 @@ def varying_axes(x: jax.Array) -> frozenset[Any]:
     aval: Any = jax.typeof(x)
     kind = getattr(aval, "manual_axis_type", None)
     # In jax 0.7, the type itself has the axes.
-    axes = getattr(aval, "vma", None) if kind is None else kind.varying
-    if axes is None:
+    axes = getattr(kind, "varying", getattr(aval, "vma", None))
+    if axes is None and jax.sharding.get_abstract_mesh().manual_axes:
         # With an empty set, devices could silently decide differently.
         raise RuntimeError(
             f"jax {jax.__version__} no longer reports along which mapped axes an array "
             "varies. This version of optax_lossscale relies on that. Upgrade "
             "optax_lossscale, or install an earlier jax."
         )
-    return axes
+    return axes or frozenset()
 
 
 def as_varying(x: jax.Array, like: jax.Array) -> jax.Array:

@@ -6,8 +6,8 @@ import re
 import tomllib
 
 import jax.numpy as jnp
-import optax
 import pytest
+from flax import nnx
 from helpers import PAGES, README, ROOT, code_blocks, headings, page, table
 
 import optax_lossscale as ls
@@ -42,7 +42,7 @@ def test_links_lead_to_files_and_headings(path):
             assert heading in headings(target.read_text())
 
 
-@pytest.mark.skipif(not hasattr(optax, "microbatch"), reason="names of today")
+@pytest.mark.skipif(not hasattr(nnx, "capture"), reason="names of today")
 def test_the_names_in_the_prose_exist():
     modules = {
         **{"ls": "optax_lossscale", "jnp": "jax.numpy", "nnx": "flax.nnx"},

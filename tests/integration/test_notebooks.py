@@ -5,7 +5,6 @@ import subprocess
 import sys
 import tomllib
 
-import jax
 import nbformat
 import numpy as np
 import pytest
@@ -20,8 +19,9 @@ every_notebook = pytest.mark.parametrize(
 # to 0.12, printed numbers differ by up to 5 %.
 TOLERANCE = 0.1
 # This one trains on Python's manual, which is 12 % longer in Python 3.13 than in 3.11.
-# A difference of float32 rounding errors then differs by 21 %.
-TOLERANCES = {"float16_or_bfloat16": 0.3}
+# A difference of float32 rounding errors then differs by 21 %, and the largest of many
+# by 31 % in jax 0.7.0.
+TOLERANCES = {"float16_or_bfloat16": 0.4}
 # The few numbers that round differently make these up: a factor of 4 between the two.
 UNSTABLE = ("of the letters differ", "same operations:")
 
@@ -35,8 +35,6 @@ def read(path):
 @pytest.mark.slow
 @every_notebook
 def test_a_notebook_runs_and_shows_what_it_says(path, tmp_path):
-    if path.stem == "many_devices" and not hasattr(jax.lax, "pcast"):
-        pytest.skip("jax is older than the notebook's `jax.lax.pcast`")
     notebook = read(path)
     notebook.cells.append(
         nbformat.v4.new_code_cell(

@@ -108,7 +108,7 @@ def test_the_tables_are_what_their_blocks_print_and_each_recipe_finds_the_block(
     assert len(re.findall(r"^\S.*1.*: inf$", printed, re.M)) == 3
 
 
-@pytest.mark.skipif(not hasattr(nnx, "capture"), reason="needs flax 0.12")
+@pytest.mark.skipif(not hasattr(nnx, "capture"), reason="needs flax 0.12.6")
 def test_nnx_captures_every_output_as_the_page_says():
     call = re.search(r"`(nnx\.capture\(.+?\)\(x\))`", page("troubleshooting"))[1]
     rngs = nnx.Rngs(0)

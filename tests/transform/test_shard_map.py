@@ -142,7 +142,7 @@ def test_devices_with_models_of_their_own_skip_alone(check_vma):
         return jax.tree.map(lambda x: x[None], tx.update(ones, state, value=loss))
 
     step = on_mesh(on_each, P("d"), P("d"), make_mesh(d=4), check_vma=check_vma)
-    states = jax.tree.map(lambda x: jnp.stack([x] * 4), tx.init(ones))
+    states = jax.vmap(tx.init)(jnp.stack([ones] * 4))  # as the error says
     updates, states = step(jnp.array([1.0, jnp.nan, 1.0, 1.0]), states)
     assert updates[:, 0].tolist() == [3.0, 0.0, 3.0, 3.0]
     assert states.scale_state.skipped_steps.tolist() == [0, 1, 0, 0]
