@@ -82,7 +82,8 @@ SIGNATURES = {
     "axis_name",
     "gradient_report": "grads * loss_scale=1.0 dtype axis_name",
     "format_report": "report * limit=20",
-    "suggest_loss_scale": "grads * dtype headroom=3.0 min_scale=1.0 max_scale=2.0**24",
+    "suggest_loss_scale": "grads * dtype headroom=3.0 min_scale=5.960464477539063e-08 "
+    "max_scale=2.0**24",
     "WithLossScalingState": "scale_state inner_state",
     "MasterWeightsState": "master_weights inner_state",
 }
