@@ -110,7 +110,7 @@ def check_loss_scale(
         return None if grads is None else gradient_report(grads, loss_scale=scale)
 
     found = map(optax.tree.get_all_with_path, (state, state), ("count", "step"))
-    counts = [x for _, x in itertools.chain(*found)]
+    counts = [x for x in jax.tree.leaves([*found]) if isinstance(x, jax.Array)]
     due = _is_due(scale_state, all_finite(grads), counts, limit, every, eager)
     if eager:
         if (fetched := jax.device_get(due)).any():
@@ -156,7 +156,7 @@ def _is_due(
     # So many finite steps in a row have had this scale. At the ceiling, too, a rule
     # starts anew after each interval, but an optimizer counts on.
     steps = optax.tree.get(state.rule_state, "steps_since_change", tracker)
-    most = [jnp.max(x, initial=0).astype(jnp.int32) for x in jax.tree.leaves(counts)]
+    most = [jnp.max(x, initial=0).astype(jnp.int32) for x in counts]
     count = functools.reduce(jnp.maximum, most, jnp.int32(0))
     steps = jnp.where((steps == 0) & (count >= 20_000), count, steps)
     unused = (scale >= 2.0**24) & (skipped == 0) & (steps >= 500)

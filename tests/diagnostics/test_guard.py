@@ -96,14 +96,21 @@ def test_a_scale_at_its_ceiling_without_a_skip_is_of_no_use():
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
-    ("inner", "seen"),
-    [(optax.adam(0.0), [20_000, 22_000]), (optax.sgd(0.0), [])],
-    ids=["adam", "without a count"],
+    ("inner", "wrap", "seen"),
+    [
+        (optax.adam(0.0), lambda x, n: x, [20_000, 22_000]),
+        (
+            optax.sgd(0.0),
+            lambda x, n: {"step": jnp.int32(n), "opt": x},
+            [20_000, 22_000],
+        ),
+        (optax.sgd(0.0), lambda x, n: {"step": n, "count": "none"} | {"opt": x}, []),
+    ],
+    ids=["its count", "a step", "no array"],
 )
-def test_asked_every_growth_interval_it_warns_by_the_count(inner, seen, compiled):
+def test_asked_every_growth_interval_it_counts_steps(inner, wrap, seen, compiled):
     """The rule's own state is the same at each growth, the first at 2**24 included."""
     tx, grads, warned = ls.with_loss_scaling(inner), jnp.full(2, 1e-6), []
-    check = jax.jit(ls.check_loss_scale) if compiled else ls.check_loss_scale
     opt_state = tx.init(grads)
 
     @jax.jit
@@ -117,8 +124,11 @@ def test_asked_every_growth_interval_it_warns_by_the_count(inner, seen, compiled
         opt_state = interval(opt_state)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            check(opt_state)
-            jax.effects_barrier()
+            if compiled:
+                jax.jit(lambda x, n=steps: ls.check_loss_scale(wrap(x, n)))(opt_state)
+                jax.effects_barrier()
+            else:
+                ls.check_loss_scale(wrap(opt_state, steps))
         warned += [steps] * len(caught)
     assert (warned, ls.get_loss_scale(opt_state)) == (seen, 2.0**24)
 
