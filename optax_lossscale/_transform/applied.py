@@ -45,8 +45,7 @@ def keep_if_applied(
             `get_loss_scale_state`. The one from before tells of the previous step.
         new: what the optimizer does not protect, such as BatchNorm statistics, counters
             and PRNG keys, after the step; any pytree, as for `select`.
-        old: the values before the step, with the structure and shapes of ``new``. If
-            they are the same arrays, it warns.
+        old: the values before it, shaped like ``new``. It warns of the same arrays.
         axis_name: the mapped axes, as for `all_finite`.
 
     Returns:
