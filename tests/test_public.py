@@ -98,11 +98,12 @@ SIGNATURES = {
     "keep_if_applied": "state new old * axis_name",
     **dict.fromkeys(("all_finite", "max_magnitude"), "tree * axis_name"),
     "select": "pred on_true on_false",
-    "check_loss_scale": "state * max_consecutive_skips=100 every=1 grads on_error "
-    "axis_name",
+    "check_loss_scale": "state * max_consecutive_skips=100 every=1 grads value "
+    "on_error axis_name",
     "gradient_report": "grads * loss_scale=1.0 dtype axis_name",
     "format_report": "report * limit=20",
-    "suggest_loss_scale": "grads * dtype headroom=3.0 min_scale=1.0 max_scale=2.0**24",
+    "suggest_loss_scale": "grads * dtype headroom=3.0 min_scale=5.960464477539063e-08 "
+    "max_scale=2.0**24",
     "WithLossScalingState": "scale_state inner_state",
     "MasterWeightsState": "master_weights inner_state",
 }

@@ -1,20 +1,22 @@
 """A guard that detects, on the host or in a compiled loop, that training stopped."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from .._devices import AxisName, check_axis_name
 from .._find import get_loss_scale_state
+from .._finite import all_finite
 from .._state import LossScaleState, check_state
 from .._validation import check
 from .._warn import warn
 from .gradient_report import check_gradients, gradient_report
-from .stop_message import WARNINGS, stop_message
-from .table import GradientReport
+from .stop_message import EVENTS, message
 
 
 class LossScaleError(RuntimeError):
@@ -33,32 +35,33 @@ def check_loss_scale(
     max_consecutive_skips: int = 100,
     every: int = 1,
     grads: Any = None,
+    value: Any = None,
     on_error: Callable[[LossScaleError], None] | None = None,
     axis_name: AxisName | None = None,
 ) -> None:
     """Raise an error if training has stopped: too many steps were skipped.
 
-    If every step is skipped, the loop runs on, but nothing is learned. Call this where
-    you log, where it waits for the device, or in a compiled loop. There the device
-    decides, and calls the host only if training has stopped. Without ``on_error``, the
-    program then ends with a ``jax.errors.JaxRuntimeError`` that quotes the
-    `LossScaleError`, and its results are lost.
+    Call this where you log, where it waits for the device, or in a compiled loop. There
+    the device decides, and calls the host only if something is due. Without
+    ``on_error``, an error ends the program with a ``jax.errors.JaxRuntimeError`` that
+    quotes the `LossScaleError`, and its results are lost.
 
     It warns
 
-    - if no step was ever skipped, and the last 500 steps had a scale of 2**24 or more:
-      the step does not call `value_and_grad`, or nothing computes in float16. It cannot
-      tell if the scale grows sooner than that;
-    - if the scale has fallen to 1, and more than 5 % of the steps are skipped of late:
-      some batches are bad;
-    - if the scale has fallen to 1, and the first skips are 20 or more in a row.
+    - if no step was ever skipped, and the last 500 steps had a scale of 2**24 or more
+      or, just after a growth, the ``count`` of the optimizer is 20,000 or more;
+    - if the scale has fallen to 1, and more than 5 % of the steps are skipped of late;
+    - if the scale has fallen to 1, and the first skips are 20 or more in a row;
+    - if ``grads`` are not finite, but the step counts as applied: the update is left
+      out or undone. A fixed scale, which may never skip, must have skipped before.
 
     Args:
         state: the optimizer state after the update, as for `get_loss_scale_state`.
         max_consecutive_skips: how many steps in a row may be skipped, 1 or more.
         every: the number of skipped steps between two errors, 1 or more.
-        grads: the gradients of this step, to show their `gradient_report` in the error.
-            The report is computed only for an error.
+        grads: the gradients of this step, whose `gradient_report` an error shows.
+        value: the unscaled loss of this step, which tells a fault of the forward pass
+            from one of the backward pass.
         on_error: called on the host with the `LossScaleError` instead of raising it.
         axis_name: the mapped axis, or a tuple of them, along which the state is the
             same everywhere. Only the first device along it calls the host.
@@ -91,78 +94,83 @@ def check_loss_scale(
         check_state(scale_state)  # raises
     limit = check("max_consecutive_skips", max_consecutive_skips)
     every = check("every", every)
-    if on_error is not None:
-        check("on_error", on_error)
-    if grads is not None:
-        check_gradients(grads)
+    check_gradients(grads)
+    for name, given in (("on_error", on_error), ("value", value)):
+        if given is not None:
+            check(name, given)
     if axis_name is not None:
         check_axis_name(axis_name)
-    leaves = jax.tree.leaves((state, grads))
+    leaves = jax.tree.leaves((state, grads, value))
     eager = not any(isinstance(x, jax.core.Tracer) for x in leaves)
     tell = functools.partial(_tell, limit, on_error)
-    scale_state, grads = jax.lax.stop_gradient((scale_state, grads))
+    scale_state, grads, value = jax.lax.stop_gradient((scale_state, grads, value))
 
-    def report() -> GradientReport | None:
+    def report() -> Any:
         scale = scale_state.loss_scale
         return None if grads is None else gradient_report(grads, loss_scale=scale)
 
-    due = _is_due(scale_state, limit, every, eager)
+    found = map(optax.tree.get_all_with_path, (state, state), ("count", "step"))
+    counts = [x for x in jax.tree.leaves([*found]) if isinstance(x, jax.Array)]
+    due = _is_due(scale_state, all_finite(grads), counts, limit, every, eager)
     if eager:
         if (fetched := jax.device_get(due)).any():
-            tell(fetched, scale_state, report())
+            tell(fetched, scale_state, report(), value)
         return
     if axis_name is not None:
         due &= jax.lax.axis_index(axis_name) == 0
     jax.lax.cond(
         due.any(),
-        lambda: jax.debug.callback(tell, due, scale_state, report()),
+        lambda: jax.debug.callback(tell, due, scale_state, report(), value),
         lambda: None,
     )
 
 
-def _raise(message: str, on_error: Callable[[LossScaleError], None] | None) -> None:
-    if on_error is None:
-        raise LossScaleError(message)
-    on_error(LossScaleError(message))
-
-
-def _tell(
-    limit: int,
-    on_error: Callable[[LossScaleError], None] | None,
-    due: Any,
-    state: LossScaleState,
-    report: GradientReport | None,
-) -> None:
+def _tell(limit: int, on_error: Any, due: Any, *seen: Any) -> None:
     """Tell the user, on the host, what is due."""
-    stopped, *others = due  # all False for another member under ``jax.vmap``
-    for message, is_due in zip(WARNINGS, others, strict=True):
-        if is_due:
-            warn(message)
-    if stopped:
-        _raise(stop_message(state, limit, report), on_error)
+    # Nothing is for another member under ``jax.vmap``.
+    for event in itertools.compress(EVENTS, due):
+        text = message(event, limit, *seen)
+        if event != "stopped":
+            warn(text)
+        elif on_error is None:
+            raise LossScaleError(text)
+        else:
+            on_error(LossScaleError(text))
 
 
 @functools.partial(jax.jit, static_argnames=("limit", "every", "eager"))
-def _is_due(state: LossScaleState, limit: int, every: int, eager: bool) -> jax.Array:
-    """Return whether training has stopped, and whether each of the warnings is due.
+def _is_due(
+    state: LossScaleState, finite: Any, counts: Any, limit: int, every: int, eager: bool
+) -> jax.Array:
+    """Return whether each event is due.
 
-    The first is reported at the first skip beyond the limit, then every few; the
-    warnings, in a compiled loop, once in a while.
+    The error is due at the first skip beyond the limit, then every few; the warnings,
+    in a compiled loop, once in a while.
     """
+    scale, skipped = state.loss_scale, state.skipped_steps
     skips, tracker = state.consecutive_skips, state.growth_tracker
     in_a_row = (skips > limit) & ((skips - limit - 1) % every == 0)
     # Only a fault skips more: a rule overflows once in its growth interval.
-    often = (state.skip_rate > 0.25) & (state.skipped_steps % every == 0)
-    wrong = ~((state.loss_scale > 0) & (state.loss_scale < jnp.inf))
-    # So many finite steps in a row have had this scale.
-    unused = (state.loss_scale >= 2.0**24) & (state.skipped_steps == 0)
-    unused &= (tracker >= 500) & (eager | (tracker % 500 == 0))
-    # A rule that changes its scale recovers from a low one, unless batches are bad.
-    low = state.loss_scale <= 1
-    losing = low & (state.hysteresis_tracker >= 0) & ~often
+    often = (state.skip_rate > 0.25) & (skipped % every == 0)
+    wrong = ~((scale > 0) & (scale < jnp.inf))
+    # So many finite steps in a row have had this scale. At the ceiling, too, a rule
+    # starts anew after each interval, but an optimizer counts on.
+    steps = optax.tree.get(state.rule_state, "steps_since_change", tracker)
+    most = [jnp.max(x, initial=0).astype(jnp.int32) for x in counts]
+    count = functools.reduce(jnp.maximum, most, jnp.int32(0))
+    steps = jnp.where((steps == 0) & (count >= 20_000), count, steps)
+    unused = (scale >= 2.0**24) & (skipped == 0) & (steps >= 500)
+    unused &= eager | (steps % 500 == 0)
+    # A rule that changes its scale recovers from a low one, unless batches are bad. To
+    # find one below 1 it may take so many skips.
+    changes = state.hysteresis_tracker >= 0
+    losing = ((scale == 1) | (scale < 1) & (skipped > 64)) & changes & ~often
     losing &= (state.skip_rate > 0.05) & (skips <= 1) & (tracker < 50)
-    losing &= eager | (skips == 1) & (state.skipped_steps % every == 0)
-    first = low & (skips == state.skipped_steps) & (skips < limit)
+    losing &= eager | (skips == 1) & (skipped % every == 0)
+    first = (scale == 1) & (skips == skipped) & (skips < limit)
     first &= (skips >= 20) & (eager | (skips == 20))
-    due = (in_a_row | often | wrong, unused, losing, first)
+    # A state that has not skipped and does not change its scale may be one that never
+    # skips.
+    applied = (skips == 0) & (changes | (skipped > 0))
+    due = (unused, losing, first, ~finite & jnp.all(applied), in_a_row | often | wrong)
     return jnp.stack([*map(jnp.any, due)])

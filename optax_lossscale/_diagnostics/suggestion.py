@@ -43,7 +43,7 @@ def suggest_loss_scale(
     *,
     dtype: Any = jnp.float16,
     headroom: float = 3.0,
-    min_scale: float = 1.0,
+    min_scale: float = 2.0**-24,
     max_scale: float = 2.0**24,
 ) -> SuggestedLossScale:
     """Suggest the power of two that brings the largest gradient safely below overflow.
@@ -52,8 +52,8 @@ def suggest_loss_scale(
     be jitted, and does not wait for the device.
 
     Args:
-        grads: true (unscaled) gradients, as for `gradient_report`, of a few typical
-            batches from early and late in training, as a list of trees.
+        grads: true (unscaled) gradients, computed in float32, of a few typical batches
+            from early and late in training, as a list of trees.
         dtype: the floating-point type in which gradients are computed, or its name.
         headroom: how many octaves (factors of two) to leave free between the largest
             gradient and the type's maximum, from 0 to 126.

@@ -12,6 +12,7 @@ from .._jax_internals import as_sharded
 from .._precision import is_inexact
 from .._state import check_state
 from .._tree import choose, same_structure, select
+from .._warn import warn
 
 
 def was_applied(state: Any) -> jax.Array:
@@ -44,7 +45,7 @@ def keep_if_applied(
             `get_loss_scale_state`. The one from before tells of the previous step.
         new: what the optimizer does not protect, such as BatchNorm statistics, counters
             and PRNG keys, after the step; any pytree, as for `select`.
-        old: the values before the step, with the structure and shapes of ``new``.
+        old: the values before it, shaped like ``new``. It warns of the same arrays.
         axis_name: the mapped axes, as for `all_finite`.
 
     Returns:
@@ -60,6 +61,14 @@ def keep_if_applied(
         0.0
     """
     scale_state = check_state(get_loss_scale_state(state))
+    leaves = jax.tree.leaves(new)
+    same = [x is y for x, y in zip(leaves, jax.tree.leaves(old), strict=False)]
+    if any(map(is_inexact, leaves)) and all(same):
+        warn(
+            "`new` and `old` are the same arrays, so a NaN in them would stay. If the "
+            "step changes them in place, as Flax NNX does, copy them before it with "
+            "`jax.tree.map(jnp.copy, old)`. If it does not change them, leave them out."
+        )
 
     def compared(new: Any, old: Any) -> Any:
         if not is_inexact(new) or jnp.shape(new) != jnp.shape(old):

@@ -1,11 +1,13 @@
 """check_loss_scale, on the host and in compiled loops."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from every_rule import RULES
 from helpers import make_mesh, on_mesh
 from jax.sharding import PartitionSpec as P
 
@@ -60,6 +62,7 @@ def test_a_guard_raises_for_a_scale_that_is_no_positive_number(scale):
         ("state", optax.EmptyState(), "`state` must contain a LossScaleState"),
         ("every", 0, "`every` must be a whole number from 1"),
         ("grads", "gradients", "`grads` must hold only arrays"),
+        ("value", jnp.ones(2), "`value` must be one real number of shape"),
         ("axis_name", "z", "must name an axis of the surrounding"),
         ("on_error", "print", "`on_error` must be a function"),
     ],
@@ -89,6 +92,45 @@ def test_a_scale_at_its_ceiling_without_a_skip_is_of_no_use():
     # One that has just arrived may overflow next; others have, or are lower.
     for number in ({"growth_tracker": 499}, {"skipped_steps": 1}, {"loss_scale": 8e6}):
         ls.check_loss_scale(state(**number))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    ("inner", "wrap", "seen"),
+    [
+        (optax.adam(0.0), lambda x, n: x, [20_000, 22_000]),
+        (
+            optax.sgd(0.0),
+            lambda x, n: {"step": jnp.int32(n), "opt": x},
+            [20_000, 22_000],
+        ),
+        (optax.sgd(0.0), lambda x, n: {"step": n, "count": "none"} | {"opt": x}, []),
+    ],
+    ids=["its count", "a step", "no array"],
+)
+def test_asked_every_growth_interval_it_counts_steps(inner, wrap, seen, compiled):
+    """The rule's own state is the same at each growth, the first at 2**24 included."""
+    tx, grads, warned = ls.with_loss_scaling(inner), jnp.full(2, 1e-6), []
+    opt_state = tx.init(grads)
+
+    @jax.jit
+    def interval(opt_state):
+        def step(opt_state, _):
+            return tx.update(grads, opt_state, grads)[1], None
+
+        return jax.lax.scan(step, opt_state, length=2000)[0]
+
+    for steps in range(2000, 22_001, 2000):
+        opt_state = interval(opt_state)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if compiled:
+                jax.jit(lambda x, n=steps: ls.check_loss_scale(wrap(x, n)))(opt_state)
+                jax.effects_barrier()
+            else:
+                ls.check_loss_scale(wrap(opt_state, steps))
+        warned += [steps] * len(caught)
+    assert (warned, ls.get_loss_scale(opt_state)) == (seen, 2.0**24)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -131,14 +173,14 @@ def test_errors_come_at_the_first_skip_beyond_the_limit_and_then_every_few(compi
     assert {key: skips(told) for key, told in errors.items()} == WATCHED
 
 
-def test_only_an_error_calls_the_host_or_measures_the_gradients():
+def test_only_what_is_due_calls_the_host_or_measures_the_gradients():
     def check(state, grads):
         ls.check_loss_scale(state, grads=grads)
 
     program = jax.make_jaxpr(check)(RULE.init(), {"w": jnp.ones(3)})
     [branches] = [eqn for eqn in program.eqns if eqn.primitive.name == "cond"]
     rest = "".join(str(eqn) for eqn in program.eqns if eqn is not branches)
-    for operation in ("debug_callback", "= abs"):
+    for operation in ("debug_callback", "_measure_leaf"):
         assert operation in str(branches) and operation not in rest
 
 
@@ -211,6 +253,117 @@ def test_rare_skips_and_a_start_from_a_high_scale_are_not_warned_of():
     for i in range(200):
         state = RULE.update(state, i > 18 and i % 40 > 0)
         ls.check_loss_scale(state)
+
+
+BELOW_1 = {"min_scale": 2.0**-24}
+WITHOUT_FLOOR = [ls.DynamicLossScale(**BELOW_1), ls.HeadroomLossScale(**BELOW_1)]
+WITHOUT_FLOOR += [ls.presets.torch_grad_scaler(), ls.presets.flax_dynamic_scale()]
+
+
+@pytest.mark.parametrize("rule", WITHOUT_FLOOR, ids=lambda x: type(x).__name__)
+def test_a_scale_that_is_rightly_below_1_is_not_warned_of_but_bad_batches_are(rule):
+    def step(state, magnitude):
+        finite = magnitude * state.loss_scale < 65504
+        args = (magnitude,) if rule.uses_max_magnitude else ()
+        state = rule.update(state, finite, *args)
+        grads = [jnp.where(finite, magnitude, jnp.inf)]
+        ls.check_loss_scale(state, grads=grads, value=jnp.float32(1.0))
+        return state
+
+    state = functools.reduce(step, 200 * [jnp.float32(2.0**22)], rule.init())
+    assert state.loss_scale < 2.0**-5 and state.consecutive_skips == 0
+    batches = 60 * [*9 * [jnp.float32(2.0**22)], jnp.float32(jnp.nan)]
+    with pytest.warns(UserWarning, match="fallen to 1, and more than 5 %"):
+        functools.reduce(step, batches, state)
+
+
+def loss_fn(params, batch):
+    return jnp.sum(params * batch)
+
+
+def flax_step(tx, params, opt_state, batch):
+    """Flax's selection was kept, and also puts the old scale back."""
+    loss, grads = ls.value_and_grad(loss_fn, opt_state)(params, batch)
+    updates, new_state = tx.update(grads, opt_state, params)
+    new = optax.apply_updates(params, updates), new_state
+    select = functools.partial(jnp.where, ls.all_finite(grads))
+    return *jax.tree.map(select, new, (params, opt_state)), loss, grads
+
+
+def cond_step(tx, params, opt_state, batch):
+    loss, grads = ls.value_and_grad(loss_fn, opt_state)(params, batch)
+
+    def update():
+        updates, new_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), new_state
+
+    small = optax.tree.norm(grads) < 1e3
+    return *jax.lax.cond(small, update, lambda: (params, opt_state)), loss, grads
+
+
+GOOD, BAD = jnp.ones(2), jnp.array([1.0, jnp.inf])
+TX = ls.with_loss_scaling(optax.adam(1e-3))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("broken_step", [flax_step, cond_step])
+def test_an_update_that_is_left_out_or_undone_is_warned_of(broken_step, compiled):
+    step = functools.partial(broken_step, TX)
+
+    def watched(params, opt_state, batch):
+        params, opt_state, loss, grads = step(params, opt_state, batch)
+        ls.check_loss_scale(opt_state, grads=grads, value=loss)
+        return params, opt_state
+
+    run = jax.jit(watched) if compiled else watched
+    params, opt_state = run(GOOD, TX.init(GOOD), GOOD)
+    with pytest.warns(UserWarning, match="counts as applied.\n1. The step leaves `up"):
+        run(params, opt_state, BAD)
+        jax.effects_barrier()
+
+
+def frozen(tx):
+    labels = {"w": "trained", "b": "frozen"}
+    return optax.partition({"trained": tx, "frozen": optax.set_to_zero()}, labels)
+
+
+OPTIMIZERS = {
+    **{
+        name: ls.with_loss_scaling(optax.adam(1e-3), rule)
+        for name, rule in RULES.items()
+    },
+    "MultiSteps": ls.with_loss_scaling(optax.MultiSteps(optax.sgd(0.1), 2)),
+    "frozen": ls.with_loss_scaling(frozen(optax.sgd(0.1))),
+    "chain": optax.chain(optax.clip(1.0), ls.with_loss_scaling(optax.sgd(0.1))),
+    "checked": ls.with_loss_scaling(optax.adam(1e-3), check_updates=True),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_bad_batches_and_overflows_are_not_taken_for_a_lost_update(name):
+    """Warnings are errors. Rules that never skip apply them, as they say."""
+    tx, params = OPTIMIZERS[name], {"w": GOOD, "b": GOOD}
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        def loss_of_tree(params):
+            return loss_fn(params["w"], batch) + jnp.sum(params["b"])
+
+        loss, grads = ls.value_and_grad(loss_of_tree, opt_state)(params)
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        return optax.apply_updates(params, updates), opt_state, grads, loss
+
+    opt_state = tx.init(params)
+    for i in range(12):
+        batch = BAD if i in (3, 8) else GOOD
+        params, opt_state, grads, loss = step(params, opt_state, batch)
+        ls.check_loss_scale(opt_state, grads=grads, value=loss)
+
+
+def test_of_an_ensemble_one_member_may_skip():
+    state = jax.vmap(TX.init)(jnp.ones((2, 2)))
+    _, state = jax.vmap(TX.update)(jnp.stack([GOOD, BAD]), state)
+    ls.check_loss_scale(state, grads=jnp.stack([GOOD, BAD]))
 
 
 def test_an_abstract_state_is_refused():

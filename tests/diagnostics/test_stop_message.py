@@ -1,13 +1,15 @@
 """The message of the guards."""
 
+import functools
 import re
 import tomllib
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from every_rule import RULES
-from helpers import PAGES, ROOT, headings
+from helpers import PAGES, ROOT, headings, page
 
 import optax_lossscale as ls
 from optax_lossscale._diagnostics import stop_message
@@ -15,8 +17,10 @@ from optax_lossscale._diagnostics import stop_message
 FORWARD, LAYER, DATA = "The forward pass", "The backward pass", "The batch or the"
 TOO_HIGH, OLD_STATE = "The scale is too high", "The gradient function was built once"
 OUTSIDE, RESULTS = "A transformation outside", "If you use `check_updates=True`"
-BATCHES, GROWS = "Some batches hold", "grows too soon"
+BATCHES, GROWS, FLOOR = "Some batches hold", "grows too soon", "at any scale from 1"
+DERIVATIVE, EMPTY = "The derivative of `sqrt`", "A mean over nothing"
 NAMES = [FORWARD, LAYER, DATA, TOO_HIGH, OLD_STATE, OUTSIDE, RESULTS, BATCHES, GROWS]
+NAMES += [FLOOR, DERIVATIVE, EMPTY]
 
 
 def message(state, **arguments):
@@ -58,8 +62,13 @@ def test_every_cause_leads_to_a_page_and_heading_that_exist():
         assert heading in ["", *headings((PAGES / file).read_text())]
 
 
-FINITE, NAN = jnp.ones(2), jnp.full(2, jnp.nan)
-SOME, ALL = [FINITE, NAN, FINITE], [NAN, NAN, NAN]
+def test_the_page_has_the_sentences_so_that_a_search_for_them_leads_there():
+    sentences = [*stop_message._WARNINGS.values(), DERIVATIVE, EMPTY, FLOOR]
+    assert all(sentence in page("troubleshooting") for sentence in sentences)
+
+
+FINITE, NAN, INF = jnp.ones(2), jnp.full(2, jnp.nan), jnp.full(2, jnp.inf)
+SOME, ALL, INF = [FINITE, NAN, FINITE], [NAN, NAN, NAN], [FINITE, INF, INF]
 FINITE = [FINITE] * 3
 FELL, COUNTED = {"loss_scale": 1.0}, {"growth_tracker": 7}
 FALLING = {"loss_scale": 2.0**9, "consecutive_skips": 20}
@@ -68,27 +77,102 @@ FIXED = {"hysteresis_tracker": -1, "loss_scale": 128.0}
 FIXED_AT_1 = {"hysteresis_tracker": -1, "loss_scale": 1.0}
 
 
+LOW = {"loss_scale": 2.0**-30}
+
+
 @pytest.mark.parametrize(
-    ("fields", "grads", "expected"),
+    ("fields", "grads", "value", "expected"),
     [
-        (FELL, ALL, [DATA, FORWARD, OLD_STATE]),
-        (FELL, SOME, [DATA, LAYER, OLD_STATE]),
-        (FELL, FINITE, [OLD_STATE, OUTSIDE, RESULTS]),
-        (FALLING, None, [DATA, FORWARD, TOO_HIGH]),
-        (FALLING, SOME, [DATA, LAYER, TOO_HIGH]),
-        (KEPT, None, [DATA, FORWARD, RESULTS]),
-        (KEPT, FINITE, [RESULTS, OLD_STATE, OUTSIDE]),
-        (COUNTED, None, [DATA, FORWARD, RESULTS]),
-        (COUNTED, FINITE, [RESULTS, OUTSIDE, DATA]),
-        (FIXED, None, [DATA, FORWARD, TOO_HIGH]),
-        (FIXED_AT_1, None, [DATA, FORWARD, RESULTS]),
+        (FELL, ALL, None, [DATA, FORWARD, DERIVATIVE]),
+        (FELL, SOME, None, [DATA, LAYER, DERIVATIVE]),
+        (FELL, FINITE, None, [OLD_STATE, OUTSIDE, RESULTS]),
+        (FELL, INF, None, [FLOOR, LAYER, DERIVATIVE]),
+        (FELL, None, None, [DATA, FORWARD, FLOOR]),
+        (LOW, None, None, [DATA, FORWARD, RESULTS]),
+        (FALLING, None, None, [DATA, FORWARD, TOO_HIGH]),
+        (FALLING, SOME, None, [DATA, LAYER, TOO_HIGH]),
+        (KEPT, None, None, [DATA, FORWARD, RESULTS]),
+        (KEPT, FINITE, None, [RESULTS, OLD_STATE, OUTSIDE]),
+        (COUNTED, None, None, [DATA, FORWARD, RESULTS]),
+        (COUNTED, FINITE, None, [RESULTS, OUTSIDE, DATA]),
+        (FIXED, None, None, [DATA, FORWARD, TOO_HIGH]),
+        (FIXED_AT_1, None, None, [DATA, FORWARD, FLOOR]),
+        # A loss that is not finite is a fault of the forward pass, a finite one is not.
+        *(
+            ({}, grads, jnp.nan, [DATA, FORWARD, EMPTY])
+            for grads in (None, ALL, FINITE)
+        ),
+        (FELL, None, 1.0, [FLOOR, LAYER, DERIVATIVE]),
+        (FELL, INF, 1.0, [FLOOR, LAYER, DERIVATIVE]),
+        (LOW, INF, 1.0, [LAYER, DERIVATIVE]),
+        (FELL, ALL, 1.0, [DERIVATIVE, EMPTY, OLD_STATE]),
+        (FIXED, ALL, 1, [TOO_HIGH, DERIVATIVE, EMPTY]),
+        (FIXED_AT_1, ALL, 1.0, [DERIVATIVE, EMPTY, DATA]),
+        (FELL, FINITE, 1.0, [OLD_STATE, OUTSIDE, RESULTS]),
     ],
 )
-def test_the_causes_fit_the_scale_and_the_gradients(fields, grads, expected):
+def test_the_causes_fit_the_scale_the_gradients_and_the_loss(
+    fields, grads, value, expected
+):
     state = ls.DynamicLossScale().init()
     counters = {"consecutive_skips": 200, "skipped_steps": 200}
     state = state._replace(**counters | fields)
-    assert causes(message(state, grads=grads)) == expected
+    value = value if value is None else jnp.float32(value)
+    text = message(state, grads=grads, value=value)
+    assert causes(text) == expected
+    assert value is None or f"Skipped in all: 200. Loss: {value:g}.\n" in text
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_loss_that_is_a_sum_needs_a_scale_below_1_and_is_told_so(compiled):
+    x, w = jnp.full((4096, 8), 40.0), jnp.ones(8)
+
+    def loss_fn(w):
+        return jnp.sum(x.astype(jnp.float16) @ w.astype(jnp.float16), dtype=jnp.float32)
+
+    def train(steps, **limits):
+        rule = ls.DynamicLossScale(**limits)
+        tx = ls.with_loss_scaling(optax.sgd(0.0), rule)
+
+        def step(opt_state, _):
+            loss, grads = ls.value_and_grad(loss_fn, opt_state)(w)
+            opt_state = tx.update(grads, opt_state, value=loss)[1]
+            ls.check_loss_scale(opt_state, grads=grads, value=loss)
+            return opt_state, None
+
+        if not compiled:
+            return functools.reduce(
+                lambda s, _: step(s, _)[0], range(steps), tx.init(w)
+            )
+        return jax.block_until_ready(jax.lax.scan(step, tx.init(w), length=steps)[0])
+
+    with pytest.warns(UserWarning, match="fallen to 1.\n1. The gradients overflow at"):
+        train(25)
+        jax.effects_barrier()
+    found = ls.get_loss_scale_state(train(30, min_scale=2.0**-20))  # as it says
+    assert found.consecutive_skips == 0 and found.loss_scale < 1
+    suggested = ls.suggest_loss_scale(jax.grad(lambda w: jnp.sum(x @ w))(w))
+    assert 2.0**-4 * found.loss_scale < suggested.loss_scale < found.loss_scale
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda x, labels: jnp.sqrt(jnp.sum(x**2)) * 0.0,
+        lambda x, labels: jnp.where(x > 0, jnp.log(x), 0.0).sum(),
+        lambda x, labels: jnp.where(
+            labels.any(), jnp.sum(x * labels) / jnp.sum(labels), 0.0
+        ),
+    ],
+    ids=["norm", "where", "labels"],
+)
+def test_nan_gradients_of_a_finite_loss_lead_to_the_derivative_and_the_mean(loss_fn):
+    x, labels = jnp.zeros(3), jnp.zeros(3)
+    loss, grads = jax.value_and_grad(loss_fn)(x, labels)
+    assert jnp.isfinite(loss) and jnp.isnan(grads).all()
+    state = ls.DynamicLossScale(init_scale=1.0).init()._replace(consecutive_skips=200)
+    text = message(state, grads=grads, value=loss)
+    assert causes(text)[:2] == [DERIVATIVE, EMPTY]
 
 
 def test_a_share_of_skipped_steps_stops_too_and_names_the_batches():

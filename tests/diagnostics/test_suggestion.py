@@ -44,7 +44,12 @@ SUGGESTED = [
     # Gradients that are all zero tell nothing; XLA takes the last for zero on CPU.
     *(({}, x, 2.0**15) for x in (0.0, np.nan, 1e-45)),
     *(({"max_scale": 8.0}, 0.0, 8.0), ({"min_scale": 2.0**20}, 0.0, 2.0**20)),
-    *(({}, 2e-38, 2.0**24), ({}, 1.0, 2.0**12), ({}, 3e38, 1.0)),
+    *(
+        ({}, 2e-38, 2.0**24),
+        ({}, 1.0, 2.0**12),
+        ({}, 3e38, 2.0**-24),
+        ({}, 1e5, 2.0**-4),
+    ),
     ({"max_scale": 2.0**126}, 1e-9, 2.0**42),
     ({"min_scale": 2.0**-30}, 1e9, 2.0**-17),
     ({"min_scale": 8.0, "max_scale": 8.0}, 1.0, 8.0),
@@ -58,7 +63,8 @@ def test_rules_take_the_suggestion_within_the_same_bounds(bounds, magnitude, sca
     assert host(suggested.loss_scale) == scale
     assert host(suggested.informative) is bool(magnitude > 1e-40)
     for rule in RULES:
-        assert rule(suggested.loss_scale, **bounds).init_scale == scale
+        limits = {"min_scale": min(scale, 1.0)} | bounds
+        assert rule(suggested.loss_scale, **limits).init_scale == scale
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,15 @@
 """was_applied and keep_if_applied."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from helpers import assert_same_bits
+from nnx_model import Net
 
 import optax_lossscale as ls
 
@@ -76,3 +80,34 @@ def test_several_steps_in_a_row_are_each_asked_about_their_own_state():
 
     for run in (two_steps, jax.jit(two_steps)):
         assert int(run(TX.init(PARAMS), jnp.int32(0))) == 2
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("copied", [False, True])
+def test_statistics_that_were_not_copied_before_they_changed_are_told(copied, compiled):
+    model, loss_fn = Net(), lambda model, x: jnp.sum(model(x), dtype=jnp.float32)
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+
+    def step(model, optimizer, x):
+        old = nnx.state(model, nnx.BatchStat)
+        old = jax.tree.map(jnp.copy, old) if copied else old
+        fun = ls.value_and_grad(loss_fn, optimizer, value_and_grad=nnx.value_and_grad)
+        optimizer.update(model, fun(model, x)[1])
+        new = nnx.state(model, nnx.BatchStat)
+        nnx.update(model, ls.keep_if_applied(optimizer, new, old))
+
+    told = pytest.warns(UserWarning, match="same arrays.* copy them before it")
+    with contextlib.nullcontext() if copied else told as seen:
+        (nnx.jit(step) if compiled else step)(
+            model, optimizer, jnp.full((2, 8), jnp.inf)
+        )
+    assert copied or seen[0].filename == __file__
+    assert ls.all_finite(nnx.state(model)) == copied
+
+
+def test_arrays_of_which_one_changed_and_values_without_a_nan_are_not_told_of():
+    """Frozen statistics with a new key, a counter, nothing at all."""
+    state = after(GOOD)
+    for new in ({**OLD, "key": NEW["key"]}, {"count": jnp.int32(1)}, {}):
+        old = {name: OLD.get(name, x) for name, x in new.items()}
+        assert_same_bits(ls.keep_if_applied(state, new, old), new)
