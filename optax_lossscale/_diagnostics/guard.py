@@ -155,10 +155,9 @@ def _is_due(
     wrong = ~((scale > 0) & (scale < jnp.inf))
     # So many finite steps in a row have had this scale. At the ceiling, too, a rule
     # starts anew after each interval, but an optimizer counts on.
-    steps = optax.tree.get(state.rule_state, "steps_since_change", tracker)
     most = [jnp.max(x, initial=0).astype(jnp.int32) for x in counts]
     count = functools.reduce(jnp.maximum, most, jnp.int32(0))
-    steps = jnp.where((steps == 0) & (count >= 20_000), count, steps)
+    steps = jnp.where((tracker == 0) & (count >= 20_000), count, tracker)
     unused = (scale >= 2.0**24) & (skipped == 0) & (steps >= 500)
     unused &= eager | (steps % 500 == 0)
     # A rule that changes its scale recovers from a low one, unless batches are bad. To
