@@ -65,7 +65,9 @@ def note_unscaled(scaled_grads: Any, grads: Any, state: Any) -> None:
 def warn_if_not_scaled(state: WithLossScalingState, rule: Any) -> None:
     """Warn of the first update of states of these shapes if no loss was scaled."""
     seen = SCALED[_shapes(state)] | SCALED[None]
-    if not seen:
+    # In `shard_map`, shapes are those of a shard. The loss may be scaled outside.
+    mapped = jax.sharding.get_abstract_mesh().manual_axes
+    if not seen and not mapped:
         warn(
             "No loss has been scaled for this optimizer state, whose rule is "
             f"{rule!r}. Write "

@@ -104,9 +104,11 @@ def run_blocks(blocks: list[str], name: str, namespace: Any) -> dict[str, Any]:
     if "opt_state" in namespace:
         ls.value_and_grad(jnp.sum, namespace["opt_state"])(0.0)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        for block in blocks:
-            exec(compile(block, name, "exec"), namespace)
-    SCALED.update(before)
+        try:
+            for block in blocks:
+                exec(compile(block, name, "exec"), namespace)
+        finally:
+            SCALED.update(before)
     return {**namespace, "printed": printed.getvalue()}
 
 

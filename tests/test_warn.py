@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import normal
+from helpers import normal, on_mesh
+from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ls
 from optax_lossscale._scaled_losses import SCALED
@@ -218,6 +219,21 @@ def scale_state_alone(net):
     )
 
 
+def sharded_update(net):
+    """The state of each device is a shard, as in ZeRO."""
+    net = Network(8, lambda rate: optax.sgd(rate, momentum=0.9), axis_name="d")
+    specs = {"w": P("d"), "b": P()}
+    states = optax.tree.map_params(
+        net.tx,
+        lambda _, spec: spec,
+        net.state,
+        specs,
+        transform_non_params=lambda _: P(),
+    )
+    update = on_mesh(net.applied, (specs, states, specs), (specs, states))
+    net.run(lambda p, s, x: update(p, s, ls.grad(net.loss, s)(p, x)), times=1)
+
+
 def several_traces(net):
     step = jax.jit(net.step)
     net.run(step)
@@ -258,6 +274,7 @@ RIGHT = {
     "a restored state": restored,
     "a scale without its optimizer": scale_state_alone,
     "several traces": several_traces,
+    "a sharded update": sharded_update,
     "a trainer, at a number": trainer,
     "scale 1": at_scale_1,
     "scaled by hand": unscaled_by_hand,

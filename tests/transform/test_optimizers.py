@@ -58,13 +58,14 @@ def test_every_optimizer_is_found():
     assert unknown <= ARGUMENTS.keys(), "add a value, or the factory to LEFT_OUT"
 
 
-def compiled(name, tx):
+def compiled(name, tx, wide=lambda params: params):
+    """A step; ``wide`` makes of the parameters what the optimizer is given."""
     traces = []
 
     @jax.jit
     def step(params, state, grads):
         traces.append(1)
-        updates, state = update(name, tx, grads, state, params)
+        updates, state = update(name, tx, grads, state, wide(params))
         return optax.apply_updates(params, updates), state, updates
 
     return step, traces
@@ -81,10 +82,14 @@ def test_a_wrapped_optimizer(name, kind):
     tx = ls.with_loss_scaling(inner)
     if kind == "branch":  # and healthy steps pass the check of updates
         tx = ls.with_loss_scaling(with_a_branch(inner), check_updates=True)
-    (step, traces), (plain_step, _) = compiled(name, tx), compiled(name, inner)
+
+    def wide(params):
+        wider = jnp.float32 if dtype == "float16" else dtype
+        return jax.tree.map(lambda p: p.astype(wider), params)
+
+    (step, traces), (plain_step, _) = compiled(name, tx), compiled(name, inner, wide)
     params = plain_params = params_for(name, jnp.dtype(dtype))
-    wide = jnp.float32 if dtype == "float16" else dtype
-    plain_state = inner.init(jax.tree.map(lambda p: p.astype(wide), params))
+    plain_state = inner.init(wide(params))
     plain_state = jax.tree.map(jnp.asarray, plain_state)
     state = tx.init(params)
     assert types(state.inner_state) == types(plain_state)
