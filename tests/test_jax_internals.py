@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import AUTO, EXPLICIT, make_mesh, make_step, on_mesh, set_mesh
+from helpers import AUTO, EXPLICIT, make_mesh, make_step, on_mesh, set_mesh, slow_but
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -17,7 +17,7 @@ TX = ls.with_loss_scaling(optax.adam(0.1))
 STEP = make_step(TX, lambda w, x: jnp.mean((x @ w - 1.0) ** 2))
 
 
-@pytest.fixture(params=["manual_axis_type", "varying"])
+@pytest.fixture(params=slow_but(["manual_axis_type"], ["manual_axis_type", "varying"]))
 def renamed(monkeypatch, request):
     """A jax that calls the mapped axes of an array's type something else."""
 

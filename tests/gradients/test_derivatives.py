@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import assert_close, normal
+from helpers import assert_close, normal, slow_but
 
 import optax_lossscale as ls
 
@@ -90,7 +90,7 @@ PLACES = {"eager": lambda f: f, "jit": jax.jit}
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", slow_but(["jit"], PLACES))
 def test_derivatives_are_those_of_plain_jax(way, place):
     def derivatives(way, loss):
         return {name: f(way, loss) for name, f in DERIVATIVES.items()}
@@ -105,7 +105,7 @@ def test_derivatives_are_those_of_plain_jax(way, place):
 half_loss = functools.partial(loss_fn, dtype=jnp.float16)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_but(["scale_backward"], WAYS))
 def test_derivatives_are_those_of_plain_jax_where_it_computes_in_float16(way):
     for name in ("first", "argument", "data", "reverse over reverse", "hvp"):
         ours, theirs = (DERIVATIVES[name](w, half_loss) for w in (WAYS[way], jax.grad))

@@ -177,6 +177,7 @@ def test_changes_of_what_is_no_object_would_be_lost_and_are_refused(around, chan
         around(loss_fn)(X, [X])
 
 
+@pytest.mark.slow
 def test_a_block_may_be_a_module_that_changes():
     def block_loss(wrap, model):
         return wrap(loss_fn)(model, X)[0]
