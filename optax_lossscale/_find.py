@@ -156,13 +156,11 @@ def _hides(wrapper: Any, state: Any) -> bool:
         return False
     if isinstance(wrapper, optax.PartitionState):
         groups = wrapper.inner_states.values()
-        return not all(is_set_to_zero(x) or find_loss_scale_states(x) for x in groups)
+        return not all(_is_set_to_zero(x) or find_loss_scale_states(x) for x in groups)
     if isinstance(wrapper, optax.MaskedState):
         # NaN gradients that are left out do no harm if the parameters are frozen.
         left_out = find_nodes(wrapper.inner_state, optax.MaskedNode)
-        masked = find_nodes(state, optax.MaskedState)
-        frozen = any(map(is_set_to_zero, masked.values()))
-        return bool(left_out) and not frozen
+        return bool(left_out) and not has_frozen(state)
     return True
 
 
@@ -172,7 +170,12 @@ def find_nodes(tree: Any, kind: type | tuple[type, ...]) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): x for path, x in leaves if isinstance(x, kind)}
 
 
-def is_set_to_zero(state: Any) -> bool:
+def has_frozen(state: Any) -> bool:
+    """Return whether an optimizer state freezes some of its parameters."""
+    return any(map(_is_set_to_zero, find_nodes(state, optax.MaskedState).values()))
+
+
+def _is_set_to_zero(state: Any) -> bool:
     is_masked = isinstance(state, optax.MaskedState)
     return is_masked and isinstance(state.inner_state, optax.EmptyState)
 

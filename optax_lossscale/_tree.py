@@ -84,12 +84,6 @@ def same_structure(tree: Any, other: Any) -> bool:
     return structure == jax.tree.structure(other)
 
 
-def alike(tree: Any, other: Any) -> bool:
-    """Return whether two trees have the same structure and shapes."""
-    shapes = [list(map(jnp.shape, jax.tree.leaves(x))) for x in (tree, other)]
-    return shapes[0] == shapes[1] and same_structure(tree, other)
-
-
 def at_paths_of(tree: Any, other: Any) -> Any:
     """Return the leaves of another tree where a tree has leaves, and 0 if it has none.
 
@@ -110,7 +104,8 @@ def difference(tree: Any, other: Any) -> tuple[str, str, str] | None:
 
 def unlike(tree: Any, other: Any) -> tuple[str, Any, Any] | None:
     """Return where two trees differ in structure or shapes, or None if alike."""
-    if alike(tree, other):
+    shapes = [list(map(jnp.shape, jax.tree.leaves(x))) for x in (tree, other)]
+    if shapes[0] == shapes[1] and same_structure(tree, other):
         return None  # without the texts of `difference`: every update asks
     structures = jax.tree.structure(tree), jax.tree.structure(other)
     path, new, old = difference(tree, other) or ("", *structures)

@@ -18,7 +18,7 @@ for name, value in {
 import chex  # noqa: E402
 import hypothesis  # noqa: E402
 
-from optax_lossscale._scaled_losses import SCALED  # noqa: E402
+from optax_lossscale._gradients.scaled_losses import SCALED  # noqa: E402
 
 # Programs, with dependencies of their own, and a plugin.
 collect_ignore = [

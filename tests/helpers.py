@@ -19,7 +19,7 @@ import optax
 import pytest
 
 import optax_lossscale as ls
-from optax_lossscale._scaled_losses import SCALED
+from optax_lossscale._gradients.scaled_losses import SCALED
 
 # Newer names, and those of the oldest supported jax.
 enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64

@@ -11,7 +11,7 @@ FILES = [path.relative_to(PACKAGE) for path in sorted(PACKAGE.rglob("*.py"))]
 # From the top: a file imports from its own room and from those below it.
 LAYERS = [
     *(["__init__"], ["__main__"], ["_demo"], ["plots", "presets"], ["_diagnostics"]),
-    *(["_transform"], ["_gradients"], ["_rules"], ["_scaled_losses"]),
+    *(["_transform"], ["_gradients"], ["_rules"]),
     *(
         ["_find"],
         ["_state", "_finite"],
@@ -19,7 +19,7 @@ LAYERS = [
         ["_validation", "_devices"],
         ["_precision"],
     ),
-    ["_derivatives", "_jax_internals", "_public", "_warn"],
+    ["_jax_internals", "_public", "_warn"],
 ]
 DEPTH = {room: depth for depth, rooms in enumerate(LAYERS) for room in rooms}
 
@@ -28,11 +28,9 @@ TESTED_IN = {
     "__init__": "test_public.py",
     "__main__": "test_main.py",
     "_demo": "test_main.py",
-    "_derivatives": "gradients",
     "_devices": "test_finite.py",
     "_precision": "diagnostics",
     "_public": "test_public.py",
-    "_scaled_losses": "test_warn.py",
     "_validation": "rules",
 }
 

@@ -13,7 +13,7 @@ from helpers import normal, on_mesh
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ls
-from optax_lossscale._scaled_losses import SCALED
+from optax_lossscale._gradients.scaled_losses import SCALED
 
 STATE = ls.DynamicLossScale().init()
 

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from .._precision import dtype_of
-from .._scaled_losses import differentiating
 from .._validation import check, describe
 from .._warn import warn
 from . import nnx_objects
+from .scaled_losses import differentiating
 from .scaling import scale_loss_by, unscale, with_finite_overwrites
 
 

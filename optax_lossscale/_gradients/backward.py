@@ -12,11 +12,11 @@ from jax.extend.core import Jaxpr
 
 from .._devices import AxisName, across
 from .._find import scale_state_in_use
-from .._jax_internals import COLLECTIVE, DEBUGGING, zeros_like_aval
+from .._jax_internals import COLLECTIVE, DEBUGGING, effect_names, zeros_like_aval
 from .._precision import exact_power, is_inexact, is_narrow, wide_dtype
-from .._scaled_losses import note_scaled
 from .._validation import check, check_scale, describe
 from .._warn import warn
+from .scaled_losses import note_scaled
 from .scaling import finite_overwrite, multiply
 from .traced_call import check_axes, evaluate, refuse_effects, traced_call
 
@@ -194,7 +194,7 @@ def _scaled(
     derivative leaves alone would keep theirs for an outer one. The program takes a
     number for ``choose``, or None, before its inputs.
     """
-    refuse_effects(jaxpr, {COLLECTIVE, *DEBUGGING})
+    refuse_effects(effect_names(jaxpr) - {COLLECTIVE, *DEBUGGING})
 
     def forward(number: Any, *primals: Any) -> tuple[Sequence[jax.Array], Any]:
         inputs = [x.value for x in primals]
@@ -206,8 +206,8 @@ def _scaled(
             return list(filter(is_inexact, outputs)), outputs
 
         _, pullback, outputs = jax.vjp(block, differentiated, has_aux=True)
-        warn_of_underflow(name, "takes", differentiated)
-        warn_of_underflow(name, "returns", outputs)
+        _warn_of_underflow(name, "takes", differentiated)
+        _warn_of_underflow(name, "returns", outputs)
         return outputs, (None if number is None else number.value, pullback)
 
     def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
@@ -232,7 +232,7 @@ def _scaled(
     return finite_where_overwritten
 
 
-def warn_of_underflow(function: str, verb: str, arrays: Sequence[Any]) -> None:
+def _warn_of_underflow(function: str, verb: str, arrays: Sequence[Any]) -> None:
     """Warn if gradients cross the border of a block in a type that needs a scale."""
     narrow = list(filter(is_narrow, arrays))
     if narrow:

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 
 from .._find import scale_state_in_use
-from .._scaled_losses import note_scale_loss, note_unscaled, warn_if_unscaled
 from .at_scale import warn_of_narrow_loss
+from .scaled_losses import note_scale_loss, note_unscale_grads
 from .scaling import scale_loss_by, unscale
 
 
@@ -64,8 +64,6 @@ def unscale_grads(grads: Any, state: Any) -> Any:
         >>> ls.unscale_grads(jnp.float16([512.0]), ls.FixedLossScale(1024.0).init())
         Array([0.5], dtype=float32)
     """
-    scale = scale_state_in_use(state).loss_scale
-    warn_if_unscaled(grads, state)
-    true_grads = unscale(grads, scale)
-    note_unscaled(grads, true_grads, state)
+    true_grads = unscale(grads, scale_state_in_use(state).loss_scale)
+    note_unscale_grads(grads, true_grads, state)
     return true_grads

@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
-from .._derivatives import with_derivatives_of
 from .._devices import AxisName, check_agreement
 from .._find import get_effective_state, replace_loss_scale_state, scale_state_in_use
 from .._finite import all_finite
 from .._jax_internals import MUTABLE_ARRAYS, effect_names, waiting_for, zeros_like_aval
 from .._precision import SMALLEST_SCALE
-from .._scaled_losses import note_scaled
 from .._validation import check
 from . import nnx_objects
 from .at_scale import at_scale, warn_of_narrow_loss
+from .derivatives import with_derivatives_of
+from .scaled_losses import note_scaled
 from .traced_call import check_axes, evaluate, refuse_effects, traced_call
 
 
@@ -105,7 +105,7 @@ def value_and_grad_with_retries(
 
         with traced_call(attempt, args, kwargs, [scale_state.loss_scale]) as call:
             check_axes(call.jaxpr, axis_name)
-            refuse_effects(call.jaxpr, effect_names(call.jaxpr) - MUTABLE_ARRAYS)
+            refuse_effects(effect_names(call.jaxpr) & MUTABLE_ARRAYS)
             retried = _retried(call.jaxpr, max_retries, backoff_factor, axis_name)
             attempts, scale, *outputs = retried(*call.inputs)
             _, output, grads = call.put_back(outputs)

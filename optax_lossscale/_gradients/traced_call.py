@@ -8,7 +8,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from .._devices import AxisName, check_axis_name
-from .._jax_internals import COLLECTIVE, effect_names, without_constants
+from .._jax_internals import COLLECTIVE, without_constants
 from .._validation import describe
 from . import nnx_objects
 from .scaling import is_overwritten
@@ -53,7 +53,8 @@ def traced_call(
     """
     with nnx_objects.changes_transferred():
         given = nnx_objects.as_arrays((tuple(args), dict(kwargs)))
-        leaves, structure = jax.tree.flatten(given)
+        paths, structure = jax.tree_util.tree_flatten_with_path(given)
+        leaves = [x for _, x in paths]
         arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
         returned: list[Any] = []
         out_structure: Any = None
@@ -76,8 +77,7 @@ def traced_call(
         closed_jaxpr = jax.make_jaxpr(flat)(first, arrays)
         jaxpr = without_constants(closed_jaxpr)
         inputs = [*first, *arrays.values(), *closed_jaxpr.consts]
-        paths = [path for path, _ in jax.tree.leaves_with_path(given)]
-        whole = [is_overwritten(paths[i]) for i in arrays]
+        whole = [is_overwritten(paths[i][0]) for i in arrays]
         rest = [False] * len(closed_jaxpr.consts)
         overwritten = [*[False] * len(first), *whole, *rest]
         # What is returned as it came in, such as parameters, is no output.
@@ -96,8 +96,8 @@ def traced_call(
         yield TracedCall(jaxpr, inputs, overwritten, put_back)
 
 
-def refuse_effects(jaxpr: Jaxpr, allowed: set[str]) -> None:
-    if effects := effect_names(jaxpr) - allowed:
+def refuse_effects(effects: set[str]) -> None:
+    if effects:
         raise TypeError(
             f"`fun` must be free of effects such as {sorted(effects)}. Move callbacks "
             "and mutable arrays (`jax.Ref`) out of it, and return what they would hold."

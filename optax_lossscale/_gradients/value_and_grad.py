@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from .._find import get_effective_state, scale_state_in_use
-from .._scaled_losses import note_scaled
 from .at_scale import at_scale, warn_of_narrow_loss
+from .scaled_losses import note_scaled
 
 
 def value_and_grad(

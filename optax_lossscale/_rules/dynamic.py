@@ -4,10 +4,11 @@ import dataclasses
 from typing import final
 
 import jax
+import jax.numpy as jnp
 
 from .._state import LossScaleState
 from .base import check_fields, compiled
-from .growth import GrowingLossScale, counted, moved
+from .growth import GrowingLossScale, clipped, counted
 
 
 @final
@@ -72,4 +73,9 @@ class DynamicLossScale(GrowingLossScale):
         self, state: LossScaleState, grads_finite: jax.typing.ArrayLike
     ) -> LossScaleState:
         new_state, change = counted(self, state, grads_finite)
-        return new_state._replace(loss_scale=moved(self, state, change))
+        scale = clipped(self, state.loss_scale)
+        higher = clipped(self, scale * self.growth_factor)
+        lower = clipped(self, scale * self.backoff_factor)
+        scale = jnp.where(change.backs_off, lower, scale)
+        scale = jnp.where(change.grows, higher, scale)
+        return new_state._replace(loss_scale=scale)

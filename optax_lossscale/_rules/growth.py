@@ -70,12 +70,3 @@ def counted(
 
 def clipped(rule: Any, scale: jax.Array) -> jax.Array:
     return jnp.clip(scale, rule.min_scale, rule.max_scale)
-
-
-def moved(rule: Any, state: LossScaleState, change: Change) -> jax.Array:
-    """Return the scale after a step, within the limits."""
-    scale = clipped(rule, state.loss_scale)
-    higher = clipped(rule, scale * rule.growth_factor)
-    lower = clipped(rule, scale * rule.backoff_factor)
-    scale = jnp.where(change.backs_off, lower, scale)
-    return jnp.where(change.grows, higher, scale)

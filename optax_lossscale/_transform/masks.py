@@ -27,7 +27,7 @@ import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
-from .._derivatives import with_derivatives_of
+from .._gradients.derivatives import with_derivatives_of
 from .._jax_internals import (
     COLLECTIVE,
     DEBUGGING,

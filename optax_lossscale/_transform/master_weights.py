@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._find import is_set_to_zero
+from .._find import find_nodes, has_frozen
 from .._precision import as_type, dtype_of, is_inexact
 from .._tree import same_structure, unlike
 from .._validation import check
@@ -149,11 +149,7 @@ def with_master_weights(
 
 def has_master_weights(state: Any) -> bool:
     """Return whether an optimizer state contains any master weights."""
-
-    def is_state(node: Any) -> bool:
-        return isinstance(node, MasterWeightsState)
-
-    nodes = filter(is_state, jax.tree.leaves(state, is_leaf=is_state))
+    nodes = find_nodes(state, MasterWeightsState).values()
     return any(jax.tree.leaves(node.master_weights) for node in nodes)
 
 
@@ -176,9 +172,7 @@ def warn_of_float16(params: optax.Params, inner_state: optax.OptState) -> None:
     """Warn if float16 parameters that are trained have no master weights."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     paths = [path for path, x in leaves if getattr(x, "dtype", None) == jnp.float16]
-    if paths and any(
-        map(is_set_to_zero, jax.tree.leaves(inner_state, is_leaf=is_set_to_zero))
-    ):
+    if paths and has_frozen(inner_state):
         # Beside frozen parameters, those that have moments are trained.
         known = [path for path, _ in jax.tree_util.tree_leaves_with_path(inner_state)]
         paths = [p for p in paths if any(x[len(x) - len(p) :] == p for x in known)]

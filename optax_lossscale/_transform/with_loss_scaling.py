@@ -9,9 +9,9 @@ import optax
 from .._devices import AxisName, check_agreement, everywhere
 from .._find import find_loss_scale_states
 from .._finite import all_finite, finite_max_magnitude
+from .._gradients.scaled_losses import warn_if_not_scaled
 from .._rules.base import LossScale, check_rule, next_state, own_state
 from .._rules.dynamic import DynamicLossScale
-from .._scaled_losses import warn_if_not_scaled
 from .._state import LossScaleState, WithLossScalingState, check_state
 from .._tree import select
 from .._validation import check, check_flag, describe

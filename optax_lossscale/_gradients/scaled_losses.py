@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 
-from ._find import find_nodes
-from ._state import WithLossScalingState
-from ._warn import warn
+from .._find import find_nodes
+from .._state import WithLossScalingState
+from .._warn import warn
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -28,7 +28,7 @@ _unscaled: list[weakref.ref[jax.Array]] = []  # a leaf of what `unscale_grads` r
 
 
 def note_scaled(state: Any, by: str) -> None:
-    """Note that a function scales the loss of a state, or unscales its gradients."""
+    """Note that a function scales the loss of a state."""
     SCALED[_shapes(state)].add(by)
 
 
@@ -42,32 +42,29 @@ def note_scale_loss(state: Any) -> None:
     )
 
 
-def warn_if_unscaled(grads: Any, state: Any) -> None:
-    """Warn if gradients that `unscale_grads` is given are true already."""
+def note_unscale_grads(scaled_grads: Any, grads: Any, state: Any) -> None:
+    """Note what `unscale_grads` has divided, and warn if it was true already."""
     shapes = _shapes(state)
     by_hand = {"scale_loss", "unscale_grads"} & (SCALED[shapes] | SCALED[None])
-    again = any(x is ref() for x in jax.tree.leaves(grads) for ref in _unscaled)
+    old, new = map(jax.tree.leaves, (scaled_grads, grads))
+    again = any(x is ref() for x in old for ref in _unscaled)
     if again or shapes and "value_and_grad" in SCALED[shapes] and not by_hand:
         warn(
             "The gradients are divided by the loss scale twice: `value_and_grad`, "
             "`scale_backward` and `unscale_grads` return true gradients, ready for "
             "clipping and for `update`. Leave out this `unscale_grads`."
         )
-
-
-def note_unscaled(scaled_grads: Any, grads: Any, state: Any) -> None:
-    note_scaled(state, "unscale_grads")
-    pairs = zip(*map(jax.tree.leaves, (scaled_grads, grads)), strict=True)
-    divided = [new for old, new in pairs if new is not old]
+    SCALED[shapes].add("unscale_grads")
+    divided = [y for x, y in zip(old, new, strict=True) if x is not y]
     _unscaled[:] = map(weakref.ref, divided[:1])
 
 
 def warn_if_not_scaled(state: WithLossScalingState, rule: Any) -> None:
     """Warn of the first update of states of these shapes if no loss was scaled."""
-    seen = SCALED[_shapes(state)] | SCALED[None]
+    noted = SCALED[_shapes(state)]
+    seen = noted | SCALED[None]
     # In `shard_map`, shapes are those of a shard. The loss may be scaled outside.
-    mapped = jax.sharding.get_abstract_mesh().manual_axes
-    if not seen and not mapped:
+    if not seen and not jax.sharding.get_abstract_mesh().manual_axes:
         warn(
             "No loss has been scaled for this optimizer state, whose rule is "
             f"{rule!r}. Write "
@@ -81,7 +78,7 @@ def warn_if_not_scaled(state: WithLossScalingState, rule: Any) -> None:
             "`scale_loss` has scaled a loss, but `unscale_grads` has divided no "
             "gradients. Call `grads = unscale_grads(grads, opt_state)` before `update`."
         )
-    note_scaled(state, "update")
+    noted.add("update")
 
 
 def _shapes(state: Any) -> Shapes | None:
