@@ -9,7 +9,7 @@ import optax.contrib
 
 from ._jax_internals import is_in_jit
 from ._precision import is_inexact
-from ._state import LossScaleState, WithLossScalingState, canonical, check_state
+from ._state import LossScaleState, WithLossScalingState, check_state, in_own_types
 from ._validation import describe
 from ._warn import warn
 
@@ -69,7 +69,7 @@ def get_loss_scale_state(state: Any) -> LossScaleState:
             f"{list(found)}. A loss is multiplied by one scale. Pass the part of the "
             "state that belongs to this loss, or wrap the whole optimizer once."
         )
-    return canonical(_unwrapped(*found.values()))
+    return in_own_types(_unwrapped(*found.values()))
 
 
 def get_loss_scale(state: Any) -> jax.Array:
@@ -108,7 +108,7 @@ def scale_state_in_use(state: Any) -> LossScaleState:
     """Return the effective state, and warn if it is a constant of the program."""
     scale_state = get_effective_state(state)
     concrete = not any(isinstance(x, jax.core.Tracer) for x in scale_state[:-1])
-    if concrete and is_in_jit() and jax.device_get(scale_state.hysteresis_tracker) >= 0:
+    if concrete and is_in_jit() and not jax.device_get(scale_state.is_fixed):
         warn(
             f"The loss scale, {jax.device_get(scale_state.loss_scale):g}, is a "
             "constant of the function being compiled, because `state` is not one of "

@@ -1,7 +1,5 @@
 """Uses of jax internals. Only this file handles differences between jax versions."""
 
-import weakref
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,22 +21,6 @@ def without_constants(closed_jaxpr: ClosedJaxpr) -> Jaxpr:
     """
     jaxpr = closed_jaxpr.jaxpr
     return jaxpr.replace(constvars=[], invars=[*jaxpr.invars, *jaxpr.constvars])
-
-
-def stage(function: Callable[[Any], Any], args: Any) -> tuple[ClosedJaxpr, bool]:
-    """Return the program of a function, and whether it may leak.
-
-    It leaks if it stores a traced value where the value outlives the program.
-    """
-    traces: list[weakref.ref[Any]] = []
-
-    def watched(args: Any) -> Any:
-        # A trace is alive as long as one of its values is. This needs no `gc`.
-        traces.extend(weakref.ref(x._trace) for x in jax.tree.leaves(args)[:1])
-        return function(args)
-
-    closed_jaxpr = jax.make_jaxpr(watched)(args)
-    return closed_jaxpr, any(trace() is not None for trace in traces)
 
 
 def is_staging() -> bool:

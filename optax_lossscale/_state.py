@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from ._validation import check_flag, describe
@@ -23,11 +24,10 @@ class LossScaleState(NamedTuple):
     Attributes:
         loss_scale: float32, the scale that multiplies the next loss.
         growth_tracker: int32, the number of finite steps in a row that count toward the
-            next growth; at most 1 in a rule that measures the gradients.
+            next growth.
         hysteresis_tracker: int32, the number of non-finite steps until the scale backs
-            off; -1 if it never does.
-        applied: bool, whether the last step was applied: the gradients were finite, and
-            so was everything else that was checked.
+            off.
+        is_fixed: bool, whether the rule never changes the scale.
         skipped_steps: int32, the number of skipped steps in total; saturates.
         consecutive_skips: int32, the number of skipped steps since the last applied
             one; saturates.
@@ -47,11 +47,16 @@ class LossScaleState(NamedTuple):
     loss_scale: jax.Array
     growth_tracker: jax.Array
     hysteresis_tracker: jax.Array
-    applied: jax.Array
+    is_fixed: jax.Array
     skipped_steps: jax.Array
     consecutive_skips: jax.Array
     skip_rate: jax.Array
     rule_state: Any = ()
+
+    @property
+    def applied(self) -> jax.Array:
+        """Whether the last step was applied; True before the first one."""
+        return self.consecutive_skips == 0
 
     @classmethod
     def create(
@@ -59,24 +64,27 @@ class LossScaleState(NamedTuple):
         loss_scale: jax.typing.ArrayLike,
         hysteresis: jax.typing.ArrayLike = 1,
         rule_state: Any = (),
+        *,
+        is_fixed: bool = False,
     ) -> "LossScaleState":
         """Return the state before the first step, for the ``init`` of your own rule.
 
         Args:
             loss_scale: the first scale.
-            hysteresis: the first ``hysteresis_tracker``. Use -1 if the rule never
-                changes the scale, which may then be a constant of a compiled function.
+            hysteresis: the first ``hysteresis_tracker``.
             rule_state: what else the rule remembers.
+            is_fixed: whether the rule never changes the scale, which may then be a
+                constant of a compiled function.
 
         Returns:
-            A state in which all other counters are 0 and ``applied`` is True.
+            A state in which all other counters are 0.
 
         Examples:
             >>> import optax_lossscale as ls
             >>> ls.LossScaleState.create(128.0).loss_scale
             Array(128., dtype=float32)
         """
-        numbers = (loss_scale, 0, hysteresis, True, 0, 0, 0.0)
+        numbers = (loss_scale, 0, hysteresis, is_fixed, 0, 0, 0.0)
         return cls._make([*map(jnp.asarray, numbers, _DTYPES), rule_state])
 
     def record(self, applied: jax.typing.ArrayLike) -> "LossScaleState":
@@ -86,8 +94,8 @@ class LossScaleState(NamedTuple):
             applied: one boolean; False if the step is skipped.
 
         Returns:
-            The state with new values of ``applied``, ``skipped_steps``,
-            ``consecutive_skips`` and ``skip_rate``.
+            The state with new values of ``skipped_steps``, ``consecutive_skips`` and
+            ``skip_rate``.
 
         Raises:
             ValueError: if ``applied`` is not one boolean.
@@ -107,7 +115,6 @@ class LossScaleState(NamedTuple):
         counts = consecutive_skips <= 25
         skipped_rate = jnp.where(counts, decayed + 0.01, self.skip_rate)
         return self._replace(
-            applied=applied,
             skipped_steps=jnp.where(applied, self.skipped_steps, skipped_steps),
             consecutive_skips=jnp.where(applied, 0, consecutive_skips),
             skip_rate=jnp.where(applied, decayed, skipped_rate),
@@ -137,42 +144,44 @@ class WithLossScalingState(NamedTuple):
     inner_state: optax.OptState
 
 
-def canonical(state: LossScaleState) -> LossScaleState:
-    """Convert the fields of a state, except ``rule_state``, to their own types.
-
-    ``optax.tree.set`` puts Python numbers into a state. Casting a whole optimizer state
-    to float16 makes the scale float16, in which 2**16 is infinite.
-    """
-    fields = [*map(_as_type, state[:-1], _DTYPES), state.rule_state]
-    return LossScaleState._make(fields)
-
-
 def check_state(state: Any) -> LossScaleState:
-    """Return the canonical state of one run, or raise if this is something else."""
+    """Return the state of one run in its own types, or raise."""
     if not isinstance(state, LossScaleState):
         raise TypeError(
             "`state` must be a LossScaleState, as the rule's `init` returns it, got "
             f"{describe(state)}. `get_loss_scale_state` returns the one inside an "
             "optimizer state."
         )
+    state = in_own_types(state)
     for name, x in zip(state._fields[:-1], state, strict=False):
-        number = isinstance(x, int | float) or hasattr(x, "dtype")
-        if not number or isinstance(x, jax.ShapeDtypeStruct):
-            raise ValueError(
-                f"`state` must hold numbers, got {describe(x)} for `{name}`. Pass what "
-                "`init(params)` returns, or a state restored from a checkpoint."
-            )
-        if jnp.shape(x) != ():
+        if x.shape != ():
             raise ValueError(
                 f"`state` must hold the loss scale of one run, got {describe(x)} for "
                 f"`{name}`. For an ensemble, call this inside `jax.vmap`, or pass one "
                 "member: `jax.tree.map(lambda x: x[0], state)`."
             )
-    return canonical(state)
+    return state
 
 
-def _as_type(x: Any, dtype: Any) -> Any:
-    same = getattr(x, "dtype", None) == dtype and not getattr(x, "weak_type", False)
-    if same or isinstance(x, jax.ShapeDtypeStruct):
-        return x
-    return jnp.asarray(x, dtype)
+def in_own_types(state: LossScaleState) -> LossScaleState:
+    """Return a state whose arrays all have their own types, strongly.
+
+    ``optax.tree.set`` puts Python numbers into a state. Casting a whole optimizer state
+    to float16 makes the scale float16, in which 2**16 is infinite.
+    """
+    for name, x in zip(state._fields[:-1], state, strict=False):
+        if not isinstance(x, int | float | np.generic | np.ndarray | jax.Array):
+            raise ValueError(
+                f"`state` must hold numbers, got {describe(x)} for `{name}`. Pass what "
+                "`init(params)` returns, or a state restored from a checkpoint."
+            )
+    fields = map(jnp.asarray, state[:-1], _DTYPES)
+    rule_state = jax.tree.map(strong, state.rule_state)
+    return LossScaleState._make([*fields, rule_state])
+
+
+def strong(x: Any) -> Any:
+    """Return a leaf as an array that is not weakly typed; others are unchanged."""
+    if isinstance(x, bool | int | float | complex) or getattr(x, "weak_type", False):
+        return jnp.asarray(x, jnp.result_type(x))
+    return x

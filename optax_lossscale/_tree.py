@@ -68,15 +68,15 @@ def _is_array(x: Any) -> bool:
     return hasattr(x, "dtype") or isinstance(x, bool | int | float | complex)
 
 
-def in_types_of(tree: Any, other: Any) -> Any:
-    """Return the leaves of another tree in the dtypes of a tree, never weakly typed."""
+def cast_like(tree: Any, like: Any) -> Any:
+    """Return the leaves of a tree in the dtypes of another, never weakly typed."""
 
-    def leaf(x: Any, y: Any) -> Any:
-        strong = hasattr(y, "dtype") and not getattr(y, "weak_type", False)
-        same = strong and y.dtype == dtype_of(x)
-        return y if same else jnp.asarray(y, dtype_of(x))
+    def leaf(x: Any, like: Any) -> Any:
+        same = getattr(x, "dtype", None) == dtype_of(like)
+        same = same and not getattr(x, "weak_type", False)
+        return x if same else jnp.asarray(x, dtype_of(like))
 
-    return jax.tree.map(leaf, tree, other)
+    return jax.tree.map(leaf, tree, like)
 
 
 def same_structure(tree: Any, other: Any) -> bool:
@@ -93,7 +93,7 @@ def at_paths_of(tree: Any, other: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: leaves.get(path, 0), tree)
 
 
-def difference(tree: Any, other: Any) -> tuple[str, str, str] | None:
+def shape_mismatch(tree: Any, other: Any) -> tuple[str, str, str] | None:
     """Return where the arrays of two trees differ in shape, or None if they do not."""
     new, old = _shapes(tree), _shapes(other)
     for path in {**old, **new}:
@@ -102,13 +102,13 @@ def difference(tree: Any, other: Any) -> tuple[str, str, str] | None:
     return None
 
 
-def unlike(tree: Any, other: Any) -> tuple[str, Any, Any] | None:
+def mismatch(tree: Any, other: Any) -> tuple[str, Any, Any] | None:
     """Return where two trees differ in structure or shapes, or None if alike."""
     shapes = [list(map(jnp.shape, jax.tree.leaves(x))) for x in (tree, other)]
     if shapes[0] == shapes[1] and same_structure(tree, other):
-        return None  # without the texts of `difference`: every update asks
+        return None  # without the texts of `shape_mismatch`: every update asks
     structures = jax.tree.structure(tree), jax.tree.structure(other)
-    path, new, old = difference(tree, other) or ("", *structures)
+    path, new, old = shape_mismatch(tree, other) or ("", *structures)
     return path or "the root", new, old
 
 

@@ -1,9 +1,9 @@
 """Optimizers that no one wrote: random programs, wrapped and compared with themselves.
 
-``python tests/random_optimizers.py [--number 400] [--first 0] [--all]`` prints the
-seeds whose wrapped optimizer is wrong, and its program. ``--all`` runs each in every
-mode, instead of one. A seed that takes longer than a minute hangs: the command ends,
-and the last line names it.
+``python tests/random_optimizers.py [--number 400] [--first 0] [--all] [--late]`` prints
+the seeds whose wrapped optimizer is wrong, and its program. ``--all`` runs each in
+every mode, instead of one, and ``--late`` with the mask that is always right. A seed
+that takes longer than a minute hangs: the command ends, and the last line names it.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import numpy as np
 import optax
 
 import optax_lossscale as ls
+from optax_lossscale._transform import early_mask
 
 SHAPES = {"b": (4,), "w": (3, 4)}
 ROWS = 3
@@ -421,7 +422,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--number", type=int, default=400)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--all", action="store_true", help="each seed in every mode")
+    parser.add_argument("--late", action="store_true", help="no masks are early")
     options = parser.parse_args(arguments)
+    if options.late:
+        early_mask.suits = lambda *_: False
     wrong = 0
     for seed in range(options.first, options.first + options.number):
         chosen = MODES if options.all else [MODES[seed % len(MODES)]]

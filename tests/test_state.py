@@ -16,7 +16,7 @@ TYPES = {
     "loss_scale": jnp.float32,
     "growth_tracker": jnp.int32,
     "hysteresis_tracker": jnp.int32,
-    "applied": jnp.bool_,
+    "is_fixed": jnp.bool_,
     "skipped_steps": jnp.int32,
     "consecutive_skips": jnp.int32,
     "skip_rate": jnp.float32,

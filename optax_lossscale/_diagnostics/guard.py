@@ -162,7 +162,7 @@ def _is_due(
     unused &= eager | (steps % 500 == 0)
     # A rule that changes its scale recovers from a low one, unless batches are bad. To
     # find one below 1 it may take so many skips.
-    changes = state.hysteresis_tracker >= 0
+    changes = ~state.is_fixed
     losing = ((scale == 1) | (scale < 1) & (skipped > 64)) & changes & ~often
     losing &= (state.skip_rate > 0.05) & (skips <= 1) & (tracker < 50)
     losing &= eager | (skips == 1) & (skipped % every == 0)

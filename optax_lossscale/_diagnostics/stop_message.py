@@ -128,7 +128,7 @@ def message(event: str, limit: int, state: Any, report: Any, value: Any) -> str:
 
 def _causes(event: str, state: Any, report: Any, value: Any) -> list[str]:
     """Return the likeliest causes that fit the state."""
-    fixed, scale = state.hysteresis_tracker < 0, state.loss_scale
+    fixed, scale = state.is_fixed, state.loss_scale
     counted = state.growth_tracker > 0  # an overflow resets it
     # Had the scale been halved in each of these steps, it would be lower.
     high = scale > 1 and np.log2(scale) + state.consecutive_skips > 126

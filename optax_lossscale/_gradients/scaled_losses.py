@@ -61,6 +61,8 @@ def note_unscale_grads(scaled_grads: Any, grads: Any, state: Any) -> None:
 
 def warn_if_not_scaled(state: WithLossScalingState, rule: Any) -> None:
     """Warn of the first update of states of these shapes if no loss was scaled."""
+    if getattr(rule, "loss_scale", None) == 1:  # it is fixed
+        return
     noted = SCALED[_shapes(state)]
     seen = noted | SCALED[None]
     # In `shard_map`, shapes are those of a shard. The loss may be scaled outside.

@@ -8,9 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self, TypeVar, cast
 
 import jax
+import jax.numpy as jnp
 
-from .._state import LossScaleState, check_state
-from .._tree import in_types_of, unlike
+from .._devices import AxisName
+from .._finite import finite_max_magnitude
+from .._state import LossScaleState, check_state, in_own_types
+from .._tree import mismatch
 from .._validation import check, check_flag, check_order, describe
 
 UpdateT = TypeVar("UpdateT", bound=Callable[..., Any])
@@ -22,17 +25,15 @@ def compiled(update: UpdateT) -> UpdateT:
     The numbers of the rule are constants of the program, so an eager update transfers
     nothing from the host.
     """
-    program = jax.jit(update, static_argnums=0)
 
+    @functools.partial(jax.jit, static_argnums=0)
     @functools.wraps(update)
     def checked(self: Any, state: Any, grads_finite: Any, *args: Any) -> Any:
-        state = own_state(self, state)
         check_flag("grads_finite", grads_finite)
         for arg in args:
             check("max_magnitude", arg)
-        return program(self, state, grads_finite, *args)
+        return update(self, own_state(self, state), grads_finite, *args)
 
-    setattr(checked, "program", program)  # noqa: B010, a function has no such field
     return cast(UpdateT, checked)
 
 
@@ -176,34 +177,41 @@ def check_rule(rule: Any) -> None:
 
 
 def own_state(rule: LossScale, state: Any) -> LossScaleState:
-    """Return the state of one run in the types of a rule, or raise if it is not one.
+    """Return the state of one run in its types, or raise if it is not a rule's own.
 
     A rule without a ``rule_state`` leaves that of another rule alone.
     """
     state = check_state(state)
-    given, own = state.rule_state, jax.eval_shape(rule.init).rule_state
-    if not jax.tree.leaves(own):
-        return state
-    if found := unlike(given, own):
+    own = jax.eval_shape(rule.init).rule_state
+    if jax.tree.leaves(own) and (found := mismatch(state.rule_state, own)):
         path, new, old = found
         raise ValueError(
             f"`state` must have the `rule_state` of {rule!r}, but has {new} at {path}, "
             f"which needs {old}. To switch to another rule, start with its first "
             "state: `opt_state._replace(scale_state=rule.init())`."
         )
-    return state._replace(rule_state=in_types_of(own, given))
+    return state
 
 
 def next_state(
-    rule: LossScale, state: LossScaleState, *args: jax.typing.ArrayLike
+    rule: LossScale,
+    state: LossScaleState,
+    grads_finite: jax.typing.ArrayLike,
+    grads: Any,
+    axis_name: AxisName | None,
 ) -> LossScaleState:
-    """Return the rule's next state, in the structure and types of the given one.
+    """Return the rule's next state, in its own types.
 
     ``state`` is one that ``own_state`` returned.
     """
-    update: Any = type(rule).update
-    new_state = getattr(update, "program", update)(rule, state, *args)
-    if found := unlike(new_state, state):
+    args = [grads_finite]
+    if rule.uses_max_magnitude:
+        # Nobody needs its derivative, which is NaN in a skipped step.
+        magnitude = finite_max_magnitude(jax.lax.stop_gradient(grads), axis_name)
+        args.append(jnp.where(grads_finite, magnitude, jnp.nan))
+    update: Any = rule.update
+    new_state = update(state, *args)
+    if found := mismatch(new_state, state):
         path, new, old = found
         raise ValueError(
             "`rule` must have an `update` that keeps the structure and the shapes of "
@@ -211,7 +219,7 @@ def next_state(
             "Return `state.record(grads_finite)._replace(...)`."
         )
     # A user's rule may return a Python number for a counter.
-    return in_types_of(state, new_state)
+    return in_own_types(new_state)
 
 
 def _is_rule(x: Any) -> bool:

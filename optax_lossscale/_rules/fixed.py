@@ -4,6 +4,7 @@ import dataclasses
 from typing import final
 
 import jax
+import jax.numpy as jnp
 
 from .._state import LossScaleState
 from .base import LossScale, check_fields, compiled
@@ -46,14 +47,12 @@ class FixedLossScale(LossScale):
         check_fields(self)
 
     def init(self) -> LossScaleState:
-        return LossScaleState.create(self.loss_scale, hysteresis=-1)
+        return LossScaleState.create(self.loss_scale, is_fixed=True)
 
     @compiled
     def update(
         self, state: LossScaleState, grads_finite: jax.typing.ArrayLike
     ) -> LossScaleState:
-        # Another rule may have left a tracker that says that the scale changes.
-        state = state._replace(hysteresis_tracker=self.init().hysteresis_tracker)
-        if not self.skip_nonfinite:
-            return state
-        return state.record(grads_finite)
+        # Another rule may have left a state whose scale changes.
+        state = state._replace(is_fixed=jnp.ones((), jnp.bool_))
+        return state.record(grads_finite) if self.skip_nonfinite else state

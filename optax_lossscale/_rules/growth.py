@@ -50,9 +50,8 @@ def counted(
     grows = grads_finite & (growth_tracker >= rule.growth_interval)
     growth_tracker = jnp.where(grows, 0, growth_tracker)
 
-    # It is -1 in the state of a `FixedLossScale`.
     tracker = jnp.minimum(state.hysteresis_tracker, rule.hysteresis)
-    hysteresis_tracker = jnp.where(tracker < 0, rule.hysteresis, tracker)
+    hysteresis_tracker = jnp.where(state.is_fixed, rule.hysteresis, tracker)
     left = jnp.maximum(hysteresis_tracker - 1, 0)
     backs_off = ~grads_finite & (left == 0)
     refills = {
@@ -62,6 +61,7 @@ def counted(
     }[rule.hysteresis_refill]
     hysteresis_tracker = jnp.where(grads_finite, hysteresis_tracker, left)
     new_state = state._replace(
+        is_fixed=jnp.zeros((), jnp.bool_),
         growth_tracker=jnp.where(grads_finite, growth_tracker, restart),
         hysteresis_tracker=jnp.where(refills, rule.hysteresis, hysteresis_tracker),
     )

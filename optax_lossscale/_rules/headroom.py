@@ -6,6 +6,7 @@ from typing import ClassVar, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from .._precision import LARGEST_SCALE, SMALLEST_SCALE, power_of_two
 from .._state import LossScaleState
@@ -121,7 +122,7 @@ class HeadroomLossScale(LossScale):
             return jnp.where(magnitude > 0, clipped(self, scale), self.init_scale)
 
         # Retries found the scale if it is lower than the remembered one.
-        overflowed = state.growth_tracker <= 0
+        overflowed = state.growth_tracker == 0
         found = overflowed & (scale < scale_for(remembered))
         remembered = jnp.where(found, magnitude_for(scale), remembered)
         unseen = magnitude_for(scale * self.backoff_factor)
@@ -133,9 +134,11 @@ class HeadroomLossScale(LossScale):
         target = scale_for(magnitude)
         lowered = jnp.minimum(target, clipped(self, scale * self.backoff_factor))
         loss_scale = jnp.where(new_state.applied, target, lowered)
+        finite_steps = optax.safe_increment(state.growth_tracker)
         return new_state._replace(
             loss_scale=loss_scale,
-            growth_tracker=new_state.applied.astype(jnp.int32),
+            is_fixed=jnp.zeros((), jnp.bool_),
+            growth_tracker=jnp.where(new_state.applied, finite_steps, 0),
             rule_state=HeadroomState(magnitude),
         )
 

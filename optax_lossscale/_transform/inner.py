@@ -8,7 +8,8 @@ import numpy as np
 import optax
 
 from .._precision import as_type, dtype_of, is_inexact, is_narrow
-from .._tree import at_paths_of, difference, in_types_of, same_structure, unlike
+from .._state import strong
+from .._tree import at_paths_of, cast_like, mismatch, same_structure, shape_mismatch
 from .._warn import warn
 from .master_weights import has_master_weights
 
@@ -32,7 +33,7 @@ def with_kept_types(
             # Match by path: wide parameters have no master weights.
             wide = dict(jax.tree_util.tree_leaves_with_path(wide_state))
             state = jax.tree_util.tree_map_with_path(wide.get, state)
-        return jax.tree.map(_strong, state)
+        return jax.tree.map(strong, state)
 
     def update_fn(
         updates: optax.Updates,
@@ -60,7 +61,7 @@ def with_kept_types(
         except Exception as error:
             check_shapes(error)
             raise
-        if found := unlike(new_state, state):
+        if found := mismatch(new_state, state):
             # Gradients of other shapes may broadcast against the moments.
             check_shapes(None)
             path, new, old = found
@@ -74,7 +75,7 @@ def with_kept_types(
         if same_structure(new_updates, updates) and not has_master_weights(state):
             own = at_paths_of(updates, params)
             new_updates = jax.tree.map(_as_narrow, new_updates, updates, own)
-        return new_updates, in_types_of(state, new_state)
+        return new_updates, cast_like(new_state, state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -89,18 +90,11 @@ def _as_narrow(update: Any, grad: Any, param: Any) -> Any:
     return jnp.asarray(update, dtype_of(grad)) if both else update
 
 
-def _strong(x: Any) -> Any:
-    """Make a weakly typed leaf strong, or the first update would and trace twice."""
-    if isinstance(x, bool | int | float | complex) or getattr(x, "weak_type", False):
-        return jnp.asarray(x, jnp.result_type(x))
-    return x
-
-
 def _check_belongs(
     tree: Any, expected: Any, name: str, cause: Exception | None
 ) -> None:
     """Raise if arrays of gradients or of a state do not have the expected shapes."""
-    if found := difference(tree, expected):
+    if found := shape_mismatch(tree, expected):
         path, given, own = found
         raise ValueError(
             f"`{name}` and `params` must belong together, but `{name}` has {given} at "

@@ -9,7 +9,7 @@ import optax
 
 from .._find import find_nodes, has_frozen
 from .._precision import as_type, dtype_of, is_inexact
-from .._tree import same_structure, unlike
+from .._tree import mismatch, same_structure
 from .._validation import check
 from .._warn import warn
 from .extra_args import check_inner, with_extra_args
@@ -229,7 +229,7 @@ def _refuse_float8(params: Any) -> None:
 def _check_params(params: Any, masters: Any, dtype: Any) -> None:
     """Raise if parameters do not match the master weights in the state."""
     expected = _copied(params, dtype)
-    if found := unlike(expected, masters):
+    if found := mismatch(expected, masters):
         path, new, old = found
         raise ValueError(
             "`params` must have the structure, shapes and types that `init` was given, "

@@ -2,22 +2,21 @@
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 
 from .._devices import AxisName, check_agreement, everywhere
 from .._find import find_loss_scale_states
-from .._finite import all_finite, finite_max_magnitude
+from .._finite import all_finite
 from .._gradients.scaled_losses import warn_if_not_scaled
 from .._rules.base import LossScale, check_rule, next_state, own_state
 from .._rules.dynamic import DynamicLossScale
-from .._state import LossScaleState, WithLossScalingState, check_state
+from .._state import WithLossScalingState, check_state
 from .._tree import select
 from .._validation import check, check_flag, describe
+from .early_mask import masked_update
 from .extra_args import check_inner, with_extra_args
 from .inner import with_kept_types
-from .masks import masked_update
 from .master_weights import check_last, warn_of_float16
 from .outcome import outcome_finite
 
@@ -130,22 +129,28 @@ def with_loss_scaling(
         **extra_args: Any,
     ) -> tuple[optax.Updates, WithLossScalingState]:
         _check_state(state)
-        if getattr(rule, "loss_scale", None) != 1:  # a fixed one
-            warn_if_not_scaled(state, rule)
+        warn_if_not_scaled(state, rule)
         warn_of_float16(params, state.inner_state)
         scale_state = own_state(rule, state.scale_state)
+        old = state.inner_state
+        if not rule.skip_nonfinite:
+            new_updates, new = inner.update(updates, old, params, **extra_args)
+            new_scale_state = next_state(rule, scale_state, True, updates, axis_name)
+            return new_updates, WithLossScalingState(new_scale_state, new)
 
-        def next_scale_state(grads_finite: jax.Array) -> LossScaleState:
-            if not rule.uses_max_magnitude:
-                return next_state(rule, scale_state, grads_finite)
-            # Nobody needs its derivative, which is NaN in a skipped step.
-            grads = jax.lax.stop_gradient(updates)
-            magnitude = finite_max_magnitude(grads, axis_name)
-            magnitude = jnp.where(grads_finite, magnitude, jnp.nan)
-            return next_state(rule, scale_state, grads_finite, magnitude)
+        grads_finite = all_finite(updates)
+        if (flag := extra_args.get("grads_finite")) is not None:
+            check_flag("grads_finite", flag)
+            grads_finite &= flag
+        grads_finite = everywhere(grads_finite, axis_name)
+        value_finite = jnp.ones((), jnp.bool_)
+        if (value := extra_args.get("value")) is not None:
+            check("value", value)
+            value_finite = all_finite(value, axis_name=axis_name)
+        finite = grads_finite & value_finite
+        check_agreement(finite, scale_state.loss_scale, axis_name)
 
         def checked_update(grads: optax.Updates, extra_args: dict[str, Any]) -> Any:
-            old = state.inner_state
             new_updates, new = inner.update(grads, old, params, **extra_args)
             usable = jnp.ones((), jnp.bool_)
             if check_updates:
@@ -154,31 +159,15 @@ def with_loss_scaling(
                 check_agreement(usable, scale_state.loss_scale, axis_name)
             return usable, new_updates, new
 
-        if not rule.skip_nonfinite:
-            _, new_updates, inner_state = checked_update(updates, extra_args)
-            new_scale_state = next_scale_state(jnp.ones((), jnp.bool_))
-            return new_updates, WithLossScalingState(new_scale_state, inner_state)
-
-        grads_finite, value_finite = all_finite(updates), jnp.ones((), jnp.bool_)
-        if (flag := extra_args.get("grads_finite")) is not None:
-            check_flag("grads_finite", flag)
-            grads_finite &= flag
-        grads_finite = everywhere(grads_finite, axis_name)
-        if (value := extra_args.get("value")) is not None:
-            check("value", value)
-            value_finite = all_finite(value, axis_name=axis_name)
-        apply = grads_finite & value_finite
-        check_agreement(apply, scale_state.loss_scale, axis_name)
         applied, new_updates, inner_state = masked_update(
-            *(checked_update, check_updates, apply),
-            *(updates, state.inner_state, extra_args),
+            checked_update, finite, updates, extra_args, old, is_checked=check_updates
         )
         # No scale cures a loss that is not finite before it is scaled, nor an optimizer
         # that turns finite gradients into NaN or inf.
         scale_at_fault = value_finite & (applied | ~grads_finite)
         new_scale_state = select(
             scale_at_fault,
-            next_scale_state(grads_finite),
+            next_state(rule, scale_state, grads_finite, updates, axis_name),
             scale_state.record(False),
         )
         return new_updates, WithLossScalingState(new_scale_state, inner_state)

@@ -73,8 +73,8 @@ FINITE = [FINITE] * 3
 FELL, COUNTED = {"loss_scale": 1.0}, {"growth_tracker": 7}
 FALLING = {"loss_scale": 2.0**9, "consecutive_skips": 20}
 KEPT = {"loss_scale": 2.0**9}
-FIXED = {"hysteresis_tracker": -1, "loss_scale": 128.0}
-FIXED_AT_1 = {"hysteresis_tracker": -1, "loss_scale": 1.0}
+FIXED = {"is_fixed": True, "loss_scale": 128.0}
+FIXED_AT_1 = {"is_fixed": True, "loss_scale": 1.0}
 
 
 LOW = {"loss_scale": 2.0**-30}

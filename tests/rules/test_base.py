@@ -82,8 +82,8 @@ def test_an_eager_update_moves_nothing_between_host_and_device(rule):
         rule.update(*args)
 
 
-@pytest.mark.parametrize("value", ["1", jnp.ones(2), True])
+@pytest.mark.parametrize("value", [jnp.ones(2), True])
 def test_a_magnitude_that_is_no_number_is_refused(value):
-    for rule in (ls.HeadroomLossScale(),):
-        with pytest.raises(ValueError, match="`max_magnitude` must be one real number"):
-            rule.update(rule.init(), True, value)
+    rule = ls.HeadroomLossScale()
+    with pytest.raises(ValueError, match="`max_magnitude` must be one real number"):
+        rule.update(rule.init(), True, value)

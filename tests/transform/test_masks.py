@@ -5,7 +5,6 @@ What is promised of its numbers, `test_random_optimizers` and `test_optimizers` 
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from helpers import assert_same_bits, transformation
@@ -52,33 +51,6 @@ def test_effects_happen_once_in_a_step(check_updates):
     jax.effects_barrier()
     expected = [(kind, m) for m in (1.0, 1.0, 2.0) for kind in ("debug", "io")]
     assert sorted(seen) == sorted(expected)
-
-
-@pytest.mark.parametrize("calls_host", [False, True])
-def test_an_optimizer_may_record_traced_values_for_the_caller(calls_host):
-    """As one that logs from compiled code does. The host is called once a step."""
-    recorded, seen = [], []
-
-    def update(g, m):
-        recorded.append(g.sum())
-        if calls_host:
-            jax.debug.callback(seen.append, g)
-        return g, (m + g,)
-
-    tx = ls.with_loss_scaling(transformation(update, ZERO))
-
-    @jax.jit
-    def step(grads, state):
-        updates, state = tx.update(grads, state)
-        return updates, state.inner_state, recorded[-1]
-
-    for grads, applied in ((TWO, True), (BAD, False)):
-        updates, (m,), total = step(grads, tx.init(ZERO))
-        jax.effects_barrier()
-        np.testing.assert_array_equal(updates, TWO if applied else ZERO)
-        np.testing.assert_array_equal(m, TWO if applied else ZERO)
-        assert total == 6.0 if applied else jnp.isfinite(total) == calls_host
-    assert len(seen) == 2 * calls_host and np.isfinite(seen).all()
 
 
 def test_no_tracer_outlives_its_trace():

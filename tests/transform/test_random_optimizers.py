@@ -10,13 +10,18 @@ PROGRAM = Path(__file__).parents[1] / "random_optimizers.py"
 
 
 @pytest.mark.parametrize(
-    "first, number",
-    # Early masks that write rows, or that a loop reads, fail at 46, 56, 112 and 180.
-    [(46, 12), *(pytest.param(x, 100, marks=pytest.mark.slow) for x in (0, 100, 200))],
+    "first, number, masks",
+    [
+        # Early masks that write rows, or that a loop reads, fail at 46, 56, 112, 180.
+        (46, 12, []),
+        *(pytest.param(x, 100, [], marks=pytest.mark.slow) for x in (0, 100, 200)),
+        pytest.param(0, 100, ["--late"], marks=pytest.mark.slow),
+    ],
 )
-def test_a_wrapped_random_optimizer_is_as_unwrapped_or_has_not_been(first, number):
+def test_a_wrapped_random_optimizer_is_as_unwrapped(first, number, masks):
     """In a process of its own: an update that never ends fails, and is named."""
-    command = [sys.executable, PROGRAM, f"--first={first}", f"--number={number}"]
+    options = [f"--first={first}", f"--number={number}", *masks]
+    command = [sys.executable, PROGRAM, *options]
     done = subprocess.run(command, capture_output=True, text=True)
     last = done.stdout.splitlines()[-1]
     assert last == f"0 wrong, of {number} random optimizers", done.stdout + done.stderr
