@@ -41,8 +41,8 @@ from ._diagnostics.table import GradientReport, format_report
 from ._find import get_loss_scale, get_loss_scale_state
 from ._finite import all_finite, max_magnitude
 from ._gradients.backward import scale_backward, scale_block
-from ._gradients.by_hand import scale_loss, unscale_grads
 from ._gradients.retries import value_and_grad_with_retries
+from ._gradients.scaling import scale_loss, unscale_grads
 from ._gradients.value_and_grad import grad, value_and_grad
 from ._public import lead_to_ours as _lead_to_ours
 from ._public import set_home as _set_home

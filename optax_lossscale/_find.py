@@ -1,41 +1,22 @@
 """Find the loss scale in an optimizer state."""
 
+import collections
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-import optax.contrib
 
-from ._jax_internals import is_in_jit
+from ._jax_internals import is_staging
 from ._precision import is_inexact
 from ._state import LossScaleState, WithLossScalingState, check_state, in_own_types
 from ._validation import describe
 from ._warn import warn
 
-_AROUND = "Put `with_loss_scaling` around it."
-_UNCHECKED = f"It hides gradients from the check: a NaN in them is applied. {_AROUND}"
-_MOVES = f"It changes the weights, or its own state, in a skipped step. {_AROUND}"
-_HIDING: dict[type, tuple[str, str]] = {
-    optax.ApplyIfFiniteState: (
-        "optax.apply_if_finite",
-        "It hides overflows from the rule, which then never lowers the scale. Remove "
-        "it: `with_loss_scaling` skips these steps itself.",
-    ),
-    optax.MultiStepsState: (
-        "optax.MultiSteps",
-        f"Its accumulator keeps a NaN forever, and no step is applied again. {_AROUND} "
-        "If a trainer adds it, turn off the trainer's accumulation.",
-    ),
-    optax.MaskedState: ("optax.masked", _UNCHECKED),
-    optax.PartitionState: ("optax.partition", _UNCHECKED),
-    optax.ConditionallyMaskState: ("optax.conditionally_mask", _UNCHECKED),
-    optax.ConditionallyTransformState: ("optax.conditionally_transform", _UNCHECKED),
-    optax.LookaheadState: ("optax.lookahead", _MOVES),
-    optax.contrib.ScheduleFreeState: ("optax.contrib.schedule_free", _MOVES),
-    optax.contrib.MechanicState: ("optax.contrib.mechanize", _MOVES),
-    optax.contrib.SAMState: ("optax.contrib.sam", _MOVES),
-}
+# What may be around `with_loss_scaling`, beside a state with an ``opt_state``: Flax's
+# `TrainState` and `nnx.Optimizer`, or one that users write.
+_CONTAINERS = (WithLossScalingState, optax.InjectStatefulHyperparamsState, list, dict)
 
 
 def get_loss_scale_state(state: Any) -> LossScaleState:
@@ -92,23 +73,12 @@ def get_loss_scale(state: Any) -> jax.Array:
     return get_loss_scale_state(state).loss_scale
 
 
-def get_effective_state(state: Any) -> LossScaleState:
-    """Return the state of the scale, or raise if a wrapper hides overflows from it."""
-    for wrapper in find_nodes(state, tuple(_HIDING)).values():
-        if _hides(wrapper, state):
-            name, reason = _HIDING[type(wrapper)]
-            raise ValueError(
-                "`state` must have its LossScaleState outside other wrappers, got one "
-                f"inside `{name}`. {reason}"
-            )
-    return check_state(get_loss_scale_state(state))
-
-
 def scale_state_in_use(state: Any) -> LossScaleState:
-    """Return the effective state, and warn if it is a constant of the program."""
-    scale_state = get_effective_state(state)
+    """Return the state whose scale multiplies a loss, and warn if it never changes."""
+    scale_state = check_state(get_loss_scale_state(state))
+    _check_outermost(state)
     concrete = not any(isinstance(x, jax.core.Tracer) for x in scale_state[:-1])
-    if concrete and is_in_jit() and not jax.device_get(scale_state.is_fixed):
+    if concrete and is_staging() and not jax.device_get(scale_state.is_fixed):
         warn(
             f"The loss scale, {jax.device_get(scale_state.loss_scale):g}, is a "
             "constant of the function being compiled, because `state` is not one of "
@@ -117,51 +87,47 @@ def scale_state_in_use(state: Any) -> LossScaleState:
             "the `opt_state` that is passed to it. If the scale should never change, "
             "use `FixedLossScale`."
         )
-    _warn_of_moments_outside(state)
     return scale_state
 
 
-def _warn_of_moments_outside(state: Any) -> None:
-    """Warn if an optimizer is chained with `with_loss_scaling`, and not inside it."""
-
-    def is_own(x: Any) -> bool:
-        return isinstance(x, WithLossScalingState)
-
-    def is_other(x: Any) -> bool:
-        of_optax = isinstance(x, tuple) and type(x).__module__.startswith("optax.")
-        observes = type(x).__name__ in ("MonitorState", "SnapshotState")
-        return of_optax and not observes and not find_loss_scale_states(x)
-
-    nodes = jax.tree.leaves_with_path(state, is_leaf=lambda x: is_own(x) or is_other(x))
-    protected = [_shapes(x.inner_state) for _, x in nodes if is_own(x)]
-    outside = [(path, x) for path, x in nodes if is_other(x) and _shapes(x)]
-    for path, x in outside if protected else ():
-        # Moments of other shapes belong to an optimizer of other parameters.
-        if not protected[0] or _shapes(x) <= protected[0]:
-            warn(
-                f"`state` has a {type(x).__name__} at {jax.tree_util.keystr(path)}, "
-                "outside `with_loss_scaling`, which cannot protect it: a skipped step "
-                "changes the weights, or it keeps a NaN. Put the whole optimizer "
-                "inside: `with_loss_scaling(optax.chain(...))`."
-            )
-            return
-
-
-def _shapes(tree: Any) -> set[tuple[int, ...]]:
-    return {x.shape for x in jax.tree.leaves(tree) if is_inexact(x) and jnp.ndim(x)}
+def _check_outermost(state: Any) -> None:
+    """Raise if an optimizer is around `with_loss_scaling`, or chained with it."""
+    if isinstance(state, LossScaleState):
+        return
+    children = jax.tree.leaves(state, is_leaf=lambda x: x is not state)
+    outside = []
+    if type(state) in (tuple, collections.OrderedDict):
+        outside = [node for x in children for node in _moments_in(x)]
+    elif _is_of_optax(state) or not hasattr(state, "opt_state"):
+        outside = [] if isinstance(state, _CONTAINERS) else [state]
+    if outside:
+        raise ValueError(
+            "`state` must have its loss scale outside of all optimizers, got a "
+            f"{type(outside[0]).__name__} around it or chained with it. A skipped step "
+            "would change the weights, or leave a NaN in that state. Put "
+            "`with_loss_scaling` around the whole optimizer, as in "
+            "`with_loss_scaling(optax.chain(...))`. If a trainer adds "
+            "`optax.MultiSteps`, turn off its accumulation. Of a state of your own, "
+            "pass the part that `init(params)` returned."
+        )
+    for x in children:
+        if find_nodes(x, LossScaleState):
+            _check_outermost(x)
 
 
-def _hides(wrapper: Any, state: Any) -> bool:
-    if not find_loss_scale_states(wrapper):
-        return False
-    if isinstance(wrapper, optax.PartitionState):
-        groups = wrapper.inner_states.values()
-        return not all(_is_set_to_zero(x) or find_loss_scale_states(x) for x in groups)
-    if isinstance(wrapper, optax.MaskedState):
-        # NaN gradients that are left out do no harm if the parameters are frozen.
-        left_out = find_nodes(wrapper.inner_state, optax.MaskedNode)
-        return bool(left_out) and not has_frozen(state)
-    return True
+def _is_of_optax(node: Any) -> bool:
+    return isinstance(node, tuple) and type(node).__module__.startswith("optax.")
+
+
+def _moments_in(member: Any) -> Iterator[Any]:
+    """Yield the states in a member of a chain that remember gradients."""
+    if find_nodes(member, LossScaleState):
+        return
+    for node in jax.tree.leaves(member, is_leaf=_is_of_optax):
+        observes = type(node).__name__ in ("MonitorState", "SnapshotState")
+        if _is_of_optax(node) and not observes:
+            if any(is_inexact(x) and jnp.ndim(x) for x in jax.tree.leaves(node)):
+                yield node
 
 
 def find_nodes(tree: Any, kind: type | tuple[type, ...]) -> dict[str, Any]:
@@ -194,14 +160,12 @@ def replace_loss_scale_state(state: Any, new: LossScaleState) -> Any:
     return jax.tree.map(leaf, state, is_leaf=lambda x: isinstance(x, LossScaleState))
 
 
-def _unwrapped(state: Any) -> Any:
+def _unwrapped(state: LossScaleState) -> LossScaleState:
     """Take the arrays of a state out of the variables that Flax NNX wraps them in."""
-
-    def array(x: Any) -> Any:
-        leaves = jax.tree.leaves(x)
-        return leaves[0] if len(leaves) == 1 else x
-
-    return jax.tree.map(array, state, is_leaf=lambda x: not isinstance(x, tuple))
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: x is None)
+    structure = jax.tree.structure(state, is_leaf=lambda x: not isinstance(x, tuple))
+    unwrapped: LossScaleState = jax.tree.unflatten(structure, leaves)
+    return unwrapped
 
 
 def _advice(state: Any) -> str:

@@ -29,22 +29,8 @@ def is_staging() -> bool:
     Eager ``jax.vmap`` and derivatives trace too, but they run operations that do not
     depend on what they map or differentiate.
     """
-    return isinstance(_new_array(), jax.core.Tracer)
-
-
-def is_in_jit() -> bool:
-    """Return whether a compiled function is being traced.
-
-    ``jax.lax.scan`` and similar functions stage too. But an eager call traces them
-    again every time, with the current values of what the function closes over.
-    """
-    trace = getattr(_new_array(), "_trace", None)
-    while trace is not None:
-        debug_info = getattr(getattr(trace, "frame", None), "debug_info", None)
-        if getattr(debug_info, "traced_for", None) in ("jit", "pmap", "shard_map"):
-            return True
-        trace = getattr(trace, "parent_trace", None)
-    return False
+    with jax.transfer_guard("allow"):  # the user may have forbidden it
+        return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def varying_axes(x: jax.Array) -> frozenset[Any]:
@@ -100,9 +86,3 @@ def zeros_like_aval(aval: Any) -> jax.Array:
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return jax.lax.full(aval.shape, 0, aval.dtype)  # `ad` would return float0
     return ad.zeros_like_aval(aval)
-
-
-def _new_array() -> jax.Array:
-    """Return an array, which is a tracer if all operations are staged."""
-    with jax.transfer_guard("allow"):  # the user may have forbidden it
-        return jnp.zeros(())

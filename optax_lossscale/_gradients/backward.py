@@ -16,8 +16,9 @@ from .._jax_internals import COLLECTIVE, DEBUGGING, effect_names, zeros_like_ava
 from .._precision import exact_power, is_inexact, is_narrow, wide_dtype
 from .._validation import check, check_scale, describe
 from .._warn import warn
+from .flax import finite_overwrite
 from .scaled_losses import note_scaled
-from .scaling import finite_overwrite, multiply
+from .scaling import multiply
 from .traced_call import check_axes, evaluate, refuse_effects, traced_call
 
 Arguments = ParamSpec("Arguments")

@@ -9,16 +9,17 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from .._devices import AxisName, check_agreement
-from .._find import get_effective_state, replace_loss_scale_state, scale_state_in_use
+from .._find import replace_loss_scale_state, scale_state_in_use
 from .._finite import all_finite
 from .._jax_internals import MUTABLE_ARRAYS, effect_names, waiting_for, zeros_like_aval
 from .._precision import SMALLEST_SCALE
 from .._validation import check
-from . import nnx_objects
-from .at_scale import at_scale, warn_of_narrow_loss
 from .derivatives import with_derivatives_of
+from .flax import update_objects
 from .scaled_losses import note_scaled
+from .scaling import warn_of_narrow_loss
 from .traced_call import check_axes, evaluate, refuse_effects, traced_call
+from .value_and_grad import at_scale
 
 
 def value_and_grad_with_retries(
@@ -82,7 +83,8 @@ def value_and_grad_with_retries(
         >>> print(grads, ls.get_loss_scale(state))
         [8.] 4096.0
     """
-    get_effective_state(state)  # raises now if there is no loss scale
+    check("loss_fn", fun, "fun")
+    check("value_and_grad", value_and_grad)
     options = dict(argnums=argnums, holomorphic=holomorphic, allow_int=allow_int)
     differentiated = at_scale(fun, has_aux, value_and_grad, options)
     max_retries = check("max_retries", max_retries)
@@ -113,7 +115,7 @@ def value_and_grad_with_retries(
         tracker = jnp.where(attempts > 1, 0, scale_state.growth_tracker)
         new = scale_state._replace(loss_scale=scale, growth_tracker=tracker)
         new_state = replace_loss_scale_state(state, new)
-        return output, grads, nnx_objects.update_objects(state, new_state)
+        return output, grads, update_objects(state, new_state)
 
     return fun_with_retries
 

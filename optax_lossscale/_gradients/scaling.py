@@ -6,8 +6,71 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._find import scale_state_in_use
 from .._precision import dtype_of, grad_dtype, is_inexact, wide_dtype
 from .._validation import describe
+from .._warn import warn
+from .flax import is_overwritten
+from .scaled_losses import note_scale_loss, note_unscale_grads
+
+
+def scale_loss(loss: Any, state: Any) -> Any:
+    """Multiply a loss by the loss scale, if you call ``jax.grad`` yourself.
+
+    Log ``loss`` itself, not the scaled loss.
+
+    Args:
+        loss: a floating-point loss of any shape, or a pytree of losses.
+        state: the state, as for `value_and_grad`.
+
+    Returns:
+        The scaled loss or losses, in float32 or wider.
+
+    Raises:
+        ValueError: as `value_and_grad`.
+        TypeError: if ``loss`` is not a floating-point or complex array.
+
+    Warns:
+        UserWarning: as `value_and_grad`; if that differentiates ``loss``, too.
+
+    Examples:
+        >>> import optax_lossscale as ls
+        >>> ls.scale_loss(3.0, ls.FixedLossScale(1024.0).init())
+        Array(3072., dtype=float32)
+    """
+    scale = scale_state_in_use(state).loss_scale
+    note_scale_loss(state)
+    scaled = jax.tree.map(lambda x: scale_loss_by(x, scale), loss)
+    jax.tree.map(warn_of_narrow_loss, loss)
+    return scaled
+
+
+def unscale_grads(grads: Any, state: Any) -> Any:
+    """Divide the gradients of a scaled loss by the loss scale, before ``update``.
+
+    Args:
+        grads: a pytree of gradients of ``scale_loss(loss, state)``.
+        state: the state that scaled this loss, from before the optimizer's ``update``.
+
+    Returns:
+        The true gradients, float16 and float8 in float32, others in their own type.
+        Integers, ``float0`` and None are returned unchanged.
+
+    Raises:
+        ValueError: as `value_and_grad`.
+
+    Warns:
+        UserWarning: if ``grads`` are true already, as `value_and_grad` returns them.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import optax_lossscale as ls
+        >>> ls.unscale_grads(jnp.float16([512.0]), ls.FixedLossScale(1024.0).init())
+        Array([0.5], dtype=float32)
+    """
+    true_grads = unscale(grads, scale_state_in_use(state).loss_scale)
+    note_unscale_grads(grads, true_grads, state)
+    return true_grads
 
 
 def scale_loss_by(loss: Any, scale: jax.Array) -> jax.Array:
@@ -22,6 +85,18 @@ def scale_loss_by(loss: Any, scale: jax.Array) -> jax.Array:
     return jnp.asarray(loss, dtype) * jax.lax.stop_gradient(scale).astype(dtype)
 
 
+def warn_of_narrow_loss(value: Any) -> None:
+    """Warn if a scale above 65504 is infinite in the type of the loss."""
+    dtype = dtype_of(value)
+    if float(jnp.finfo(dtype).max) <= 65504.0:
+        warn(
+            f"The loss is {dtype}. A loss scale of 2**16, to which the default grows "
+            "first, is infinite in that type, and then so are all gradients. Cast what "
+            "goes into the loss, as in `loss_fn(logits.astype(jnp.float32), labels)`. "
+            "A cast of the loss itself is too late."
+        )
+
+
 def unscale(tree: Any, scale: jax.Array) -> Any:
     """Multiply by the reciprocal of the scale; see ``grad_dtype`` for the types."""
     # The scale is a constant here, too.
@@ -33,37 +108,6 @@ def unscale(tree: Any, scale: jax.Array) -> Any:
         return multiply(x, lambda dtype: 1 / scale.astype(dtype), grad_dtype)
 
     return jax.tree_util.tree_map_with_path(leaf, tree)
-
-
-def is_overwritten(path: Any) -> bool:
-    """Return whether a leaf's gradient is not one, but the new value of the leaf.
-
-    Flax puts the scales and histories of its float8 operations below this key.
-    """
-    return any(getattr(x, "key", None) == "_overwrite_with_gradient" for x in path)
-
-
-def with_finite_overwrites(tree: Any) -> Any:
-    """Return the same tree, in whose gradients a new value that is not finite is old.
-
-    In a skipped step, nothing else keeps it from being stored.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    if not any(is_overwritten(path) for path, _ in leaves):
-        return tree
-    return jax.tree_util.tree_map_with_path(
-        lambda path, x: finite_overwrite(x) if is_overwritten(path) else x, tree
-    )
-
-
-@jax.custom_vjp
-def finite_overwrite(x: Any) -> Any:
-    return x
-
-
-finite_overwrite.defvjp(
-    lambda x: (x, x), lambda x, new: (jnp.where(jnp.isfinite(new), new, x),)
-)
 
 
 def multiply(

@@ -1,14 +1,16 @@
 """Differentiate a loss with loss scaling."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from .._find import get_effective_state, scale_state_in_use
-from .at_scale import at_scale, warn_of_narrow_loss
-from .scaled_losses import note_scaled
+from .._find import scale_state_in_use
+from .._validation import check, describe
+from .flax import check_no_modules, with_finite_overwrites
+from .scaled_losses import differentiating, note_scaled
+from .scaling import scale_loss_by, unscale, warn_of_narrow_loss
 
 
 def value_and_grad(
@@ -47,15 +49,15 @@ def value_and_grad(
         float16 or float8. Where they overflowed, they are still NaN or inf.
 
     Raises:
-        ValueError: as `get_loss_scale_state`, or if a wrapper that belongs inside
-            `with_loss_scaling`, such as ``optax.MultiSteps``, is around it.
+        ValueError: when called, as `get_loss_scale_state`, or if an optimizer or a
+            wrapper that belongs inside `with_loss_scaling`, such as
+            ``optax.MultiSteps``, is around it or chained with it.
         TypeError: if ``fun`` is not a function that returns a floating-point scalar;
             when called, if ``jax.value_and_grad`` is given an ``nnx.Module``.
 
     Warns:
-        UserWarning: if the loss is float16, in which a scale above 65504 is infinite;
-            if ``state`` is a constant of a compiled function but its rule changes; or
-            if moments of a chained optimizer are outside `with_loss_scaling`.
+        UserWarning: if the loss is float16, in which a scale above 65504 is infinite,
+            or if ``state`` is a constant of a compiled function but its rule changes.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -67,7 +69,8 @@ def value_and_grad(
         >>> print(grads * 2.0**30)
         [1. 1.]
     """
-    get_effective_state(state)  # raises now if there is no loss scale
+    check("loss_fn", fun, "fun")
+    check("value_and_grad", value_and_grad)
     options = dict(argnums=argnums, holomorphic=holomorphic, allow_int=allow_int)
     differentiated = at_scale(fun, has_aux, value_and_grad, options)
 
@@ -129,3 +132,61 @@ def grad(
         return (grads, value[1]) if has_aux else grads
 
     return grad_fun
+
+
+def at_scale(
+    fun: Callable[..., Any],
+    has_aux: bool,
+    value_and_grad: Callable[..., Any],
+    options: Mapping[str, Any],
+) -> Callable[[jax.Array, Sequence[Any], Mapping[str, Any]], tuple[Any, Any]]:
+    """Create a function of a scale and the arguments and keywords of ``fun``.
+
+    It returns the output of ``fun``, a tuple if ``has_aux``, and the true gradients.
+    """
+    # Not every function that differentiates takes these. All default to 0 or False.
+    options = {name: x for name, x in options.items() if x != 0}
+
+    def differentiated(
+        scale: jax.Array, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        if value_and_grad is jax.value_and_grad:
+            check_no_modules((args, kwargs))
+            _check_no_functions(args, options.get("argnums", 0))
+
+        @functools.wraps(fun, updated=())
+        def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
+            token = differentiating.set(True)
+            try:
+                output = fun(*with_finite_overwrites(args), **kwargs)
+            finally:
+                differentiating.reset(token)
+            # Only the derivative of the product is used, so XLA removes the product.
+            if not has_aux:
+                return scale_loss_by(output, scale), output
+            if not (isinstance(output, tuple | list) and len(output) == 2):
+                raise TypeError(
+                    "`fun` must return a pair (loss, aux) with has_aux=True, got "
+                    f"{describe(output)}. Return a pair, or leave out `has_aux`."
+                )
+            return scale_loss_by(output[0], scale), tuple(output)
+
+        differentiate = value_and_grad(scaled_fun, has_aux=True, **options)
+        (_, output), scaled_grads = differentiate(*args, **kwargs)
+        return output, unscale(scaled_grads, scale)
+
+    return differentiated
+
+
+def _check_no_functions(args: Sequence[Any], argnums: Any) -> None:
+    """Raise if jax would differentiate a model that has functions among its leaves."""
+    numbers = argnums if isinstance(argnums, tuple | list) else [argnums]
+    chosen = [x for i, x in enumerate(args) if i in numbers]
+    for path, x in jax.tree.leaves_with_path(chosen):
+        if callable(x):
+            raise TypeError(
+                "`value_and_grad` must be a function that leaves out what is no array, "
+                f"got `jax.value_and_grad` for {describe(x)} at "
+                f"{jax.tree_util.keystr(path[1:])}. For an Equinox module, pass "
+                "`value_and_grad=eqx.filter_value_and_grad`."
+            )

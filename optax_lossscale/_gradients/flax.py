@@ -1,10 +1,14 @@
-"""Flax NNX objects, which change in place, around a program that only has arrays."""
+"""What only Flax has: NNX objects, which change in place, and the gradients of fp8.
+
+Flax is not imported. If nobody has, there are no objects.
+"""
 
 import contextlib
 import sys
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 _TAG = "optax_lossscale"  # by this name NNX maps copies to originals
 
@@ -65,6 +69,35 @@ def is_object(x: Any) -> bool:
     return isinstance(x, getattr(nnx, "Pytree", nnx.Object) | nnx.Variable)
 
 
+def is_overwritten(path: Any) -> bool:
+    """Return whether a leaf's gradient is not one, but the new value of the leaf.
+
+    Flax puts the scales and histories of its float8 operations below this key.
+    """
+    return "['_overwrite_with_gradient']" in jax.tree_util.keystr(path)
+
+
+def with_finite_overwrites(tree: Any) -> Any:
+    """Return the same tree, in whose gradients a new value that is not finite is old.
+
+    In a skipped step, nothing else keeps it from being stored.
+    """
+    if not any(is_overwritten(path) for path, _ in jax.tree.leaves_with_path(tree)):
+        return tree  # NNX objects would be copied
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: finite_overwrite(x) if is_overwritten(path) else x, tree
+    )
+
+
+@jax.custom_vjp
+def finite_overwrite(x: Any) -> Any:
+    return x
+
+
+finite_overwrite.defvjp(
+    lambda x: (x, x), lambda x, new: (jnp.where(jnp.isfinite(new), new, x),)
+)
+
+
 def _nnx() -> Any:
-    """Return Flax NNX if it has been imported. Otherwise there are no objects."""
     return sys.modules.get("flax.nnx")
