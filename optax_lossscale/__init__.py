@@ -50,9 +50,9 @@ from ._rules.base import LossScale
 from ._rules.dynamic import DynamicLossScale
 from ._rules.fixed import FixedLossScale
 from ._rules.headroom import HeadroomLossScale, HeadroomState
-from ._state import LossScaleState, WithLossScalingState
+from ._state import LossScaleState, MasterWeightsState, WithLossScalingState
 from ._transform.applied import keep_if_applied, was_applied
-from ._transform.master_weights import MasterWeightsState, with_master_weights
+from ._transform.master_weights import with_master_weights
 from ._transform.with_loss_scaling import with_loss_scaling
 from ._tree import select
 

@@ -10,7 +10,13 @@ import optax
 
 from ._jax_internals import is_staging
 from ._precision import is_inexact
-from ._state import LossScaleState, WithLossScalingState, check_state, in_own_types
+from ._state import (
+    LossScaleState,
+    MasterWeightsState,
+    WithLossScalingState,
+    check_state,
+    in_own_types,
+)
 from ._validation import describe
 from ._warn import warn
 
@@ -139,6 +145,12 @@ def find_nodes(tree: Any, kind: type | tuple[type, ...]) -> dict[str, Any]:
 def has_frozen(state: Any) -> bool:
     """Return whether an optimizer state freezes some of its parameters."""
     return any(map(_is_set_to_zero, find_nodes(state, optax.MaskedState).values()))
+
+
+def has_master_weights(state: Any) -> bool:
+    """Return whether an optimizer state contains any master weights."""
+    nodes = find_nodes(state, MasterWeightsState).values()
+    return any(jax.tree.leaves(node.master_weights) for node in nodes)
 
 
 def _is_set_to_zero(state: Any) -> bool:

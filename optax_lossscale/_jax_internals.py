@@ -62,14 +62,6 @@ def as_varying(x: jax.Array, like: jax.Array) -> jax.Array:
     return getattr(jax.lax, "pvary")(x, axes)  # noqa: B009, its name until jax 0.8
 
 
-def as_sharded(x: Any, like: Any) -> Any:
-    """Reshard an array as another is, on a mesh with explicit axes."""
-    old, new = jax.typeof(x).sharding, jax.typeof(like).sharding
-    if old.mesh.empty or old.spec == new.spec:
-        return x
-    return jax.sharding.reshard(x, new)
-
-
 def waiting_for(other: jax.Array, x: jax.Array) -> jax.Array:
     """Return ``x``, from which XLA computes nothing before it has another value."""
     if varying_axes(other) - varying_axes(x):

@@ -64,6 +64,11 @@ def is_narrow(x: Any) -> bool:
     return is_inexact(x) and grad_dtype(dtype_of(x)) != dtype_of(x)
 
 
+def widened(tree: Any) -> Any:
+    """Return a tree whose float16 and float8 leaves are float32."""
+    return jax.tree.map(lambda x: as_type(x, jnp.float32) if is_narrow(x) else x, tree)
+
+
 def wide_dtype(dtype: Any) -> Any:
     """Return float32 for narrower types, and other types unchanged.
 

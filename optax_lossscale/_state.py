@@ -144,6 +144,33 @@ class WithLossScalingState(NamedTuple):
     inner_state: optax.OptState
 
 
+class MasterWeightsState(NamedTuple):
+    """State of `with_master_weights`.
+
+    Attributes:
+        master_weights: a copy in ``dtype`` of each parameter that is narrower, and an
+            ``optax.MaskedNode`` for each of the others.
+        inner_state: the state of the wrapped transformation.
+
+    Examples:
+        Start from weights that were saved in float32:
+
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import optax
+        >>> import optax_lossscale as ls
+        >>> saved = {"w": jnp.array([0.1, 0.1, 0.1])}
+        >>> params = jax.tree.map(lambda p: p.astype(jnp.float16), saved)
+        >>> tx = ls.with_loss_scaling(ls.with_master_weights(optax.adam(1e-3)))
+        >>> opt_state = optax.tree.set(tx.init(params), master_weights=saved)
+        >>> optax.tree.get(opt_state, "master_weights")
+        {'w': Array([0.1, 0.1, 0.1], dtype=float32)}
+    """
+
+    master_weights: optax.Params
+    inner_state: optax.OptState
+
+
 def check_state(state: Any) -> LossScaleState:
     """Return the state of one run in its own types, or raise."""
     if not isinstance(state, LossScaleState):

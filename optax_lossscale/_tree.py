@@ -1,11 +1,11 @@
 """Operations on trees: select one of two, convert their types, compare them."""
 
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ._jax_internals import as_sharded
 from ._precision import dtype_of
 from ._validation import check_flag, describe
 
@@ -64,6 +64,14 @@ def choose(pred: Any, new: Any, old: Any) -> jax.Array:
     return jnp.where(pred, new, as_sharded(old, new))
 
 
+def as_sharded(x: Any, like: Any) -> Any:
+    """Reshard an array as another is, on a mesh with explicit axes."""
+    old, new = jax.typeof(x).sharding, jax.typeof(like).sharding
+    if old.mesh.empty or old.spec == new.spec:
+        return x
+    return jax.sharding.reshard(x, new)
+
+
 def _is_array(x: Any) -> bool:
     return hasattr(x, "dtype") or isinstance(x, bool | int | float | complex)
 
@@ -104,8 +112,8 @@ def shape_mismatch(tree: Any, other: Any) -> tuple[str, str, str] | None:
 
 def mismatch(tree: Any, other: Any) -> tuple[str, Any, Any] | None:
     """Return where two trees differ in structure or shapes, or None if alike."""
-    shapes = [list(map(jnp.shape, jax.tree.leaves(x))) for x in (tree, other)]
-    if shapes[0] == shapes[1] and same_structure(tree, other):
+    shapes, others = (map(jnp.shape, jax.tree.leaves(x)) for x in (tree, other))
+    if same_structure(tree, other) and all(map(operator.eq, shapes, others)):
         return None  # without the texts of `shape_mismatch`: every update asks
     structures = jax.tree.structure(tree), jax.tree.structure(other)
     path, new, old = shape_mismatch(tree, other) or ("", *structures)

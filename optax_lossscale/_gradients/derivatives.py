@@ -21,17 +21,10 @@ def with_derivatives_of(
 
     def both(*args: Any) -> Leaves:
         leaves, structure = jax.tree.flatten(args)
-        # The old state is among the constants, too. One array is one argument.
-        unique = {id(x): x for x in leaves}
-        at = {key: i for i, key in enumerate(unique)}
-        index = [at[id(x)] for x in leaves]
-
-        def arguments(unique: Leaves) -> Any:
-            return jax.tree.unflatten(structure, [unique[i] for i in index])
 
         @jax.custom_jvp
-        def evaluate(*unique: Any) -> Leaves:
-            return function(*arguments(unique))
+        def evaluate(*leaves: Any) -> Leaves:
+            return function(*jax.tree.unflatten(structure, leaves))
 
         @functools.partial(evaluate.defjvp, symbolic_zeros=True)
         def _(primals: Leaves, tangents: Leaves) -> tuple[Leaves, Leaves]:
@@ -39,17 +32,15 @@ def with_derivatives_of(
 
             def along(moving: Leaves) -> Leaves:
                 rest = iter(moving)
-                leaves = [
-                    next(rest) if moved else x
-                    for x, moved in zip(primals, moves, strict=True)
-                ]
-                return derived(*arguments(leaves))
+                pairs = zip(primals, moves, strict=True)
+                leaves = [next(rest) if moved else x for x, moved in pairs]
+                return derived(*jax.tree.unflatten(structure, leaves))
 
             moving, directions = (
                 list(itertools.compress(x, moves)) for x in (primals, tangents)
             )
             return jax.jvp(along, (moving,), (directions,))
 
-        return evaluate(*unique.values())
+        return evaluate(*leaves)
 
     return both

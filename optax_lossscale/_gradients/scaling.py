@@ -121,10 +121,11 @@ def multiply(
         if not is_inexact(x):
             return x
         dtype = dtype_of(x)
-        x = jnp.asarray(x, wide_dtype(dtype))
+        wide, result = wide_dtype(dtype), result_dtype(dtype)
+        x = jnp.asarray(x, wide)
         if jnp.iscomplexobj(x):
             # A complex product would compute 0 * inf, and turn inf into NaN.
             return jax.lax.complex(leaf(x.real), leaf(x.imag))
-        return (x * factor(x.dtype)).astype(result_dtype(dtype))
+        return (x * factor(wide)).astype(result)
 
     return jax.tree.map(leaf, tree)

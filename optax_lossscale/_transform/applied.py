@@ -8,10 +8,9 @@ import jax.numpy as jnp
 from .._devices import AxisName
 from .._find import get_loss_scale_state
 from .._finite import all_finite
-from .._jax_internals import as_sharded
 from .._precision import is_inexact
 from .._state import check_state
-from .._tree import choose, same_structure, select
+from .._tree import as_sharded, choose, same_structure, select
 from .._warn import warn
 
 

@@ -109,12 +109,14 @@ def suits(jaxpr: Jaxpr, is_checked: bool = False) -> bool:
 
 def _operations(jaxpr: Jaxpr) -> set[str]:
     """Return the names of all primitives in a program."""
-    names = {eqn.primitive.name for eqn in jaxpr.eqns}
-    for inner in jax.tree.leaves([list(eqn.params.values()) for eqn in jaxpr.eqns]):
-        if isinstance(inner, ClosedJaxpr):
-            inner = inner.jaxpr
-        if isinstance(inner, Jaxpr):
-            names |= _operations(inner)
+    names = set()
+    for eqn in jaxpr.eqns:
+        names.add(eqn.primitive.name)
+        for inner in jax.tree.leaves(list(eqn.params.values())):
+            if isinstance(inner, ClosedJaxpr):
+                inner = inner.jaxpr
+            if isinstance(inner, Jaxpr):
+                names |= _operations(inner)
     return names
 
 

@@ -1,46 +1,20 @@
 """The Optax transformation that keeps float32 copies of narrow parameters."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._find import find_nodes, has_frozen
+from .._find import has_frozen, has_master_weights
 from .._precision import as_type, dtype_of, is_inexact
+from .._state import MasterWeightsState
 from .._tree import mismatch, same_structure
 from .._validation import check
 from .._warn import warn
-from .extra_args import check_inner, with_extra_args
 from .rounding import update_to
-
-
-class MasterWeightsState(NamedTuple):
-    """State of `with_master_weights`.
-
-    Attributes:
-        master_weights: a copy in ``dtype`` of each parameter that is narrower, and an
-            ``optax.MaskedNode`` for each of the others.
-        inner_state: the state of the wrapped transformation.
-
-    Examples:
-        Start from weights that were saved in float32:
-
-        >>> import jax
-        >>> import jax.numpy as jnp
-        >>> import optax
-        >>> import optax_lossscale as ls
-        >>> saved = {"w": jnp.array([0.1, 0.1, 0.1])}
-        >>> params = jax.tree.map(lambda p: p.astype(jnp.float16), saved)
-        >>> tx = ls.with_loss_scaling(ls.with_master_weights(optax.adam(1e-3)))
-        >>> opt_state = optax.tree.set(tx.init(params), master_weights=saved)
-        >>> optax.tree.get(opt_state, "master_weights")
-        {'w': Array([0.1, 0.1, 0.1], dtype=float32)}
-    """
-
-    master_weights: optax.Params
-    inner_state: optax.OptState
+from .wrapped import check_inner, with_extra_args
 
 
 def with_master_weights(
@@ -145,12 +119,6 @@ def with_master_weights(
         return new_updates, MasterWeightsState(new_masters, inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def has_master_weights(state: Any) -> bool:
-    """Return whether an optimizer state contains any master weights."""
-    nodes = find_nodes(state, MasterWeightsState).values()
-    return any(jax.tree.leaves(node.master_weights) for node in nodes)
 
 
 def check_last(state: Any) -> None:

@@ -15,10 +15,9 @@ from .._state import WithLossScalingState, check_state
 from .._tree import select
 from .._validation import check, check_flag, describe
 from .early_mask import masked_update
-from .extra_args import check_inner, with_extra_args
-from .inner import with_kept_types
 from .master_weights import check_last, warn_of_float16
 from .outcome import outcome_finite
+from .wrapped import check_inner, with_extra_args, with_kept_types
 
 
 def with_loss_scaling(

@@ -1,5 +1,6 @@
-"""Call the wrapped transformation, and keep the types of its state."""
+"""Call the wrapped transformation, with what it takes, in types that never change."""
 
+import inspect
 from typing import Any
 
 import jax
@@ -7,13 +8,65 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._precision import as_type, dtype_of, is_inexact, is_narrow
+from .._find import has_master_weights
+from .._precision import dtype_of, is_inexact, is_narrow, widened
+from .._rules.base import LossScale
 from .._state import strong
 from .._tree import at_paths_of, cast_like, mismatch, same_structure, shape_mismatch
+from .._validation import describe
 from .._warn import warn
-from .master_weights import has_master_weights
 
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
+
+
+def check_inner(inner: Any, wrapper: str) -> None:
+    rule = "`inner` must be an Optax gradient transformation, got "
+    if isinstance(inner, LossScale):
+        raise TypeError(
+            f"{rule}the rule {inner!r}. The optimizer comes first: "
+            "`with_loss_scaling(optimizer, rule)`."
+        )
+    functions = (getattr(inner, name, None) for name in ("init", "update"))
+    if isinstance(inner, type) or not all(map(callable, functions)):
+        advice = f"Pass an optimizer, called as in `{wrapper}(optax.adam(1e-3))`."
+        raise TypeError(f"{rule}{describe(inner)}. {advice}")
+
+
+def with_extra_args(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Make a transformation accept extra arguments, and drop those it does not take."""
+    # Inspect parameters, not the type: optax.MultiSteps takes extra arguments but has
+    # another type, and optax.contrib.sam has the type but takes only one of them.
+    parameters = list(inspect.signature(inner.update).parameters.values())
+    known = frozenset(p.name for p in parameters[3:])
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+    def update_fn(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        for name in {"loss", "values"} & extra_args.keys() - known:
+            if "value" not in extra_args:
+                warn(
+                    f"`update` is given `{name}`, which does not decide whether the "
+                    f"step is applied. Pass `value={name}` if it should."
+                )
+        # A line search would pass `grads_finite` on to the loss.
+        dropped = {"grads_finite"} if takes_all else extra_args.keys()
+        taken = {k: x for k, x in extra_args.items() if k in known or k not in dropped}
+        try:
+            return inner.update(updates, state, params, **taken)
+        except TypeError as error:
+            # A member of a chain may refuse the loss, which it was never meant for.
+            if "unexpected keyword argument 'value'" not in str(error):
+                raise
+            del taken["value"]
+            return inner.update(updates, state, params, **taken)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
 
 def with_kept_types(
@@ -29,7 +82,7 @@ def with_kept_types(
     def init_fn(params: optax.Params) -> optax.OptState:
         state = inner.init(params)
         if any(map(is_narrow, jax.tree.leaves(params))):
-            wide_state = inner.init(_widened(params))
+            wide_state = inner.init(widened(params))
             # Match by path: wide parameters have no master weights.
             wide = dict(jax.tree_util.tree_leaves_with_path(wide_state))
             state = jax.tree_util.tree_map_with_path(wide.get, state)
@@ -42,12 +95,13 @@ def with_kept_types(
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         grads, wide_params = updates, params
+        has_narrow = any(map(is_narrow, jax.tree.leaves(params)))
+        has_narrow = has_narrow and not has_master_weights(state)
         # All are as wide as the state, or the branches of a `jax.lax.cond` in the
         # optimizer could return different types.
         if not any(map(is_narrow, jax.tree.leaves(state))):
-            grads = _widened(updates)
-            if not has_master_weights(state):
-                wide_params = _widened(params)
+            grads = widened(updates)
+            wide_params = widened(params) if has_narrow else params
 
         def check_shapes(cause: Exception | None) -> None:
             if params is not None:
@@ -72,16 +126,12 @@ def with_kept_types(
                 "`with_loss_scaling`."
             )
         _check_types(new_state, state)
-        if same_structure(new_updates, updates) and not has_master_weights(state):
+        if has_narrow and same_structure(new_updates, updates):
             own = at_paths_of(updates, params)
             new_updates = jax.tree.map(_as_narrow, new_updates, updates, own)
         return new_updates, cast_like(new_state, state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _widened(tree: Any) -> Any:
-    return jax.tree.map(lambda x: as_type(x, jnp.float32) if is_narrow(x) else x, tree)
 
 
 def _as_narrow(update: Any, grad: Any, param: Any) -> Any:
@@ -110,18 +160,20 @@ def _check_types(new_state: optax.OptState, state: optax.OptState) -> None:
     rounded = ""
     pairs = jax.tree_util.tree_leaves_with_path(new_state)
     for (path, new), old in zip(pairs, jax.tree.leaves(state), strict=True):
+        dtype, old_dtype = dtype_of(new), dtype_of(old)
+        if dtype == old_dtype:
+            continue
         where = jax.tree_util.keystr(path) or "its root"
-        if _kind(new) > _kind(old):
+        if _kind(dtype) > _kind(old_dtype):
             raise ValueError(
-                "`inner` must keep the types of its state, but returns "
-                f"{dtype_of(new)} at {where}, where it was given {dtype_of(old)}, "
-                "which cannot hold it. Start with the wider type in `init`, such as "
-                "`jnp.zeros(())` instead of `0`."
+                f"`inner` must keep the types of its state, but returns {dtype} at "
+                f"{where}, where it was given {old_dtype}, which cannot hold it. Start "
+                "with the wider type in `init`, such as `jnp.zeros(())` instead of `0`."
             )
-        if is_inexact(new) and jnp.finfo(dtype_of(old)).bits < min(
-            32, jnp.finfo(dtype_of(new)).bits
-        ):
-            rounded = rounded or f"{where}, from {dtype_of(new)} to {dtype_of(old)}"
+        if is_inexact(new):
+            bits = min(32, jnp.finfo(dtype).bits)
+            if jnp.finfo(old_dtype).bits < bits and not rounded:
+                rounded = f"{where}, from {dtype} to {old_dtype}"
     if rounded:
         warn(
             f"Every update rounds the state of the wrapped optimizer at {rounded}. "
@@ -130,8 +182,7 @@ def _check_types(new_state: optax.OptState, state: optax.OptState) -> None:
         )
 
 
-def _kind(x: Any) -> int:
-    """Rank what a type can hold; -1 for PRNG keys and leaves that are not arrays."""
-    is_number = hasattr(x, "dtype") or isinstance(x, bool | int | float | complex)
-    kinds = [jnp.issubdtype(dtype_of(x), kind) for kind in _KINDS if is_number]
+def _kind(dtype: Any) -> int:
+    """Rank what a type can hold; -1 for PRNG keys."""
+    kinds = [jnp.issubdtype(dtype, kind) for kind in _KINDS]
     return kinds.index(True) if True in kinds else -1
