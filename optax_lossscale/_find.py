@@ -44,7 +44,7 @@ def get_loss_scale_state(state: Any) -> LossScaleState:
         >>> int(ls.get_loss_scale_state(state).skipped_steps)
         0
     """
-    found = find_loss_scale_states(state)
+    found = find_nodes(state, LossScaleState)
     if not found:
         raise ValueError(
             f"`state` must contain a LossScaleState, got {describe(state)} without "
@@ -83,8 +83,8 @@ def scale_state_in_use(state: Any) -> LossScaleState:
     """Return the state whose scale multiplies a loss, and warn if it never changes."""
     scale_state = check_state(get_loss_scale_state(state))
     _check_outermost(state)
-    concrete = not any(isinstance(x, jax.core.Tracer) for x in scale_state[:-1])
-    if concrete and is_staging() and not jax.device_get(scale_state.is_fixed):
+    is_constant = not isinstance(scale_state.loss_scale, jax.core.Tracer)
+    if is_constant and is_staging() and not jax.device_get(scale_state.is_fixed):
         warn(
             f"The loss scale, {jax.device_get(scale_state.loss_scale):g}, is a "
             "constant of the function being compiled, because `state` is not one of "
@@ -156,10 +156,6 @@ def has_master_weights(state: Any) -> bool:
 def _is_set_to_zero(state: Any) -> bool:
     is_masked = isinstance(state, optax.MaskedState)
     return is_masked and isinstance(state.inner_state, optax.EmptyState)
-
-
-def find_loss_scale_states(tree: Any) -> dict[str, LossScaleState]:
-    return find_nodes(tree, LossScaleState)
 
 
 def replace_loss_scale_state(state: Any, new: LossScaleState) -> Any:

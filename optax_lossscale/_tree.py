@@ -80,9 +80,10 @@ def cast_like(tree: Any, like: Any) -> Any:
     """Return the leaves of a tree in the dtypes of another, never weakly typed."""
 
     def leaf(x: Any, like: Any) -> Any:
-        same = getattr(x, "dtype", None) == dtype_of(like)
-        same = same and not getattr(x, "weak_type", False)
-        return x if same else jnp.asarray(x, dtype_of(like))
+        same = hasattr(x, "dtype") and x.dtype == getattr(like, "dtype", None)
+        if same and not getattr(x, "weak_type", False):
+            return x
+        return jnp.asarray(x, dtype_of(like))
 
     return jax.tree.map(leaf, tree, like)
 

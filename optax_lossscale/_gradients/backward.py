@@ -18,13 +18,13 @@ from .._validation import check, check_scale, describe
 from .._warn import warn
 from .flax import finite_overwrite
 from .scaled_losses import note_scaled
-from .scaling import multiply
+from .scaling import rescale
 from .traced_call import check_axes, evaluate, refuse_effects, traced_call
 
 Arguments = ParamSpec("Arguments")
 Output = TypeVar("Output")
-# Given a number, the cotangents and the pullback, the scale and its reciprocal.
-Choose = Callable[..., tuple[jax.Array, jax.Array]]
+# Given a number, the cotangents and the pullback, returns the scale.
+Choose = Callable[[Any, Sequence[Any], Callable[..., Any]], jax.Array]
 
 
 def scale_backward(
@@ -86,7 +86,8 @@ def scale_backward(
         number = jax.lax.stop_gradient(_number(scale))
         note_scaled(scale, "value_and_grad")
         with traced_call(fun, args, kwargs) as call:
-            program = _scaled("scale_backward", call.jaxpr, call.overwritten, _as_given)
+            jaxpr, overwritten = call.jaxpr, call.overwritten
+            program = _scaled("scale_backward", jaxpr, overwritten, lambda x, *_: x)
             return call.put_back(program(number, *call.inputs))
 
     return fun_scaled_backward
@@ -163,7 +164,7 @@ def scale_block(
         bound = min([largest, *(float(jnp.finfo(x).max) for x in dtypes)])
         largest_sum = _largest_sum(cotangents, axis_name)
         octaves = _octaves_below(largest_sum, bound / 2.0**headroom)
-        return exact_power(octaves), exact_power(-octaves)
+        return exact_power(octaves)
 
     @functools.wraps(fun, updated=())
     def fun_scaled_backward(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
@@ -180,10 +181,6 @@ def _number(scale: Any) -> jax.Array:
         check_scale("scale", scale)
         return jnp.asarray(scale, jnp.float32)
     return scale_state_in_use(scale).loss_scale
-
-
-def _as_given(number: jax.Array, *_: Any) -> tuple[jax.Array, jax.Array]:
-    return number, 1 / number
 
 
 def _scaled(
@@ -217,11 +214,10 @@ def _scaled(
             zeros_like_aval(x.aval) if isinstance(x, SymbolicZero) else x
             for x in filter(is_inexact, cotangents)
         ]
-        scale, reciprocal = choose(number, cotangents, pullback)
-        (scaled_grads,) = pullback(multiply(cotangents, scale.astype))
-        grads = multiply(scaled_grads, reciprocal.astype)
-        pairs = zip(grads, scaled_grads, overwritten, strict=True)
-        return None, *(new if whole else g for g, new, whole in pairs)
+        scale = choose(number, cotangents, pullback)
+        (scaled_grads,) = pullback([rescale(x, scale, 1) for x in cotangents])
+        pairs = zip(scaled_grads, overwritten, strict=True)
+        return None, *(x if whole else rescale(x, scale, -1) for x, whole in pairs)
 
     program = jax.custom_vjp(lambda _, *inputs: evaluate(jaxpr, *inputs))
     program.defvjp(forward, backward, symbolic_zeros=True)

@@ -39,9 +39,10 @@ def leaves_with_objects(tree: Any) -> dict[str, Any]:
 
 def check_no_modules(arguments: Any) -> None:
     """Raise if jax would differentiate a copy of a module, whose changes are lost."""
-    module = getattr(_nnx(), "Module", ())
-    for x in jax.tree.leaves(arguments, is_leaf=lambda x: isinstance(x, module)):
-        if isinstance(x, module):
+    if (nnx := _nnx()) is None:
+        return
+    for x in jax.tree.leaves(arguments, is_leaf=is_object):
+        if isinstance(x, nnx.Module):
             raise TypeError(
                 "`value_and_grad` must be `nnx.value_and_grad` for an `nnx.Module`, "
                 f"got `jax.value_and_grad` for a {type(x).__name__}, whose statistics "
@@ -82,7 +83,8 @@ def with_finite_overwrites(tree: Any) -> Any:
 
     In a skipped step, nothing else keeps it from being stored.
     """
-    if not any(is_overwritten(path) for path, _ in jax.tree.leaves_with_path(tree)):
+    paths = dict(jax.tree.leaves_with_path(tree))
+    if not any(map(is_overwritten, paths)):
         return tree  # NNX objects would be copied
     return jax.tree_util.tree_map_with_path(
         lambda path, x: finite_overwrite(x) if is_overwritten(path) else x, tree

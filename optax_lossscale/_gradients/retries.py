@@ -14,12 +14,12 @@ from .._finite import all_finite
 from .._jax_internals import MUTABLE_ARRAYS, effect_names, waiting_for, zeros_like_aval
 from .._precision import SMALLEST_SCALE
 from .._validation import check
-from .derivatives import with_derivatives_of
+from .derivatives import call_with_derivatives_of
 from .flax import update_objects
 from .scaled_losses import note_scaled
 from .scaling import warn_of_narrow_loss
 from .traced_call import check_axes, evaluate, refuse_effects, traced_call
-from .value_and_grad import at_scale
+from .value_and_grad import differentiate_at
 
 
 def value_and_grad_with_retries(
@@ -86,7 +86,6 @@ def value_and_grad_with_retries(
     check("loss_fn", fun, "fun")
     check("value_and_grad", value_and_grad)
     options = dict(argnums=argnums, holomorphic=holomorphic, allow_int=allow_int)
-    differentiated = at_scale(fun, has_aux, value_and_grad, options)
     max_retries = check("max_retries", max_retries)
     backoff_factor = check("backoff_factor", backoff_factor)
 
@@ -99,7 +98,9 @@ def value_and_grad_with_retries(
         def attempt(
             scale: jax.Array, *args: Any, **kwargs: Any
         ) -> tuple[jax.Array, Any, Any]:
-            output, grads = differentiated(scale, args, kwargs)
+            output, grads = differentiate_at(
+                scale, fun, args, kwargs, has_aux, value_and_grad, options
+            )
             value = output[0] if has_aux else output
             is_finite = functools.partial(all_finite, axis_name=axis_name)
             finite, sound = is_finite(grads), is_finite(value)
@@ -108,8 +109,9 @@ def value_and_grad_with_retries(
         with traced_call(attempt, args, kwargs, [scale_state.loss_scale]) as call:
             check_axes(call.jaxpr, axis_name)
             refuse_effects(effect_names(call.jaxpr) & MUTABLE_ARRAYS)
-            retried = _retried(call.jaxpr, max_retries, backoff_factor, axis_name)
-            attempts, scale, *outputs = retried(*call.inputs)
+            attempts, scale, *outputs = _retried(
+                call.jaxpr, call.inputs, max_retries, backoff_factor, axis_name
+            )
             _, output, grads = call.put_back(outputs)
         warn_of_narrow_loss(output[0] if has_aux else output)
         tracker = jnp.where(attempts > 1, 0, scale_state.growth_tracker)
@@ -127,12 +129,15 @@ class _Carry(NamedTuple):
 
 
 def _retried(
-    jaxpr: Jaxpr, max_retries: int, backoff_factor: float, axis_name: AxisName | None
-) -> Callable[..., Sequence[jax.Array]]:
+    jaxpr: Jaxpr,
+    inputs: Sequence[jax.Array],
+    max_retries: int,
+    backoff_factor: float,
+    axis_name: AxisName | None,
+) -> Sequence[jax.Array]:
     """Repeat a program, whose first input is the scale, while its first output is True.
 
-    The result returns the number of attempts, and the scale and the outputs of the last
-    one.
+    Return the number of attempts, and the scale and the outputs of the last one.
     """
 
     def attempts(first_scale: jax.Array, *inputs: Any) -> Sequence[jax.Array]:
@@ -160,4 +165,4 @@ def _retried(
         number, scale, *_ = attempts(*map(jax.lax.stop_gradient, inputs))
         return [number, scale, *evaluate(jaxpr, scale, *inputs[1:])]
 
-    return with_derivatives_of(last_attempt, attempts)
+    return call_with_derivatives_of(last_attempt, attempts, *inputs)

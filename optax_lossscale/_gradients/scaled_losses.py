@@ -10,6 +10,7 @@ import weakref
 from typing import Any
 
 import jax
+import numpy as np
 
 from .._find import find_nodes
 from .._state import WithLossScalingState
@@ -85,5 +86,5 @@ def warn_if_not_scaled(state: WithLossScalingState, rule: Any) -> None:
 
 def _shapes(state: Any) -> Shapes | None:
     for x in find_nodes(state, WithLossScalingState).values():
-        return tuple(getattr(y, "shape", ()) for y in jax.tree.leaves(x.inner_state))
+        return tuple(map(np.shape, jax.tree.leaves(x.inner_state)))
     return None

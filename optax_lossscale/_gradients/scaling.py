@@ -103,29 +103,29 @@ def unscale(tree: Any, scale: jax.Array) -> Any:
     scale = jax.lax.stop_gradient(scale)
 
     def leaf(path: Any, x: Any) -> Any:
-        if is_overwritten(path):
-            return x
-        return multiply(x, lambda dtype: 1 / scale.astype(dtype), grad_dtype)
+        return x if is_overwritten(path) else rescale(x, scale, -1, grad_dtype)
 
     return jax.tree_util.tree_map_with_path(leaf, tree)
 
 
-def multiply(
-    tree: Any,
-    factor: Callable[[Any], jax.Array],
+def rescale(
+    x: Any,
+    scale: jax.Array,
+    power: int,
     result_dtype: Callable[[Any], Any] = lambda dtype: dtype,
 ) -> Any:
-    """Multiply each leaf in float32 or wider, and round once to the result's type."""
+    """Multiply a leaf by a power of the scale, 1 or -1, in float32 or wider.
 
-    def leaf(x: Any) -> Any:
-        if not is_inexact(x):
-            return x
-        dtype = dtype_of(x)
-        wide, result = wide_dtype(dtype), result_dtype(dtype)
-        x = jnp.asarray(x, wide)
-        if jnp.iscomplexobj(x):
-            # A complex product would compute 0 * inf, and turn inf into NaN.
-            return jax.lax.complex(leaf(x.real), leaf(x.imag))
-        return (x * factor(wide)).astype(result)
-
-    return jax.tree.map(leaf, tree)
+    It is rounded once, to the type of the result.
+    """
+    if not is_inexact(x):
+        return x
+    dtype = dtype_of(x)
+    wide, result = wide_dtype(dtype), result_dtype(dtype)
+    x = jnp.asarray(x, wide)
+    if jnp.iscomplexobj(x):
+        # A complex product would compute 0 * inf, and turn inf into NaN.
+        parts = (rescale(part, scale, power) for part in (x.real, x.imag))
+        return jax.lax.complex(*parts)
+    factor = scale.astype(wide)
+    return (x * (1 / factor if power < 0 else factor)).astype(result)

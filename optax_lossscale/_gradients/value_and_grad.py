@@ -72,14 +72,15 @@ def value_and_grad(
     check("loss_fn", fun, "fun")
     check("value_and_grad", value_and_grad)
     options = dict(argnums=argnums, holomorphic=holomorphic, allow_int=allow_int)
-    differentiated = at_scale(fun, has_aux, value_and_grad, options)
 
     @functools.wraps(fun, updated=())
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         # A Flax NNX optimizer may have changed since.
         scale = scale_state_in_use(state).loss_scale
         note_scaled(state, "value_and_grad")
-        output, grads = differentiated(scale, args, kwargs)
+        output, grads = differentiate_at(
+            scale, fun, args, kwargs, has_aux, value_and_grad, options
+        )
         warn_of_narrow_loss(output[0] if has_aux else output)
         return output, grads
 
@@ -134,56 +135,49 @@ def grad(
     return grad_fun
 
 
-def at_scale(
+def differentiate_at(
+    scale: jax.Array,
     fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
     has_aux: bool,
     value_and_grad: Callable[..., Any],
     options: Mapping[str, Any],
-) -> Callable[[jax.Array, Sequence[Any], Mapping[str, Any]], tuple[Any, Any]]:
-    """Create a function of a scale and the arguments and keywords of ``fun``.
-
-    It returns the output of ``fun``, a tuple if ``has_aux``, and the true gradients.
-    """
+) -> tuple[Any, Any]:
+    """Return the output of a loss, a tuple if ``has_aux``, and its true gradients."""
     # Not every function that differentiates takes these. All default to 0 or False.
     options = {name: x for name, x in options.items() if x != 0}
+    if value_and_grad is jax.value_and_grad:
+        check_no_modules((args, kwargs))
+        _check_no_functions(args, options.get("argnums", 0))
 
-    def differentiated(
-        scale: jax.Array, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Any, Any]:
-        if value_and_grad is jax.value_and_grad:
-            check_no_modules((args, kwargs))
-            _check_no_functions(args, options.get("argnums", 0))
+    @functools.wraps(fun, updated=())
+    def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
+        token = differentiating.set(True)
+        try:
+            output = fun(*with_finite_overwrites(args), **kwargs)
+        finally:
+            differentiating.reset(token)
+        # Only the derivative of the product is used, so XLA removes the product.
+        if not has_aux:
+            return scale_loss_by(output, scale), output
+        if not (isinstance(output, tuple | list) and len(output) == 2):
+            raise TypeError(
+                "`fun` must return a pair (loss, aux) with has_aux=True, got "
+                f"{describe(output)}. Return a pair, or leave out `has_aux`."
+            )
+        return scale_loss_by(output[0], scale), tuple(output)
 
-        @functools.wraps(fun, updated=())
-        def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
-            token = differentiating.set(True)
-            try:
-                output = fun(*with_finite_overwrites(args), **kwargs)
-            finally:
-                differentiating.reset(token)
-            # Only the derivative of the product is used, so XLA removes the product.
-            if not has_aux:
-                return scale_loss_by(output, scale), output
-            if not (isinstance(output, tuple | list) and len(output) == 2):
-                raise TypeError(
-                    "`fun` must return a pair (loss, aux) with has_aux=True, got "
-                    f"{describe(output)}. Return a pair, or leave out `has_aux`."
-                )
-            return scale_loss_by(output[0], scale), tuple(output)
-
-        differentiate = value_and_grad(scaled_fun, has_aux=True, **options)
-        (_, output), scaled_grads = differentiate(*args, **kwargs)
-        return output, unscale(scaled_grads, scale)
-
-    return differentiated
+    differentiate = value_and_grad(scaled_fun, has_aux=True, **options)
+    (_, output), scaled_grads = differentiate(*args, **kwargs)
+    return output, unscale(scaled_grads, scale)
 
 
 def _check_no_functions(args: Sequence[Any], argnums: Any) -> None:
     """Raise if jax would differentiate a model that has functions among its leaves."""
     numbers = argnums if isinstance(argnums, tuple | list) else [argnums]
-    chosen = [x for i, x in enumerate(args) if i in numbers]
-    for path, x in jax.tree.leaves_with_path(chosen):
-        if callable(x):
+    for path, x in jax.tree.leaves_with_path(tuple(args)):
+        if callable(x) and path[0].idx in numbers:
             raise TypeError(
                 "`value_and_grad` must be a function that leaves out what is no array, "
                 f"got `jax.value_and_grad` for {describe(x)} at "

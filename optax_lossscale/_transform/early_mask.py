@@ -22,7 +22,7 @@ import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
-from .._gradients.derivatives import with_derivatives_of
+from .._gradients.derivatives import call_with_derivatives_of
 from .._jax_internals import as_varying, is_staging, waiting_for, without_constants
 from .._precision import dtype_of
 from .._tree import choose, select
@@ -160,7 +160,7 @@ def masked_early(
         return jax.tree.leaves(outputs)
 
     old = jax.tree.leaves(old_state)
-    leaves = with_derivatives_of(late, early)(apply, arrays, program.consts, old)
+    leaves = call_with_derivatives_of(late, early, apply, arrays, program.consts, old)
     return jax.tree.unflatten(structure, leaves)
 
 

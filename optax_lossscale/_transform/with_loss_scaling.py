@@ -6,12 +6,12 @@ import jax.numpy as jnp
 import optax
 
 from .._devices import AxisName, check_agreement, everywhere
-from .._find import find_loss_scale_states
+from .._find import find_nodes
 from .._finite import all_finite
 from .._gradients.scaled_losses import warn_if_not_scaled
 from .._rules.base import LossScale, check_rule, next_state, own_state
 from .._rules.dynamic import DynamicLossScale
-from .._state import WithLossScalingState, check_state
+from .._state import LossScaleState, WithLossScalingState, check_state
 from .._tree import select
 from .._validation import check, check_flag, describe
 from .early_mask import masked_update
@@ -111,7 +111,7 @@ def with_loss_scaling(
 
     def init_fn(params: optax.Params) -> WithLossScalingState:
         inner_state = inner.init(params)
-        if find_loss_scale_states(inner_state):
+        if find_nodes(inner_state, LossScaleState):
             raise ValueError(
                 "`inner` must not scale losses itself, but its state contains a "
                 "LossScaleState. The outer check would hide overflows from the inner "
