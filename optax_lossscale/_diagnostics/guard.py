@@ -13,7 +13,7 @@ from .._devices import AxisName, check_axis_name
 from .._find import get_loss_scale_state
 from .._finite import all_finite
 from .._state import LossScaleState, check_state
-from .._validation import check
+from .._validation import check_count, check_function, check_real
 from .._warn import warn
 from .gradient_report import check_gradients, gradient_report
 from .stop_message import EVENTS, message
@@ -92,12 +92,14 @@ def check_loss_scale(
     scale_state = get_loss_scale_state(state)
     if isinstance(scale_state.loss_scale, jax.ShapeDtypeStruct):
         check_state(scale_state)  # raises
-    limit = check("max_consecutive_skips", max_consecutive_skips)
-    every = check("every", every)
+    advice = "It is how many steps in a row may be skipped."
+    limit = check_count("max_consecutive_skips", max_consecutive_skips, advice)
+    every = check_count("every", every, "It is the skipped steps between two errors.")
     check_gradients(grads)
-    for name, given in (("on_error", on_error), ("value", value)):
-        if given is not None:
-            check(name, given)
+    if on_error is not None:
+        check_function("on_error", on_error, "Leave it out to raise the error.")
+    if value is not None:
+        check_real("value", value, "It is the unscaled loss of this step.")
     if axis_name is not None:
         check_axis_name(axis_name)
     leaves = jax.tree.leaves((state, grads, value))

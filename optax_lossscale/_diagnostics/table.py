@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._validation import check, check_concrete, describe
+from .._validation import check_concrete, check_count, describe
 from .counting import summed
 
 _COUNTS = ("nan", "inf", "zero", "underflow", "subnormal", "overflow")
@@ -100,7 +100,7 @@ def format_report(report: GradientReport, *, limit: int = 20) -> str:
         [0]     2    -  1 50%     -          -          -         -        2
         all     2    -  1 50%     -          -          -         -        2
     """
-    limit = check("limit", limit)
+    limit = check_count("limit", limit, "It is the largest number of arrays to show.")
     check_report(report)
     rows = sorted(_rows(jax.device_get(report)), key=_badness, reverse=True)
     if not rows:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .._precision import dtype_of
-from .._validation import check, describe
+from .._validation import check_function, describe
 from .._warn import warn
 from . import nnx_objects
 from .scaled_losses import differentiating
@@ -25,8 +25,9 @@ def at_scale(
 
     It returns the output of ``fun``, a tuple if ``has_aux``, and the true gradients.
     """
-    check("loss_fn", fun, "fun")
-    check("value_and_grad", value_and_grad)
+    check_function("fun", fun, "It comes first: `value_and_grad(loss_fn, opt_state)`.")
+    advice = "Pass `nnx.value_and_grad` or another library's."
+    check_function("value_and_grad", value_and_grad, advice)
     # Not every function that differentiates takes these. All default to 0 or False.
     options = {name: x for name, x in options.items() if x != 0}
 

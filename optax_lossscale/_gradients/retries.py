@@ -13,7 +13,8 @@ from .._find import get_effective_state, replace_loss_scale_state, scale_state_i
 from .._finite import all_finite
 from .._jax_internals import MUTABLE_ARRAYS, effect_names, waiting_for, zeros_like_aval
 from .._precision import SMALLEST_SCALE
-from .._validation import check
+from .._rules import fields
+from .._validation import check_count
 from . import nnx_objects
 from .at_scale import at_scale, warn_of_narrow_loss
 from .derivatives import with_derivatives_of
@@ -85,8 +86,9 @@ def value_and_grad_with_retries(
     get_effective_state(state)  # raises now if there is no loss scale
     options = dict(argnums=argnums, holomorphic=holomorphic, allow_int=allow_int)
     differentiated = at_scale(fun, has_aux, value_and_grad, options)
-    max_retries = check("max_retries", max_retries)
-    backoff_factor = check("backoff_factor", backoff_factor)
+    advice = "It is how many times a step may be retried."
+    max_retries = check_count("max_retries", max_retries, advice, least=0)
+    backoff_factor = fields.backoff_factor("backoff_factor", backoff_factor)
 
     @functools.wraps(fun, updated=())
     def fun_with_retries(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:

@@ -11,7 +11,7 @@ import jax
 
 from .._state import LossScaleState, check_state
 from .._tree import in_types_of, unlike
-from .._validation import check, check_flag, check_order, describe
+from .._validation import check_flag, check_order, check_real, describe
 
 UpdateT = TypeVar("UpdateT", bound=Callable[..., Any])
 
@@ -29,7 +29,8 @@ def compiled(update: UpdateT) -> UpdateT:
         state = own_state(self, state)
         check_flag("grads_finite", grads_finite)
         for arg in args:
-            check("max_magnitude", arg)
+            advice = "`max_magnitude(grads)` returns one for gradients."
+            check_real("max_magnitude", arg, advice)
         return program(self, state, grads_finite, *args)
 
     setattr(checked, "program", program)  # noqa: B010, a function has no such field
@@ -159,10 +160,11 @@ class LossScale(abc.ABC):
         return rule(**fields)
 
 
-def check_fields(rule: LossScale, *ascending: str) -> None:
-    """Make the fields of a frozen rule Python numbers, in range and some ascending."""
-    for name in _field_names(type(rule)):
-        object.__setattr__(rule, name, check(name, getattr(rule, name)))
+def check_fields(rule: Any, *ascending: str) -> None:
+    """Call the checks of a frozen rule's fields, of which some must be ascending."""
+    for field in dataclasses.fields(rule):
+        value = field.metadata["check"](field.name, getattr(rule, field.name))
+        object.__setattr__(rule, field.name, value)
     check_order(**{name: getattr(rule, name) for name in ascending})
 
 

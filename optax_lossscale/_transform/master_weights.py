@@ -10,7 +10,7 @@ import optax
 from .._find import find_nodes, has_frozen
 from .._precision import as_type, dtype_of, is_inexact
 from .._tree import same_structure, unlike
-from .._validation import check
+from .._validation import check_dtype
 from .._warn import warn
 from .extra_args import check_inner, with_extra_args
 from .rounding import update_to
@@ -206,7 +206,7 @@ def _is_absent(master: Any) -> bool:
 
 
 def _check_dtype(dtype: Any) -> np.dtype[Any]:
-    checked = jnp.dtype(check("master_dtype", dtype, "dtype"))
+    checked = jnp.dtype(check_dtype("dtype", dtype))
     if jax.dtypes.canonicalize_dtype(checked) != checked:
         raise ValueError(
             f"`dtype` must be a type that JAX has enabled, got {checked}. Call "

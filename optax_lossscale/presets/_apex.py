@@ -2,9 +2,10 @@
 
 from typing import Literal
 
+from .._rules import fields
 from .._rules.fixed import FixedLossScale
-from .._validation import check
-from ._build import Growing, growing
+from .._validation import check_order
+from ._build import Growing, growing, least_scale
 
 
 def apex_amp(
@@ -24,7 +25,7 @@ def apex_amp(
         init_scale: the first scale, from 2**-126.
         scale_window: finite steps in a row before the scale grows.
         min_loss_scale: the smallest scale, or None.
-        max_loss_scale: the largest scale.
+        max_loss_scale: the largest scale, up to 2**126.
 
     Returns:
         A `DynamicLossScale` or `VerbatimLossScale`, or with a constant scale a
@@ -37,8 +38,13 @@ def apex_amp(
     """
     if loss_scale != "dynamic":
         return FixedLossScale(loss_scale, skip_nonfinite=False)
-    del loss_scale
-    min_loss_scale = 0.0 if min_loss_scale is None else min_loss_scale
-    check("ceiling", max_loss_scale, "max_loss_scale")
-    init_scale = min(check("init_scale", init_scale), max_loss_scale)
-    return growing(locals(), "init_scale growth_interval floor ceiling")
+    least = 0.0 if min_loss_scale is None else min_loss_scale
+    least = least_scale("min_loss_scale", least)
+    largest = fields.scale("max_loss_scale", max_loss_scale)
+    check_order(min_loss_scale=least, max_loss_scale=largest)
+    return growing(
+        init_scale=min(fields.scale("init_scale", init_scale), largest),
+        growth_interval=fields.growth_interval("scale_window", scale_window),
+        min_scale=least,
+        max_scale=largest,
+    )

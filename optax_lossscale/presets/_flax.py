@@ -1,8 +1,8 @@
 """Flax: ``flax.training.dynamic_scale.DynamicScale``."""
 
 from .._precision import SMALLEST_SCALE
-from .._validation import check
-from ._build import Growing, growing
+from .._rules import fields
+from ._build import Growing, growing, least_scale
 
 
 def flax_dynamic_scale(
@@ -32,8 +32,11 @@ def flax_dynamic_scale(
         >>> presets.flax_dynamic_scale().growth_interval
         2001
     """
-    growth_interval = check("growth_interval", growth_interval) + 1
     minimum_scale = 0.0 if minimum_scale is None else minimum_scale
     return growing(
-        locals(), "growth_factor backoff_factor growth_interval init_scale floor"
+        init_scale=fields.scale("scale", scale),
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=fields.growth_interval("growth_interval", growth_interval) + 1,
+        min_scale=least_scale("minimum_scale", minimum_scale),
     )

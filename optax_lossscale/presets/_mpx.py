@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from ._build import Growing, growing
+from .._rules import fields
+from ._build import Growing, growing, least_scale
 
 
 def mpx_dynamic(
@@ -29,6 +30,11 @@ def mpx_dynamic(
         >>> presets.mpx_dynamic(2.0**15).max_scale
         65504.0
     """
+    largest = 65504.0
     return growing(
-        locals(), "init_scale floor factor growth_interval", max_scale=65504.0
+        init_scale=fields.scale("loss_scaling", loss_scaling),
+        growth_interval=fields.growth_interval("period", period),
+        min_scale=least_scale("min_loss_scaling", min_loss_scaling, largest),
+        max_scale=largest,
+        growth_factor=fields.growth_factor("factor", factor),
     )

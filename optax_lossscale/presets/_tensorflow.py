@@ -1,7 +1,7 @@
 """TensorFlow and ``tf.contrib``: loss scales and loss-scale managers."""
 
+from .._rules import fields
 from .._rules.fixed import FixedLossScale
-from .._validation import check
 from ._build import Growing, growing
 
 
@@ -25,7 +25,12 @@ def tf_dynamic_loss_scale(
         >>> presets.tf_dynamic_loss_scale(multiplier=4.0).backoff_factor
         0.25
     """
-    return growing(locals(), "init_scale growth_interval factor", min_scale=1.0)
+    return growing(
+        init_scale=fields.scale("initial_loss_scale", initial_loss_scale),
+        growth_interval=fields.growth_interval("increment_period", increment_period),
+        min_scale=1.0,
+        growth_factor=fields.growth_factor("multiplier", multiplier),
+    )
 
 
 def tf_fixed_loss_scale(loss_scale_value: float) -> FixedLossScale:
@@ -42,7 +47,7 @@ def tf_fixed_loss_scale(loss_scale_value: float) -> FixedLossScale:
         >>> presets.tf_fixed_loss_scale(128.0)
         FixedLossScale(loss_scale=128.0, skip_nonfinite=False)
     """
-    scale = check("loss_scale", loss_scale_value, "loss_scale_value")
+    scale = fields.constant_scale("loss_scale_value", loss_scale_value)
     return FixedLossScale(scale, skip_nonfinite=False)
 
 
@@ -92,8 +97,15 @@ def tf_contrib_exponential_update(
         'change'
     """
     return growing(
-        locals(),
-        "init_scale growth_interval hysteresis growth_factor backoff_factor",
+        init_scale=fields.scale("init_loss_scale", init_loss_scale),
+        growth_factor=fields.growth_factor("incr_ratio", incr_ratio),
+        backoff_factor=fields.backoff_factor("decr_ratio", decr_ratio),
+        growth_interval=fields.growth_interval(
+            "incr_every_n_steps", incr_every_n_steps
+        ),
         min_scale=1.0,
+        hysteresis=fields.hysteresis(
+            "decr_every_n_nan_or_inf", decr_every_n_nan_or_inf
+        ),
         hysteresis_refill="change",
     )

@@ -1,7 +1,7 @@
 """PyTorch: ``torch.amp.GradScaler``."""
 
 from .._rules.fixed import FixedLossScale
-from .._validation import check
+from .._validation import check_switch
 from ._build import Growing, growing
 
 
@@ -29,7 +29,11 @@ def torch_grad_scaler(
         >>> presets.torch_grad_scaler().init_scale
         65536.0
     """
-    if not check("enabled", enabled):
+    if not check_switch("enabled", enabled, "It decides whether to scale the loss."):
         return FixedLossScale(1.0, skip_nonfinite=False)
-    del enabled
-    return growing(locals(), "init_scale growth_factor backoff_factor growth_interval")
+    return growing(
+        init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+    )

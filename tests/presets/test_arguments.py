@@ -38,8 +38,8 @@ TABLE = [
     (P.apex_amp, {"init_scale": 2.0**30}, dynamic(2.0**24, 2000, largest=2.0**24)),
     (
         P.apex_amp,
-        dict(init_scale=8.0, scale_window=5, min_loss_scale=4.0, max_loss_scale=2e99),
-        dynamic(8.0, 5, 4.0),
+        dict(init_scale=8.0, scale_window=5, min_loss_scale=4.0, max_loss_scale=16.0),
+        dynamic(8.0, 5, 4.0, 16.0),
     ),
     (P.deepspeed, {}, verbatim(2.0**16, 1000, 1.0, hysteresis=2, **LATE)),
     (P.deepspeed, {"first_growth_late": False}, dynamic(2.0**16, 1000, 1.0, **BOTH)),
@@ -178,5 +178,7 @@ def test_a_preset_makes_of_its_arguments_what_the_table_says(name):
 def test_arguments_that_do_not_go_together_are_refused_by_their_names():
     with pytest.raises(ValueError, match="^`dynamic_growth_steps` must be left out"):
         presets.tf_keras_loss_scale(False, 8.0, dynamic_growth_steps=3)
-    with pytest.raises(ValueError, match="^`min_loss_scaling` must not exceed `max_sc"):
+    with pytest.raises(ValueError, match="^`min_loss_scaling` must be .* 0 to 65504"):
         presets.mpx_dynamic(8.0, min_loss_scaling=65505.0)
+    with pytest.raises(ValueError, match="^`min_loss_scale` must not exceed `max_loss"):
+        presets.apex_amp(min_loss_scale=8.0, max_loss_scale=4.0)

@@ -27,7 +27,7 @@ BAD = {
     ls.DynamicLossScale: {
         **dict.fromkeys(("init_scale", "min_scale", "max_scale"), NOT_SCALES),
         **dict.fromkeys(("growth_interval", "hysteresis"), NOT_COUNTS),
-        "growth_factor": [1, 1 + 1e-9, 2.0**127],
+        "growth_factor": [1, 1 + 1e-9, math.inf],
         "backoff_factor": NOT_SHARES,
         "hysteresis_refill": ["always", True],
     },
