@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from every_rule import RULES
 from helpers import PAGES, ROOT, headings, page
 
 import optax_lossscale as ls
@@ -158,20 +157,6 @@ def test_a_share_of_skipped_steps_stops_too_and_names_the_batches():
     assert text.startswith("Of late, 44% of the steps were skipped.\n")
     assert causes(text) == causes(str(errors[-1])) == [BATCHES, FORWARD, GROWS]
     ls.check_loss_scale(epoch(state, jnp.ones(100, bool)))
-
-
-SKIPPING = {name: rule for name, rule in RULES.items() if rule.skip_nonfinite}
-
-
-@pytest.mark.parametrize("rule", SKIPPING.values(), ids=SKIPPING)
-def test_after_overflows_under_any_rule_the_message_names_batch_and_forward_pass(rule):
-    """And no rule is warned of before: warnings are errors."""
-    state = rule.init()
-    args = (jnp.float32(1e-9),) if rule.uses_max_magnitude else ()
-    for flag in (True, False, False, False):
-        ls.check_loss_scale(state)
-        state = rule.update(state, flag, *args)
-    assert causes(message(state))[:2] == [DATA, FORWARD]
 
 
 def test_of_an_ensemble_the_message_names_one_member_and_its_numbers():
