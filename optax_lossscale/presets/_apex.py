@@ -21,15 +21,11 @@ def apex_amp(
     every non-finite step. An ``init_scale`` above ``max_loss_scale`` is lowered to it.
 
     Args:
-        loss_scale: ``"dynamic"``, or a constant scale, 1 or more.
+        loss_scale: ``"dynamic"``, or a constant scale, 1 or more, that skips nothing.
         init_scale: the first scale, from 2**-126.
         scale_window: finite steps in a row before the scale grows.
         min_loss_scale: the smallest scale, or None.
         max_loss_scale: the largest scale, up to 2**126.
-
-    Returns:
-        A `DynamicLossScale` or `VerbatimLossScale`, or with a constant scale a
-        `FixedLossScale` that skips nothing. See `departures`.
 
     Examples:
         >>> from optax_lossscale import presets

@@ -33,9 +33,6 @@ def deepspeed(
         raise_error_at_min_scale: ignored, because a compiled step cannot raise.
         first_growth_late: pass False for the timing of DeepSpeed before 2025.
 
-    Returns:
-        A `VerbatimLossScale` or `DynamicLossScale`. See `departures`.
-
     Examples:
         >>> from optax_lossscale import presets
         >>> presets.deepspeed(delayed_shift=3).hysteresis
@@ -80,9 +77,6 @@ def deepspeed_fp16(
         min_loss_scale: the smallest scale, 0 or more.
         auto_cast: ignored, as the next one: neither concerns the scale.
         fp16_master_weights_and_grads: ignored.
-
-    Returns:
-        A `VerbatimLossScale` or a `FixedLossScale`. See `departures`.
 
     Examples:
         >>> from optax_lossscale import presets

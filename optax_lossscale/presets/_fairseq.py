@@ -27,9 +27,6 @@ def fairseq(
         threshold: the smallest scale, or None.
         min_loss_scale: the scale stays above this number.
 
-    Returns:
-        A `DynamicLossScale`. See `departures`.
-
     Examples:
         >>> from optax_lossscale import presets
         >>> presets.fairseq(min_loss_scale=1.0).min_scale

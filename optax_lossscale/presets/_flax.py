@@ -24,9 +24,6 @@ def flax_dynamic_scale(
         scale: the first scale, from 2**-126 to 2**126.
         minimum_scale: the smallest scale, 0 or more, or None.
 
-    Returns:
-        A `DynamicLossScale` or `VerbatimLossScale`. See `departures`.
-
     Examples:
         >>> from optax_lossscale import presets
         >>> presets.flax_dynamic_scale().growth_interval

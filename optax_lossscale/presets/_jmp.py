@@ -15,9 +15,6 @@ def jmp_static(loss_scale: float) -> FixedLossScale:
     Args:
         loss_scale: the scale, 1 or more.
 
-    Returns:
-        A `FixedLossScale`, which skips non-finite steps. See `departures`.
-
     Examples:
         >>> from optax_lossscale import presets
         >>> presets.jmp_static(2.0**15)
@@ -39,9 +36,6 @@ def jmp_dynamic(
         period: finite steps in a row before the scale grows.
         factor: the factor by which the scale grows and backs off, above 1.
         min_loss_scale: the smallest scale, 0 or more.
-
-    Returns:
-        A `DynamicLossScale` or `VerbatimLossScale`. See `departures`.
 
     Examples:
         >>> from optax_lossscale import presets

@@ -18,9 +18,6 @@ def keras_loss_scale(
         dynamic_growth_steps: finite steps in a row before the scale doubles.
         dynamic: True, as Keras 3 requires.
 
-    Returns:
-        A `DynamicLossScale`. See `departures`.
-
     Examples:
         >>> from optax_lossscale import presets
         >>> presets.keras_loss_scale().init_scale
@@ -53,10 +50,6 @@ def tf_keras_loss_scale(
         initial_scale: the first scale, 2**15 by default, or the constant one.
         dynamic_growth_steps: finite steps in a row before the scale doubles, 2000 by
             default. Leave it out if ``dynamic`` is False.
-
-    Returns:
-        A `DynamicLossScale` or `VerbatimLossScale`, or with a constant scale a
-        `FixedLossScale` that skips nothing. See `departures`.
 
     Examples:
         >>> from optax_lossscale import presets

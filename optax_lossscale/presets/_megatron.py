@@ -29,9 +29,6 @@ def megatron(
         growth_interval: finite steps in a row before the scale grows.
         hysteresis: how many non-finite steps it takes to back off.
 
-    Returns:
-        A `DynamicLossScale`. See `departures`.
-
     Examples:
         >>> from optax_lossscale import presets
         >>> presets.megatron().hysteresis_refill

@@ -14,9 +14,6 @@ def mindspore_fixed(
         loss_scale: the scale, 1 or more.
         drop_overflow_update: whether to check for non-finite steps and skip them.
 
-    Returns:
-        A `FixedLossScale`. See `departures`.
-
     Examples:
         >>> from optax_lossscale import presets
         >>> presets.mindspore_fixed(drop_overflow_update=False)
@@ -40,9 +37,6 @@ def mindspore_dynamic(
         init_loss_scale: the first scale, from 1 to 2**126.
         scale_factor: the factor by which the scale grows and backs off, above 1.
         scale_window: finite steps in a row before the scale grows.
-
-    Returns:
-        A `DynamicLossScale`. See `departures`.
 
     Examples:
         >>> from optax_lossscale import presets

@@ -22,9 +22,6 @@ def mpx_dynamic(
         factor: the factor by which the scale grows and backs off, above 1.
         period: finite steps in a row before the scale grows.
 
-    Returns:
-        A `DynamicLossScale` or `VerbatimLossScale`. See `departures`.
-
     Examples:
         >>> from optax_lossscale import presets
         >>> presets.mpx_dynamic(2.0**15).max_scale

@@ -17,9 +17,6 @@ def tf_dynamic_loss_scale(
         increment_period: finite steps in a row before the scale grows.
         multiplier: the factor by which the scale grows and backs off, above 1.
 
-    Returns:
-        A `DynamicLossScale` or `VerbatimLossScale`. See `departures`.
-
     Examples:
         >>> from optax_lossscale import presets
         >>> presets.tf_dynamic_loss_scale(multiplier=4.0).backoff_factor
@@ -34,13 +31,10 @@ def tf_dynamic_loss_scale(
 
 
 def tf_fixed_loss_scale(loss_scale_value: float) -> FixedLossScale:
-    """Return the rule of TensorFlow's ``FixedLossScale``.
+    """Return the rule of TensorFlow's ``FixedLossScale``, which skips nothing.
 
     Args:
         loss_scale_value: the scale, 1 or more.
-
-    Returns:
-        A `FixedLossScale` that applies every step. See `departures`.
 
     Examples:
         >>> from optax_lossscale import presets
@@ -56,9 +50,6 @@ def tf_contrib_fixed(loss_scale: float) -> FixedLossScale:
 
     Args:
         loss_scale: the scale, 1 or more.
-
-    Returns:
-        A `FixedLossScale`, which skips non-finite steps. See `departures`.
 
     Examples:
         >>> from optax_lossscale import presets
@@ -87,9 +78,6 @@ def tf_contrib_exponential_update(
         decr_every_n_nan_or_inf: how many non-finite steps it takes to back off.
         incr_ratio: the factor by which the scale grows, above 1.
         decr_ratio: the factor by which the scale backs off, between 0 and 1.
-
-    Returns:
-        A `DynamicLossScale` or `VerbatimLossScale`. See `departures`.
 
     Examples:
         >>> from optax_lossscale import presets

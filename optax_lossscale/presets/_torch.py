@@ -21,9 +21,6 @@ def torch_grad_scaler(
         growth_interval: finite steps in a row before the scale grows.
         enabled: if False, nothing is scaled, checked or skipped.
 
-    Returns:
-        A `DynamicLossScale`, or a `FixedLossScale` if not enabled. See `departures`.
-
     Examples:
         >>> from optax_lossscale import presets
         >>> presets.torch_grad_scaler().init_scale
