@@ -11,6 +11,7 @@ from helpers import make_mesh, on_mesh
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ls
+from optax_lossscale import presets
 
 RULE = ls.DynamicLossScale(init_scale=2.0**8)
 
@@ -91,20 +92,6 @@ def test_a_scale_at_its_ceiling_without_a_skip_is_of_no_use():
     # One that has just arrived may overflow next; others have, or are lower.
     for number in ({"growth_tracker": 499}, {"skipped_steps": 1}, {"loss_scale": 8e6}):
         ls.check_loss_scale(state(**number))
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_error_shows_the_report_at_the_scale_of_the_state(compiled):
-    # At the scale of the state, the second overflows.
-    grads = {"w": jnp.array([1.0, jnp.nan, jnp.nan]), "b": jnp.full(2, 3e4)}
-    report = ls.gradient_report(grads, loss_scale=RULE.init_scale)
-    errors = []
-
-    def check(state, grads):
-        ls.check_loss_scale(state, grads=grads, on_error=errors.append)
-
-    run(check, skipped(101), grads) if compiled else check(skipped(101), grads)
-    assert str(errors[0]).endswith(f"The last gradients:\n{ls.format_report(report)}")
 
 
 # Limits and intervals, and the skipped steps of which errors speak after 2 and then 5
@@ -204,12 +191,10 @@ def test_rare_skips_and_a_start_from_a_high_scale_are_not_warned_of():
         ls.check_loss_scale(state)
 
 
-BELOW_1 = {"min_scale": 2.0**-24}
-WITHOUT_FLOOR = [ls.DynamicLossScale(**BELOW_1), ls.HeadroomLossScale(**BELOW_1)]
-WITHOUT_FLOOR += [ls.presets.torch_grad_scaler(), ls.presets.flax_dynamic_scale()]
+WITHOUT_FLOOR = [ls.HeadroomLossScale(min_scale=2.0**-24), presets.torch_grad_scaler()]
 
 
-@pytest.mark.parametrize("rule", WITHOUT_FLOOR, ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("rule", WITHOUT_FLOOR)
 def test_a_scale_that_is_rightly_below_1_is_not_warned_of_but_bad_batches_are(rule):
     def step(state, magnitude):
         finite = magnitude * state.loss_scale < 65504
