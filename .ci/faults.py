@@ -29,7 +29,7 @@ PROCESSES = 2
 GROUND = ["test_*.py", "rules", "gradients", "transform"]
 TESTS_OF_ROOM = {
     "__main__.py": ["test_main.py"],
-    "_demo": ["test_main.py"],
+    "_demo.py": ["test_main.py"],
     "_diagnostics": ["diagnostics"],
     "_gradients": ["gradients"],
     "_rules": [

@@ -44,7 +44,6 @@ from ._gradients.backward import scale_backward, scale_block
 from ._gradients.retries import value_and_grad_with_retries
 from ._gradients.scaling import scale_loss, unscale_grads
 from ._gradients.value_and_grad import grad, value_and_grad
-from ._public import lead_to_ours as _lead_to_ours
 from ._public import set_home as _set_home
 from ._rules.base import LossScale
 from ._rules.dynamic import DynamicLossScale
@@ -95,4 +94,3 @@ __all__ = [
 ]
 
 _set_home(__name__, __all__)
-_lead_to_ours(__name__)

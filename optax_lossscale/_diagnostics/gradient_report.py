@@ -8,7 +8,7 @@ import numpy as np
 
 from .._devices import AxisName, across
 from .._precision import is_inexact, limits_of
-from .._validation import check, check_scale, describe
+from .._validation import check_dtype, check_scale, describe
 from .counting import measure
 from .table import GradientReport
 
@@ -47,7 +47,7 @@ def gradient_report(
         >>> int(report.underflow["w"]), int(report.subnormal["w"])
         (1, 1)
     """
-    limits = limits_of(check("dtype", dtype))
+    limits = limits_of(check_dtype("dtype", dtype))
     check_scale("loss_scale", loss_scale)
     check_gradients(grads)
     leaves, structure = jax.tree.flatten(grads)

@@ -1,22 +1,21 @@
 """A guard that detects, on the host or in a compiled loop, that training stopped."""
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
+import numpy as np
 
 from .._devices import AxisName, check_axis_name
 from .._find import get_loss_scale_state
 from .._finite import all_finite
-from .._state import LossScaleState, check_state
-from .._validation import check
+from .._state import LossScaleState
+from .._validation import check_count, check_function, check_real
 from .._warn import warn
 from .gradient_report import check_gradients, gradient_report
-from .stop_message import EVENTS, message
+from .stop_message import EVENTS, WARNINGS, message
 
 
 class LossScaleError(RuntimeError):
@@ -48,10 +47,8 @@ def check_loss_scale(
 
     It warns
 
-    - if no step was ever skipped, and the last 500 steps had a scale of 2**24 or more
-      or, just after a growth, the ``count`` of the optimizer is 20,000 or more;
+    - if no step was ever skipped, and the scale has been 2**24 or more for 500 steps;
     - if the scale has fallen to 1, and more than 5 % of the steps are skipped of late;
-    - if the scale has fallen to 1, and the first skips are 20 or more in a row;
     - if ``grads`` are not finite, but the step counts as applied: the update is left
       out or undone. A fixed scale, which may never skip, must have skipped before.
 
@@ -90,14 +87,14 @@ def check_loss_scale(
         The last 21 steps were all skipped, ...
     """
     scale_state = get_loss_scale_state(state)
-    if isinstance(scale_state.loss_scale, jax.ShapeDtypeStruct):
-        check_state(scale_state)  # raises
-    limit = check("max_consecutive_skips", max_consecutive_skips)
-    every = check("every", every)
+    advice = "It is how many steps in a row may be skipped."
+    limit = check_count("max_consecutive_skips", max_consecutive_skips, advice)
+    every = check_count("every", every, "It is the skipped steps between two errors.")
     check_gradients(grads)
-    for name, given in (("on_error", on_error), ("value", value)):
-        if given is not None:
-            check(name, given)
+    if on_error is not None:
+        check_function("on_error", on_error, "Leave it out to raise the error.")
+    if value is not None:
+        check_real("value", value, "It is the unscaled loss of this step.")
     if axis_name is not None:
         check_axis_name(axis_name)
     leaves = jax.tree.leaves((state, grads, value))
@@ -109,9 +106,7 @@ def check_loss_scale(
         scale = scale_state.loss_scale
         return None if grads is None else gradient_report(grads, loss_scale=scale)
 
-    found = map(optax.tree.get_all_with_path, (state, state), ("count", "step"))
-    counts = [x for x in jax.tree.leaves([*found]) if isinstance(x, jax.Array)]
-    due = _is_due(scale_state, all_finite(grads), counts, limit, every, eager)
+    due = _is_due(scale_state, all_finite(grads), limit, every, eager)
     if eager:
         if (fetched := jax.device_get(due)).any():
             tell(fetched, scale_state, report(), value)
@@ -128,9 +123,11 @@ def check_loss_scale(
 def _tell(limit: int, on_error: Any, due: Any, *seen: Any) -> None:
     """Tell the user, on the host, what is due."""
     # Nothing is for another member under ``jax.vmap``.
-    for event in itertools.compress(EVENTS, due):
-        text = message(event, limit, *seen)
-        if event != "stopped":
+    for event, flags in zip(EVENTS, due, strict=True):
+        if not np.any(flags):
+            continue
+        text = message(event, limit, flags, *seen)
+        if event in WARNINGS:
             warn(text)
         elif on_error is None:
             raise LossScaleError(text)
@@ -140,36 +137,32 @@ def _tell(limit: int, on_error: Any, due: Any, *seen: Any) -> None:
 
 @functools.partial(jax.jit, static_argnames=("limit", "every", "eager"))
 def _is_due(
-    state: LossScaleState, finite: Any, counts: Any, limit: int, every: int, eager: bool
+    state: LossScaleState, finite: Any, limit: int, every: int, eager: bool
 ) -> jax.Array:
-    """Return whether each event is due.
+    """Return whether each event is due, of each member of an ensemble.
 
-    The error is due at the first skip beyond the limit, then every few; the warnings,
+    An error is due at the first skip beyond the limit, then every few; the warnings,
     in a compiled loop, once in a while.
     """
-    scale, skipped = state.loss_scale, state.skipped_steps
+    scale, skipped, rate = state.loss_scale, state.skipped_steps, state.skip_rate
     skips, tracker = state.consecutive_skips, state.growth_tracker
-    in_a_row = (skips > limit) & ((skips - limit - 1) % every == 0)
-    # Only a fault skips more: a rule overflows once in its growth interval.
-    often = (state.skip_rate > 0.25) & (skipped % every == 0)
-    wrong = ~((scale > 0) & (scale < jnp.inf))
-    # So many finite steps in a row have had this scale. At the ceiling, too, a rule
-    # starts anew after each interval, but an optimizer counts on.
-    most = [jnp.max(x, initial=0).astype(jnp.int32) for x in counts]
-    count = functools.reduce(jnp.maximum, most, jnp.int32(0))
-    steps = jnp.where((tracker == 0) & (count >= 20_000), count, tracker)
-    unused = (scale >= 2.0**24) & (skipped == 0) & (steps >= 500)
-    unused &= eager | (steps % 500 == 0)
     # A rule that changes its scale recovers from a low one, unless batches are bad. To
     # find one below 1 it may take so many skips.
     changes = ~state.is_fixed
-    losing = ((scale == 1) | (scale < 1) & (skipped > 64)) & changes & ~often
-    losing &= (state.skip_rate > 0.05) & (skips <= 1) & (tracker < 50)
-    losing &= eager | (skips == 1) & (skipped % every == 0)
-    first = (scale == 1) & (skips == skipped) & (skips < limit)
-    first &= (skips >= 20) & (eager | (skips == 20))
+    low = (scale == 1) | (scale < 1) & (skipped > 64)
+    unused = (scale >= 2.0**24) & (skipped == 0) & (tracker >= 500)
+    # Above 1/4 it is an error.
+    losing = low & changes & (rate > 0.05) & (rate <= 0.25)
+    losing &= (skips <= 1) & (tracker < 50)
+    if not eager:
+        unused &= tracker % 500 == 0
+        losing &= (skips == 1) & (skipped % every == 0)
     # A state that has not skipped and does not change its scale may be one that never
     # skips.
-    applied = (skips == 0) & (changes | (skipped > 0))
-    due = (unused, losing, first, ~finite & jnp.all(applied), in_a_row | often | wrong)
-    return jnp.stack([*map(jnp.any, due)])
+    undone = ~finite & jnp.all((skips == 0) & (changes | (skipped > 0)))
+    right = (scale > 0) & (scale < jnp.inf)
+    in_a_row = right & (skips > limit) & ((skips - limit - 1) % every == 0)
+    # Only a fault skips more: a rule overflows once in its growth interval.
+    often = right & (skips <= limit) & (rate > 0.25) & (skipped % every == 0)
+    due = (unused, losing, undone, ~right, in_a_row, often)
+    return jnp.stack(jnp.broadcast_arrays(*due))

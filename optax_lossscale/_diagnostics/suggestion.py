@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from .._precision import limits_of
+from .._rules import fields
 from .._rules.headroom import HeadroomLossScale
-from .._validation import check
 from .counting import measure, summed
 from .gradient_report import check_gradients
 
@@ -79,8 +79,8 @@ def suggest_loss_scale(
         <https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/>`_,
         "Choosing A Scaling Factor"
     """
-    min_scale = check("min_scale", min_scale)
-    max_scale = check("max_scale", max_scale)
+    min_scale = fields.scale("min_scale", min_scale)
+    max_scale = fields.scale("max_scale", max_scale)
     first = min(max(HeadroomLossScale.init_scale, min_scale), max_scale)
     rule = HeadroomLossScale(
         first, headroom=headroom, dtype=dtype, min_scale=min_scale, max_scale=max_scale

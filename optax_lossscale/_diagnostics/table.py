@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._validation import check, check_concrete, describe
+from .._validation import check_concrete, check_count, describe
 from .counting import summed
 
 _COUNTS = ("nan", "inf", "zero", "underflow", "subnormal", "overflow")
@@ -100,7 +100,7 @@ def format_report(report: GradientReport, *, limit: int = 20) -> str:
         [0]     2    -  1 50%     -          -          -         -        2
         all     2    -  1 50%     -          -          -         -        2
     """
-    limit = check("limit", limit)
+    limit = check_count("limit", limit, "It is the largest number of arrays to show.")
     check_report(report)
     rows = sorted(_rows(jax.device_get(report)), key=_badness, reverse=True)
     if not rows:
@@ -139,6 +139,16 @@ def check_report(report: GradientReport) -> None:
         )
 
 
+def percent(share: float, digits: int = 0) -> str:
+    """Format a share so that a few do not look like none, nor nearly all like all."""
+    least = 10.0 ** -(digits + 2)
+    if 0 < share < least / 2:
+        return f"<{least:.{digits}%}"
+    if 1 - least / 2 < share < 1:
+        return f">{1 - least:.{digits}%}"
+    return f"{share:.{digits if 0 < share < 1 else 0}%}"
+
+
 def _rows(report: GradientReport) -> list[_Row]:
     pairs = jax.tree_util.tree_leaves_with_path(report.size)
     paths = [jax.tree_util.keystr(path) or "(root)" for path, _ in pairs]
@@ -154,25 +164,16 @@ def _badness(row: _Row) -> tuple[float, ...]:
 
 
 def _cells(row: _Row) -> list[str]:
-    counts = [_count_and_share(row[name], row["size"]) for name in _COUNTS]
-    return [row["path"], f"{row['size']:,.0f}", *counts, f"{row['max_abs']:.3g}"]
-
-
-def _count_and_share(count: float, size: float) -> str:
-    if count == 0:
-        return "-"
-    share = f"{count / size:.0%}"
-    # A few do not look like none, nor nearly all like all.
-    share = {"0%": "<1%", "100%": ">99%"}.get(share, share) if count < size else share
-    return f"{count:,.0f} {share}"
+    size, counts = row["size"], [row[name] for name in _COUNTS]
+    cells = [f"{x:,.0f} {percent(x / size)}" if x else "-" for x in counts]
+    return [row["path"], f"{size:,.0f}", *cells, f"{row['max_abs']:.3g}"]
 
 
 def _summary(rows: list[_Row]) -> str:
-    arrays = {
-        "NaN or inf": sum(row["nan"] + row["inf"] > 0 for row in rows),
-        "overflow": sum(row["overflow"] > 0 for row in rows),
-        "underflow": sum(row["underflow"] > 0 for row in rows),
-    }
-    found = [f"{number} with {kind}" for kind, number in arrays.items() if number]
-    found = found or ["none with NaN, inf, overflow or underflow"]
-    return ", ".join([f"{len(rows):,} array{'s' if len(rows) > 1 else ''}", *found])
+    found = [f"{len(rows):,} array{'s' if len(rows) > 1 else ''}"]
+    for kinds in (("nan", "inf"), ("overflow",), ("underflow",)):
+        if number := sum(any(row[kind] for kind in kinds) for row in rows):
+            found.append(f"{number} with {' or '.join(kinds).replace('nan', 'NaN')}")
+    if len(found) == 1:
+        found.append("none with NaN, inf, overflow or underflow")
+    return ", ".join(found)

@@ -14,7 +14,8 @@ from .._devices import AxisName, across
 from .._find import scale_state_in_use
 from .._jax_internals import COLLECTIVE, DEBUGGING, effect_names, zeros_like_aval
 from .._precision import exact_power, is_inexact, is_narrow, wide_dtype
-from .._validation import check, check_scale, describe
+from .._rules import fields
+from .._validation import check_dtype, check_function, check_scale, describe
 from .._warn import warn
 from .flax import finite_overwrite
 from .scaled_losses import note_scaled
@@ -73,7 +74,7 @@ def scale_backward(
         >>> jax.grad(ls.scale_backward(loss_fn, state))(jnp.ones(2)) * 2.0**30
         Array([1., 1.], dtype=float32)
     """
-    check("loss_fn", fun, "fun")
+    check_function("fun", fun, "It comes first: `value_and_grad(loss_fn, opt_state)`.")
     if scale is None:
         raise TypeError(
             "`scale` must be an optimizer state or a number, got None. Pass the state "
@@ -151,9 +152,9 @@ def scale_block(
     References:
         `Adaptive Loss Scaling <https://arxiv.org/abs/1910.12385>`_, a scale per layer
     """
-    check("block", fun, "fun")
-    headroom = check("headroom", headroom)
-    largest = float(jnp.finfo(check("dtype", dtype)).max)
+    check_function("fun", fun, "Pass it as in `scale_block(layer)`.")
+    headroom = fields.headroom("headroom", headroom)
+    largest = float(jnp.finfo(check_dtype("dtype", dtype)).max)
 
     def choose(_: Any, cotangents: Sequence[Any], pullback: Any) -> Any:
         program = jax.make_jaxpr(pullback)(cotangents).jaxpr

@@ -13,7 +13,8 @@ from .._find import replace_loss_scale_state, scale_state_in_use
 from .._finite import all_finite
 from .._jax_internals import MUTABLE_ARRAYS, effect_names, waiting_for, zeros_like_aval
 from .._precision import SMALLEST_SCALE
-from .._validation import check
+from .._rules import fields
+from .._validation import check_count, check_function
 from .derivatives import call_with_derivatives_of
 from .flax import update_objects
 from .scaled_losses import note_scaled
@@ -83,11 +84,13 @@ def value_and_grad_with_retries(
         >>> print(grads, ls.get_loss_scale(state))
         [8.] 4096.0
     """
-    check("loss_fn", fun, "fun")
-    check("value_and_grad", value_and_grad)
+    check_function("fun", fun, "It comes first: `value_and_grad(loss_fn, opt_state)`.")
+    advice = "Pass `nnx.value_and_grad` or another library's."
+    check_function("value_and_grad", value_and_grad, advice)
     options = dict(argnums=argnums, holomorphic=holomorphic, allow_int=allow_int)
-    max_retries = check("max_retries", max_retries)
-    backoff_factor = check("backoff_factor", backoff_factor)
+    advice = "It is how many times a step may be retried."
+    max_retries = check_count("max_retries", max_retries, advice, least=0)
+    backoff_factor = fields.backoff_factor("backoff_factor", backoff_factor)
 
     @functools.wraps(fun, updated=())
     def fun_with_retries(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:

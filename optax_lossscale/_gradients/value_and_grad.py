@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from .._find import scale_state_in_use
-from .._validation import check, describe
+from .._validation import check_function, describe
 from .flax import check_no_modules, with_finite_overwrites
 from .scaled_losses import differentiating, note_scaled
 from .scaling import scale_loss_by, unscale, warn_of_narrow_loss
@@ -69,8 +69,9 @@ def value_and_grad(
         >>> print(grads * 2.0**30)
         [1. 1.]
     """
-    check("loss_fn", fun, "fun")
-    check("value_and_grad", value_and_grad)
+    check_function("fun", fun, "It comes first: `value_and_grad(loss_fn, opt_state)`.")
+    advice = "Pass `nnx.value_and_grad` or another library's."
+    check_function("value_and_grad", value_and_grad, advice)
     options = dict(argnums=argnums, holomorphic=holomorphic, allow_int=allow_int)
 
     @functools.wraps(fun, updated=())

@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from .._state import LossScaleState
+from . import fields
 from .base import LossScale, check_fields, compiled
+from .fields import checked
 
 
 @final
@@ -40,8 +42,8 @@ class FixedLossScale(LossScale):
         <https://arxiv.org/abs/1710.03740>`_, 2017, section 3.2
     """
 
-    loss_scale: float = 128.0
-    skip_nonfinite: bool = True
+    loss_scale: float = checked(128.0, fields.constant_scale)
+    skip_nonfinite: bool = checked(True, fields.skip_nonfinite)
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -8,22 +8,26 @@ import jax.numpy as jnp
 import optax
 
 from .._state import LossScaleState
+from . import fields
 from .base import LossScale
+from .fields import checked
 
 
 @dataclasses.dataclass(frozen=True)
 class GrowingLossScale(LossScale):
     """The numbers and the first state of `DynamicLossScale` and `VerbatimLossScale`."""
 
-    init_scale: float = 2.0**15
+    init_scale: float = checked(2.0**15, fields.scale)
     _: dataclasses.KW_ONLY
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    min_scale: float = 1.0
-    max_scale: float = 2.0**24
-    hysteresis: int = 1
-    hysteresis_refill: Literal["finite", "growth", "change"] = "finite"
+    growth_factor: float = checked(2.0, fields.growth_factor)
+    backoff_factor: float = checked(0.5, fields.backoff_factor)
+    growth_interval: int = checked(2000, fields.growth_interval)
+    min_scale: float = checked(1.0, fields.scale)
+    max_scale: float = checked(2.0**24, fields.scale)
+    hysteresis: int = checked(1, fields.hysteresis)
+    hysteresis_refill: Literal["finite", "growth", "change"] = checked(
+        "finite", fields.refill
+    )
 
     def init(self) -> LossScaleState:
         return LossScaleState.create(self.init_scale, self.hysteresis)

@@ -10,7 +10,10 @@ import optax
 
 from .._precision import LARGEST_SCALE, SMALLEST_SCALE, power_of_two
 from .._state import LossScaleState
+from .._validation import check_dtype
+from . import fields
 from .base import LossScale, check_fields, compiled
+from .fields import checked
 from .growth import clipped
 
 
@@ -78,14 +81,14 @@ class HeadroomLossScale(LossScale):
         ``DelayedScaling`` (the maximum over past steps)
     """
 
-    init_scale: float = 2.0**15
+    init_scale: float = checked(2.0**15, fields.scale)
     _: dataclasses.KW_ONLY
-    headroom: float = 3.0
-    dtype: str = "float16"
-    half_life: int = 1000
-    backoff_factor: float = 0.25
-    min_scale: float = 1.0
-    max_scale: float = 2.0**24
+    headroom: float = checked(3.0, fields.headroom)
+    dtype: str = checked("float16", check_dtype)
+    half_life: int = checked(1000, fields.half_life)
+    backoff_factor: float = checked(0.25, fields.backoff_factor)
+    min_scale: float = checked(1.0, fields.scale)
+    max_scale: float = checked(2.0**24, fields.scale)
 
     uses_max_magnitude: ClassVar[bool] = True
 

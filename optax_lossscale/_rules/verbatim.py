@@ -8,7 +8,9 @@ import jax.numpy as jnp
 
 from .._precision import LARGEST_SCALE, SMALLEST_SCALE
 from .._state import LossScaleState
+from . import fields
 from .base import check_fields, compiled
+from .fields import checked
 from .growth import GrowingLossScale, counted
 
 
@@ -42,9 +44,9 @@ class VerbatimLossScale(GrowingLossScale):
         [32768.0, 32768.0, 65536.0, 65536.0, 131072.0]
     """
 
-    min_scale: float = SMALLEST_SCALE
-    max_scale: float = LARGEST_SCALE
-    first_growth_late: bool = False
+    min_scale: float = checked(SMALLEST_SCALE, fields.scale)
+    max_scale: float = checked(LARGEST_SCALE, fields.scale)
+    first_growth_late: bool = checked(False, fields.first_growth_late)
 
     def __post_init__(self) -> None:
         check_fields(self, "min_scale", "max_scale")

@@ -11,7 +11,7 @@ from .._find import has_frozen, has_master_weights
 from .._precision import as_type, dtype_of, is_inexact
 from .._state import MasterWeightsState
 from .._tree import mismatch, same_structure
-from .._validation import check
+from .._validation import check_dtype
 from .._warn import warn
 from .rounding import update_to
 from .wrapped import check_inner, with_extra_args
@@ -174,7 +174,7 @@ def _is_absent(master: Any) -> bool:
 
 
 def _check_dtype(dtype: Any) -> np.dtype[Any]:
-    checked = jnp.dtype(check("master_dtype", dtype, "dtype"))
+    checked = jnp.dtype(check_dtype("dtype", dtype))
     if jax.dtypes.canonicalize_dtype(checked) != checked:
         raise ValueError(
             f"`dtype` must be a type that JAX has enabled, got {checked}. Call "

@@ -13,7 +13,7 @@ from .._rules.base import LossScale, check_rule, next_state, own_state
 from .._rules.dynamic import DynamicLossScale
 from .._state import LossScaleState, WithLossScalingState, check_state
 from .._tree import select
-from .._validation import check, check_flag, describe
+from .._validation import check_flag, check_real, check_switch, describe
 from .early_mask import masked_update
 from .master_weights import check_last, warn_of_float16
 from .outcome import outcome_finite
@@ -101,7 +101,7 @@ def with_loss_scaling(
     """
     check_inner(inner, "with_loss_scaling")
     check_rule(rule)
-    check("check_updates", check_updates)
+    check_switch("check_updates", check_updates, "True also checks the results.")
     if check_updates and not rule.skip_nonfinite:
         raise ValueError(
             f"`check_updates` must be False with {rule!r}, which never skips, "
@@ -144,7 +144,8 @@ def with_loss_scaling(
         grads_finite = everywhere(grads_finite, axis_name)
         value_finite = jnp.ones((), jnp.bool_)
         if (value := extra_args.get("value")) is not None:
-            check("value", value)
+            advice = "It is the unscaled loss. For an ensemble use `jax.vmap`."
+            check_real("value", value, advice)
             value_finite = all_finite(value, axis_name=axis_name)
         finite = grads_finite & value_finite
         check_agreement(finite, scale_state.loss_scale, axis_name)

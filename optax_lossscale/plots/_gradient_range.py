@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .._diagnostics.gradient_report import gradient_report
-from .._diagnostics.table import GradientReport
+from .._diagnostics.table import GradientReport, percent
 from .._precision import dtype_of, is_inexact, limits_of, wide_dtype
 from .._validation import check_concrete
 from . import _common
@@ -103,7 +103,7 @@ def plot_gradient_range(
             hatch=hatch,
             linewidth=0,
             zorder=0,
-            label=f"{zone} {' → '.join(map(_percent, before_after))}",
+            label=f"{zone} {' → '.join(percent(x, 1) for x in before_after)}",
         )
     ax.set_xlim(min(span) - margin, max(span) + margin)
     ax.set_ylim(0, 1.05 * max(shares, default=1.0))
@@ -142,19 +142,10 @@ def _title(totals: GradientReport, name: str) -> str:
     title = f"{totals.size:,.0f} gradients in the range of {name}"
     rest = []
     if totals.zero:
-        rest.append(f"{_percent(totals.zero / totals.size)} already zero")
+        rest.append(f"{percent(totals.zero / totals.size, 1)} already zero")
     if nonfinite := totals.nan + totals.inf:
         rest.append(f"{nonfinite:,.0f} NaN or inf")
     return title + "\n" * bool(rest) + ", ".join(rest)
-
-
-def _percent(share: float) -> str:
-    """Format a share so that a few do not look like none, nor nearly all like all."""
-    if 0 < share < 0.001:
-        return "<0.1%"
-    if 0.999 < share < 1:
-        return ">99.9%"
-    return f"{share:.1%}" if 0 < share < 1 else f"{share:.0%}"
 
 
 def _power_of_two(exponent: float) -> str:

@@ -65,8 +65,6 @@ def plot_loss_scale(
             f"{describe(flags)}. Collect `~was_applied(state)` after each update."
         )
     ax = _common.prepare(ax)
-    from matplotlib.ticker import MaxNLocator
-
     # Repeat the last value, so that its step is as wide as the others.
     levels = np.append(values, values[-1:])
     (line,) = ax.step(np.arange(len(levels)), levels, where="post", **style)
@@ -83,9 +81,6 @@ def plot_loss_scale(
         )
     ax.set_yscale("log", base=2)
     ax.margins(y=0.15)
-    locator = ax.xaxis.get_major_locator()
-    if isinstance(locator, MaxNLocator):  # else the user has placed the ticks
-        locator.set_params(integer=True)
     ax.set(xlabel="step", ylabel="loss scale")
     ax.grid(alpha=0.3)
     _common.legend_beside(ax)

@@ -5,8 +5,9 @@ defaults, and returns a rule that changes the scale in the same way. The tests r
 trajectories recorded from the systems themselves. If a system has a defect that breaks
 training, the preset does not reproduce it: the book has a table of all `departures`.
 
-- The rule is a `DynamicLossScale` if that changes the scale in the same way. Otherwise
-  it is a `VerbatimLossScale`, for example if the first scale is below the smallest one.
+- A preset returns a `DynamicLossScale` if that changes the scale in the same way.
+  Otherwise it returns a `VerbatimLossScale`, for example if the first scale is below
+  the smallest one. For a constant scale it returns a `FixedLossScale`.
 - An argument that is out of range raises ValueError.
 
 A run that began in another system goes on from its scale and its counters: see the

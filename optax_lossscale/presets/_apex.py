@@ -2,9 +2,10 @@
 
 from typing import Literal
 
+from .._rules import fields
 from .._rules.fixed import FixedLossScale
-from .._validation import check
-from ._build import Growing, growing
+from .._validation import check_order
+from ._build import Growing, growing, least_scale
 
 
 def apex_amp(
@@ -20,15 +21,11 @@ def apex_amp(
     every non-finite step. An ``init_scale`` above ``max_loss_scale`` is lowered to it.
 
     Args:
-        loss_scale: ``"dynamic"``, or a constant scale, 1 or more.
+        loss_scale: ``"dynamic"``, or a constant scale, 1 or more, that skips nothing.
         init_scale: the first scale, from 2**-126.
         scale_window: finite steps in a row before the scale grows.
         min_loss_scale: the smallest scale, or None.
-        max_loss_scale: the largest scale.
-
-    Returns:
-        A `DynamicLossScale` or `VerbatimLossScale`, or with a constant scale a
-        `FixedLossScale` that skips nothing. See `departures`.
+        max_loss_scale: the largest scale, up to 2**126.
 
     Examples:
         >>> from optax_lossscale import presets
@@ -37,8 +34,13 @@ def apex_amp(
     """
     if loss_scale != "dynamic":
         return FixedLossScale(loss_scale, skip_nonfinite=False)
-    del loss_scale
-    min_loss_scale = 0.0 if min_loss_scale is None else min_loss_scale
-    check("ceiling", max_loss_scale, "max_loss_scale")
-    init_scale = min(check("init_scale", init_scale), max_loss_scale)
-    return growing(locals(), "init_scale growth_interval floor ceiling")
+    least = 0.0 if min_loss_scale is None else min_loss_scale
+    least = least_scale("min_loss_scale", least)
+    largest = fields.scale("max_loss_scale", max_loss_scale)
+    check_order(min_loss_scale=least, max_loss_scale=largest)
+    return growing(
+        init_scale=min(fields.scale("init_scale", init_scale), largest),
+        growth_interval=fields.growth_interval("scale_window", scale_window),
+        min_scale=least,
+        max_scale=largest,
+    )

@@ -1,8 +1,10 @@
 """DeepSpeed: ``DynamicLossScaler``, and the ``"fp16"`` part of its configuration."""
 
+from .._precision import LARGEST_SCALE
+from .._rules import fields
 from .._rules.fixed import FixedLossScale
-from .._validation import check
-from ._build import Growing, growing
+from .._validation import check_number, check_switch
+from ._build import Growing, growing, least_scale
 
 
 def deepspeed(
@@ -31,22 +33,22 @@ def deepspeed(
         raise_error_at_min_scale: ignored, because a compiled step cannot raise.
         first_growth_late: pass False for the timing of DeepSpeed before 2025.
 
-    Returns:
-        A `VerbatimLossScale` or `DynamicLossScale`. See `departures`.
-
     Examples:
         >>> from optax_lossscale import presets
         >>> presets.deepspeed(delayed_shift=3).hysteresis
         3
     """
-    check("raise_error_at_min_scale", raise_error_at_min_scale)
-    consecutive = check("consecutive_hysteresis", consecutive_hysteresis)
-    refill = "finite" if consecutive else "growth"
-    del raise_error_at_min_scale, consecutive_hysteresis, consecutive
+    del raise_error_at_min_scale
+    advice = "It decides what resets the hysteresis counter."
+    check_switch("consecutive_hysteresis", consecutive_hysteresis, advice)
     return growing(
-        locals(),
-        "init_scale factor growth_interval floor hysteresis first_growth_late "
-        "hysteresis_refill",
+        init_scale=init_scale,
+        growth_interval=fields.growth_interval("scale_window", scale_window),
+        min_scale=least_scale("min_scale", min_scale),
+        hysteresis=fields.hysteresis("delayed_shift", delayed_shift),
+        hysteresis_refill="finite" if consecutive_hysteresis else "growth",
+        first_growth_late=first_growth_late,
+        growth_factor=fields.growth_factor("scale_factor", scale_factor),
     )
 
 
@@ -76,23 +78,24 @@ def deepspeed_fp16(
         auto_cast: ignored, as the next one: neither concerns the scale.
         fp16_master_weights_and_grads: ignored.
 
-    Returns:
-        A `VerbatimLossScale` or a `FixedLossScale`. See `departures`.
-
     Examples:
         >>> from optax_lossscale import presets
         >>> config = {"fp16": {"enabled": True, "initial_scale_power": 12}}
         >>> presets.deepspeed_fp16(**config["fp16"]).init_scale
         4096.0
     """
-    if not check("enabled", enabled):
+    del auto_cast, fp16_master_weights_and_grads
+    if not check_switch("enabled", enabled, "It decides whether to scale the loss."):
         return FixedLossScale(1.0)
-    if check("constant_or_0", loss_scale, "loss_scale"):
+    advice = "0 is for a scale that changes."
+    if check_number("loss_scale", loss_scale, 0, LARGEST_SCALE, advice):
         return FixedLossScale(loss_scale)
+    advice = "It is log2 of the first scale."
+    power = check_number("initial_scale_power", initial_scale_power, -126, 126, advice)
     return deepspeed(
-        init_scale=2.0 ** check("initial_scale_power", initial_scale_power),
-        scale_window=check("growth_interval", loss_scale_window, "loss_scale_window"),
-        min_scale=check("floor", min_loss_scale, "min_loss_scale"),
-        delayed_shift=check("hysteresis", hysteresis),
+        init_scale=2.0**power,
+        scale_window=fields.growth_interval("loss_scale_window", loss_scale_window),
+        min_scale=least_scale("min_loss_scale", min_loss_scale),
+        delayed_shift=fields.hysteresis("hysteresis", hysteresis),
         consecutive_hysteresis=consecutive_hysteresis,
     )

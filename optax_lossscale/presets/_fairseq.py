@@ -2,10 +2,11 @@
 
 import math
 
-from .._precision import SMALLEST_SCALE
+from .._precision import LARGEST_SCALE, SMALLEST_SCALE
+from .._rules import fields
 from .._rules.dynamic import DynamicLossScale
-from .._validation import check, check_order
-from ._build import translated
+from .._validation import check_order
+from ._build import least_scale
 
 
 def fairseq(
@@ -26,20 +27,14 @@ def fairseq(
         threshold: the smallest scale, or None.
         min_loss_scale: the scale stays above this number.
 
-    Returns:
-        A `DynamicLossScale`. See `departures`.
-
     Examples:
         >>> from optax_lossscale import presets
         >>> presets.fairseq(min_loss_scale=1.0).min_scale
         2.0
     """
-    ours = translated(
-        {k: x for k, x in locals().items() if k != "threshold"},
-        "init_scale factor growth_interval floor",
-    )
-    init_scale, factor = ours["init_scale"], ours["growth_factor"]
-    lowest = ours["min_scale"]
+    init_scale = fields.scale("init_scale", init_scale)
+    factor = fields.growth_factor("scale_factor", scale_factor)
+    lowest = least_scale("min_loss_scale", min_loss_scale)
 
     def stays(scale: float) -> bool:
         # Where it would not, fairseq undoes the backoff. Theirs is usually lower.
@@ -48,10 +43,15 @@ def fairseq(
     # As many backoffs as fit; rounding may leave this one off.
     backoffs = math.floor(math.log(init_scale / lowest, factor))
     near = [init_scale / factor**n for n in range(backoffs - 1, backoffs + 2)]
-    ours["min_scale"] = min([init_scale, *filter(stays, near)])
-    if threshold is not None:
-        threshold = max(check("floor", threshold, "threshold"), SMALLEST_SCALE)
-        if stays(threshold):
-            check_order(threshold=threshold, init_scale=init_scale)
-            ours["min_scale"] = threshold
-    return DynamicLossScale(**ours)
+    min_scale = min([init_scale, *filter(stays, near)])
+    if threshold is not None and stays(least := least_scale("threshold", threshold)):
+        check_order(threshold=least, init_scale=init_scale)
+        min_scale = least
+    return DynamicLossScale(
+        init_scale,
+        growth_interval=fields.growth_interval("scale_window", scale_window),
+        min_scale=min_scale,
+        max_scale=LARGEST_SCALE,
+        growth_factor=factor,
+        backoff_factor=1 / factor,
+    )

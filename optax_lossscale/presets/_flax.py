@@ -1,8 +1,8 @@
 """Flax: ``flax.training.dynamic_scale.DynamicScale``."""
 
 from .._precision import SMALLEST_SCALE
-from .._validation import check
-from ._build import Growing, growing
+from .._rules import fields
+from ._build import Growing, growing, least_scale
 
 
 def flax_dynamic_scale(
@@ -24,16 +24,16 @@ def flax_dynamic_scale(
         scale: the first scale, from 2**-126 to 2**126.
         minimum_scale: the smallest scale, 0 or more, or None.
 
-    Returns:
-        A `DynamicLossScale` or `VerbatimLossScale`. See `departures`.
-
     Examples:
         >>> from optax_lossscale import presets
         >>> presets.flax_dynamic_scale().growth_interval
         2001
     """
-    growth_interval = check("growth_interval", growth_interval) + 1
     minimum_scale = 0.0 if minimum_scale is None else minimum_scale
     return growing(
-        locals(), "growth_factor backoff_factor growth_interval init_scale floor"
+        init_scale=fields.scale("scale", scale),
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=fields.growth_interval("growth_interval", growth_interval) + 1,
+        min_scale=least_scale("minimum_scale", minimum_scale),
     )

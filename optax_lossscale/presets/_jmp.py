@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from .._rules import fields
 from .._rules.fixed import FixedLossScale
-from ._build import Growing, growing
+from ._build import Growing, growing, least_scale
 
 
 def jmp_static(loss_scale: float) -> FixedLossScale:
@@ -13,9 +14,6 @@ def jmp_static(loss_scale: float) -> FixedLossScale:
 
     Args:
         loss_scale: the scale, 1 or more.
-
-    Returns:
-        A `FixedLossScale`, which skips non-finite steps. See `departures`.
 
     Examples:
         >>> from optax_lossscale import presets
@@ -39,12 +37,14 @@ def jmp_dynamic(
         factor: the factor by which the scale grows and backs off, above 1.
         min_loss_scale: the smallest scale, 0 or more.
 
-    Returns:
-        A `DynamicLossScale` or `VerbatimLossScale`. See `departures`.
-
     Examples:
         >>> from optax_lossscale import presets
         >>> presets.jmp_dynamic(2.0**15, period=500).growth_interval
         500
     """
-    return growing(locals(), "init_scale growth_interval factor floor")
+    return growing(
+        init_scale=fields.scale("loss_scale", loss_scale),
+        growth_interval=fields.growth_interval("period", period),
+        min_scale=least_scale("min_loss_scale", min_loss_scale),
+        growth_factor=fields.growth_factor("factor", factor),
+    )

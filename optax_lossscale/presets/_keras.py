@@ -1,7 +1,8 @@
 """Keras 3, and Keras 2 as ``tf.keras``: ``LossScaleOptimizer``."""
 
+from .._rules import fields
 from .._rules.fixed import FixedLossScale
-from .._validation import check
+from .._validation import check_switch
 from ._build import Growing, growing
 
 
@@ -17,17 +18,22 @@ def keras_loss_scale(
         dynamic_growth_steps: finite steps in a row before the scale doubles.
         dynamic: True, as Keras 3 requires.
 
-    Returns:
-        A `DynamicLossScale`. See `departures`.
-
     Examples:
         >>> from optax_lossscale import presets
         >>> presets.keras_loss_scale().init_scale
         32768.0
     """
-    check("dynamic_of_keras", dynamic, "dynamic")
-    del dynamic
-    return growing(locals(), "init_scale growth_interval")
+    if dynamic is not True:
+        raise ValueError(
+            f"`dynamic` must be True, got {dynamic!r}. For a scale that never changes, "
+            "use `FixedLossScale`."
+        )
+    return growing(
+        init_scale=fields.scale("initial_scale", initial_scale),
+        growth_interval=fields.growth_interval(
+            "dynamic_growth_steps", dynamic_growth_steps
+        ),
+    )
 
 
 def tf_keras_loss_scale(
@@ -45,25 +51,23 @@ def tf_keras_loss_scale(
         dynamic_growth_steps: finite steps in a row before the scale doubles, 2000 by
             default. Leave it out if ``dynamic`` is False.
 
-    Returns:
-        A `DynamicLossScale` or `VerbatimLossScale`, or with a constant scale a
-        `FixedLossScale` that skips nothing. See `departures`.
-
     Examples:
         >>> from optax_lossscale import presets
         >>> presets.tf_keras_loss_scale(dynamic=False, initial_scale=1024)
         FixedLossScale(loss_scale=1024.0, skip_nonfinite=False)
     """
-    if check("dynamic", dynamic):
-        theirs = {
-            "initial_scale": 2.0**15 if initial_scale is None else initial_scale,
-            "dynamic_growth_steps": dynamic_growth_steps or 2000,
-        }
-        return growing(theirs, "init_scale growth_interval", min_scale=1.0)
+    if check_switch("dynamic", dynamic, "Pass a number as `initial_scale`."):
+        first = 2.0**15 if initial_scale is None else initial_scale
+        steps = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
+        return growing(
+            init_scale=fields.scale("initial_scale", first),
+            growth_interval=fields.growth_interval("dynamic_growth_steps", steps),
+            min_scale=1.0,
+        )
     if dynamic_growth_steps is not None:
         raise ValueError(
             "`dynamic_growth_steps` must be left out if `dynamic` is False, got "
             f"{dynamic_growth_steps!r}. A constant scale does not use it."
         )
-    scale = check("loss_scale", initial_scale, "initial_scale")
+    scale = fields.constant_scale("initial_scale", initial_scale)
     return FixedLossScale(scale, skip_nonfinite=False)

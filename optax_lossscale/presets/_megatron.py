@@ -1,8 +1,10 @@
 """Megatron-LM: ``DynamicGradScaler``."""
 
+from .._precision import LARGEST_SCALE
+from .._rules import fields
 from .._rules.dynamic import DynamicLossScale
 from .._validation import check_order
-from ._build import translated
+from ._build import least_scale
 
 
 def megatron(
@@ -27,17 +29,21 @@ def megatron(
         growth_interval: finite steps in a row before the scale grows.
         hysteresis: how many non-finite steps it takes to back off.
 
-    Returns:
-        A `DynamicLossScale`. See `departures`.
-
     Examples:
         >>> from optax_lossscale import presets
         >>> presets.megatron().hysteresis_refill
         'growth'
     """
-    ours = translated(
-        locals(),
-        "init_scale floor growth_factor backoff_factor growth_interval hysteresis",
+    initial_scale = fields.scale("initial_scale", initial_scale)
+    min_scale = least_scale("min_scale", min_scale)
+    check_order(min_scale=min_scale, initial_scale=initial_scale)
+    return DynamicLossScale(
+        initial_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        min_scale=min_scale,
+        max_scale=LARGEST_SCALE,
+        hysteresis=hysteresis,
+        hysteresis_refill="growth",
     )
-    check_order(min_scale=ours["min_scale"], initial_scale=ours["init_scale"])
-    return DynamicLossScale(**ours, hysteresis_refill="growth")

@@ -1,7 +1,7 @@
 """MindSpore: the loss-scale managers."""
 
+from .._rules import fields
 from .._rules.fixed import FixedLossScale
-from .._validation import check
 from ._build import Growing, growing
 
 
@@ -14,15 +14,12 @@ def mindspore_fixed(
         loss_scale: the scale, 1 or more.
         drop_overflow_update: whether to check for non-finite steps and skip them.
 
-    Returns:
-        A `FixedLossScale`. See `departures`.
-
     Examples:
         >>> from optax_lossscale import presets
         >>> presets.mindspore_fixed(drop_overflow_update=False)
         FixedLossScale(loss_scale=128.0, skip_nonfinite=False)
     """
-    skip = check("skip_nonfinite", drop_overflow_update, "drop_overflow_update")
+    skip = fields.skip_nonfinite("drop_overflow_update", drop_overflow_update)
     return FixedLossScale(loss_scale, skip_nonfinite=skip)
 
 
@@ -41,13 +38,14 @@ def mindspore_dynamic(
         scale_factor: the factor by which the scale grows and backs off, above 1.
         scale_window: finite steps in a row before the scale grows.
 
-    Returns:
-        A `DynamicLossScale`. See `departures`.
-
     Examples:
         >>> from optax_lossscale import presets
         >>> presets.mindspore_dynamic().init_scale
         16777216.0
     """
-    check("loss_scale", init_loss_scale, "init_loss_scale")
-    return growing(locals(), "init_scale factor growth_interval", min_scale=1.0)
+    return growing(
+        init_scale=fields.constant_scale("init_loss_scale", init_loss_scale),
+        growth_interval=fields.growth_interval("scale_window", scale_window),
+        min_scale=1.0,
+        growth_factor=fields.growth_factor("scale_factor", scale_factor),
+    )

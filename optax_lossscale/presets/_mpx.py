@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from ._build import Growing, growing
+from .._rules import fields
+from ._build import Growing, growing, least_scale
 
 
 def mpx_dynamic(
@@ -21,14 +22,16 @@ def mpx_dynamic(
         factor: the factor by which the scale grows and backs off, above 1.
         period: finite steps in a row before the scale grows.
 
-    Returns:
-        A `DynamicLossScale` or `VerbatimLossScale`. See `departures`.
-
     Examples:
         >>> from optax_lossscale import presets
         >>> presets.mpx_dynamic(2.0**15).max_scale
         65504.0
     """
+    largest = 65504.0
     return growing(
-        locals(), "init_scale floor factor growth_interval", max_scale=65504.0
+        init_scale=fields.scale("loss_scaling", loss_scaling),
+        growth_interval=fields.growth_interval("period", period),
+        min_scale=least_scale("min_loss_scaling", min_loss_scaling, largest),
+        max_scale=largest,
+        growth_factor=fields.growth_factor("factor", factor),
     )

@@ -1,7 +1,7 @@
 """TensorFlow and ``tf.contrib``: loss scales and loss-scale managers."""
 
+from .._rules import fields
 from .._rules.fixed import FixedLossScale
-from .._validation import check
 from ._build import Growing, growing
 
 
@@ -17,32 +17,31 @@ def tf_dynamic_loss_scale(
         increment_period: finite steps in a row before the scale grows.
         multiplier: the factor by which the scale grows and backs off, above 1.
 
-    Returns:
-        A `DynamicLossScale` or `VerbatimLossScale`. See `departures`.
-
     Examples:
         >>> from optax_lossscale import presets
         >>> presets.tf_dynamic_loss_scale(multiplier=4.0).backoff_factor
         0.25
     """
-    return growing(locals(), "init_scale growth_interval factor", min_scale=1.0)
+    return growing(
+        init_scale=fields.scale("initial_loss_scale", initial_loss_scale),
+        growth_interval=fields.growth_interval("increment_period", increment_period),
+        min_scale=1.0,
+        growth_factor=fields.growth_factor("multiplier", multiplier),
+    )
 
 
 def tf_fixed_loss_scale(loss_scale_value: float) -> FixedLossScale:
-    """Return the rule of TensorFlow's ``FixedLossScale``.
+    """Return the rule of TensorFlow's ``FixedLossScale``, which skips nothing.
 
     Args:
         loss_scale_value: the scale, 1 or more.
-
-    Returns:
-        A `FixedLossScale` that applies every step. See `departures`.
 
     Examples:
         >>> from optax_lossscale import presets
         >>> presets.tf_fixed_loss_scale(128.0)
         FixedLossScale(loss_scale=128.0, skip_nonfinite=False)
     """
-    scale = check("loss_scale", loss_scale_value, "loss_scale_value")
+    scale = fields.constant_scale("loss_scale_value", loss_scale_value)
     return FixedLossScale(scale, skip_nonfinite=False)
 
 
@@ -51,9 +50,6 @@ def tf_contrib_fixed(loss_scale: float) -> FixedLossScale:
 
     Args:
         loss_scale: the scale, 1 or more.
-
-    Returns:
-        A `FixedLossScale`, which skips non-finite steps. See `departures`.
 
     Examples:
         >>> from optax_lossscale import presets
@@ -83,17 +79,21 @@ def tf_contrib_exponential_update(
         incr_ratio: the factor by which the scale grows, above 1.
         decr_ratio: the factor by which the scale backs off, between 0 and 1.
 
-    Returns:
-        A `DynamicLossScale` or `VerbatimLossScale`. See `departures`.
-
     Examples:
         >>> from optax_lossscale import presets
         >>> presets.tf_contrib_exponential_update(2.0**15, 1000).hysteresis_refill
         'change'
     """
     return growing(
-        locals(),
-        "init_scale growth_interval hysteresis growth_factor backoff_factor",
+        init_scale=fields.scale("init_loss_scale", init_loss_scale),
+        growth_factor=fields.growth_factor("incr_ratio", incr_ratio),
+        backoff_factor=fields.backoff_factor("decr_ratio", decr_ratio),
+        growth_interval=fields.growth_interval(
+            "incr_every_n_steps", incr_every_n_steps
+        ),
         min_scale=1.0,
+        hysteresis=fields.hysteresis(
+            "decr_every_n_nan_or_inf", decr_every_n_nan_or_inf
+        ),
         hysteresis_refill="change",
     )

@@ -1,7 +1,7 @@
 """PyTorch: ``torch.amp.GradScaler``."""
 
 from .._rules.fixed import FixedLossScale
-from .._validation import check
+from .._validation import check_switch
 from ._build import Growing, growing
 
 
@@ -21,15 +21,16 @@ def torch_grad_scaler(
         growth_interval: finite steps in a row before the scale grows.
         enabled: if False, nothing is scaled, checked or skipped.
 
-    Returns:
-        A `DynamicLossScale`, or a `FixedLossScale` if not enabled. See `departures`.
-
     Examples:
         >>> from optax_lossscale import presets
         >>> presets.torch_grad_scaler().init_scale
         65536.0
     """
-    if not check("enabled", enabled):
+    if not check_switch("enabled", enabled, "It decides whether to scale the loss."):
         return FixedLossScale(1.0, skip_nonfinite=False)
-    del enabled
-    return growing(locals(), "init_scale growth_factor backoff_factor growth_interval")
+    return growing(
+        init_scale=init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+    )

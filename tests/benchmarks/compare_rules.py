@@ -96,16 +96,15 @@ def print_recorded():
 
 
 def print_demonstration(steps):
-    from optax_lossscale._demo import task, train
+    from optax_lossscale import _demo as demo
 
-    positions = task.load_positions()
+    positions = demo.load_positions()
     print("\nthe demonstration: held-out loss, logits' gradients flushed, last scale")
     for name, rule in RULES.items():
-        way = train.Way(name, task.network, rule, poisoned=True)
-        result = train.train(way, positions, steps, seed=0)
+        result = demo.train(demo.network, rule, positions, steps)
         print(
-            f"{name:22} {result.held_out_loss:.4f} {result.flushed_share:8.2%} "
-            f"2^{np.log2(result.final_scale):g}, {result.skipped_steps} skipped"
+            f"{name:22} {result.loss:.4f} {result.flushed:8.2%} "
+            f"2^{np.log2(result.scales[-1]):g}, {sum(result.skipped)} skipped"
         )
 
 

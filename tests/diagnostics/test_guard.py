@@ -1,7 +1,6 @@
 """check_loss_scale, on the host and in compiled loops."""
 
 import functools
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ from helpers import make_mesh, on_mesh
 from jax.sharding import PartitionSpec as P
 
 import optax_lossscale as ls
+from optax_lossscale import presets
 
 RULE = ls.DynamicLossScale(init_scale=2.0**8)
 
@@ -94,59 +94,6 @@ def test_a_scale_at_its_ceiling_without_a_skip_is_of_no_use():
         ls.check_loss_scale(state(**number))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize(
-    ("inner", "wrap", "seen"),
-    [
-        (optax.adam(0.0), lambda x, n: x, [20_000, 22_000]),
-        (
-            optax.sgd(0.0),
-            lambda x, n: {"step": jnp.int32(n), "opt": x},
-            [20_000, 22_000],
-        ),
-        (optax.sgd(0.0), lambda x, n: {"step": n, "count": "none"} | {"opt": x}, []),
-    ],
-    ids=["its count", "a step", "no array"],
-)
-def test_asked_every_growth_interval_it_counts_steps(inner, wrap, seen, compiled):
-    """The rule's own state is the same at each growth, the first at 2**24 included."""
-    tx, grads, warned = ls.with_loss_scaling(inner), jnp.full(2, 1e-6), []
-    opt_state = tx.init(grads)
-
-    @jax.jit
-    def interval(opt_state):
-        def step(opt_state, _):
-            return tx.update(grads, opt_state, grads)[1], None
-
-        return jax.lax.scan(step, opt_state, length=2000)[0]
-
-    for steps in range(2000, 22_001, 2000):
-        opt_state = interval(opt_state)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            if compiled:
-                jax.jit(lambda x, n=steps: ls.check_loss_scale(wrap(x, n)))(opt_state)
-                jax.effects_barrier()
-            else:
-                ls.check_loss_scale(wrap(opt_state, steps))
-        warned += [steps] * len(caught)
-    assert (warned, ls.get_loss_scale(opt_state)) == (seen, 2.0**24)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_the_error_shows_the_report_at_the_scale_of_the_state(compiled):
-    # At the scale of the state, the second overflows.
-    grads = {"w": jnp.array([1.0, jnp.nan, jnp.nan]), "b": jnp.full(2, 3e4)}
-    report = ls.gradient_report(grads, loss_scale=RULE.init_scale)
-    errors = []
-
-    def check(state, grads):
-        ls.check_loss_scale(state, grads=grads, on_error=errors.append)
-
-    run(check, skipped(101), grads) if compiled else check(skipped(101), grads)
-    assert str(errors[0]).endswith(f"The last gradients:\n{ls.format_report(report)}")
-
-
 # Limits and intervals, and the skipped steps of which errors speak after 2 and then 5
 # skipped steps in a row.
 FLAGS = jnp.array([0, 0, 1, 1, 0, 0, 0, 0, 0, 1], bool)
@@ -220,32 +167,21 @@ def test_members_of_an_ensemble_each_speak_for_themselves_under_vmap():
 
 
 BAD_BATCHES = [False] * 15 + 30 * [*[True] * 9, False]
-ALL_BAD = [False] * 30
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (BAD_BATCHES, "fallen to 1, and more than 5 % .*\n1. Some batches hold NaN"),
-        (ALL_BAD, "The first skips are 20 in a row.*\n1. The batch or the parameters"),
-    ],
-    ids=["some", "all"],
-)
-def test_bad_batches_are_warned_of_when_the_scale_has_fallen(flags, message, compiled):
+def test_bad_batches_are_warned_of_when_the_scale_has_fallen(compiled):
     def step(state, flag):
         state = RULE.update(state, flag)
         ls.check_loss_scale(state)
         return state, None
 
-    state = RULE.init()
+    message = "fallen to 1, and more than 5 % .*\n1. Some batches hold NaN"
     with pytest.warns(UserWarning, match=message):
         if compiled:
-            jax.lax.scan(step, state, jnp.array(flags))
-            jax.effects_barrier()
+            run(lambda: jax.lax.scan(step, RULE.init(), jnp.array(BAD_BATCHES)))
         else:
-            for flag in flags:
-                state, _ = step(state, flag)
+            functools.reduce(lambda x, flag: step(x, flag)[0], BAD_BATCHES, RULE.init())
 
 
 def test_rare_skips_and_a_start_from_a_high_scale_are_not_warned_of():
@@ -255,12 +191,10 @@ def test_rare_skips_and_a_start_from_a_high_scale_are_not_warned_of():
         ls.check_loss_scale(state)
 
 
-BELOW_1 = {"min_scale": 2.0**-24}
-WITHOUT_FLOOR = [ls.DynamicLossScale(**BELOW_1), ls.HeadroomLossScale(**BELOW_1)]
-WITHOUT_FLOOR += [ls.presets.torch_grad_scaler(), ls.presets.flax_dynamic_scale()]
+WITHOUT_FLOOR = [ls.HeadroomLossScale(min_scale=2.0**-24), presets.torch_grad_scaler()]
 
 
-@pytest.mark.parametrize("rule", WITHOUT_FLOOR, ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("rule", WITHOUT_FLOOR)
 def test_a_scale_that_is_rightly_below_1_is_not_warned_of_but_bad_batches_are(rule):
     def step(state, magnitude):
         finite = magnitude * state.loss_scale < 65504
@@ -364,8 +298,3 @@ def test_of_an_ensemble_one_member_may_skip():
     state = jax.vmap(TX.init)(jnp.ones((2, 2)))
     _, state = jax.vmap(TX.update)(jnp.stack([GOOD, BAD]), state)
     ls.check_loss_scale(state, grads=jnp.stack([GOOD, BAD]))
-
-
-def test_an_abstract_state_is_refused():
-    with pytest.raises(ValueError, match="`state` must hold numbers"):
-        ls.check_loss_scale(jax.eval_shape(RULE.init))

@@ -1,0 +1,144 @@
+"""The demonstration's task and its training.
+
+A small network reads eight words of Python's own manual and predicts which of 1,000
+words are among the next four. It is trained in float32, and in float16 with and without
+loss scales.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pydoc_data.topics import topics
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optax_lossscale as ls
+
+VOCABULARY, CONTEXT, NEXT, BATCH = 1000, 8, 4, 2048
+
+Network = Callable[..., jax.Array]
+
+
+def load_positions() -> list[np.ndarray]:
+    """Return positions to train on, and held-out ones: rows of 8 + 4 words, int32."""
+    words = re.findall(r"\w+|\S", "\n".join(topics.values()).lower())
+    number = {w: i for i, (w, _) in enumerate(Counter(words).most_common(VOCABULARY))}
+    text = np.array([number[w] for w in words if w in number], np.int32)
+    positions = np.lib.stride_tricks.sliding_window_view(text, CONTEXT + NEXT)
+    return np.split(positions, [len(positions) * 9 // 10])
+
+
+def init_params() -> dict[str, jax.Array]:
+    embedding_key, hidden_key, out_key = jax.random.split(jax.random.key(0), 3)
+    normal = jax.nn.initializers.he_normal()
+    return {
+        "embedding": normal(embedding_key, (VOCABULARY, 16)),
+        "hidden": normal(hidden_key, (CONTEXT * 16, 64)),
+        "out": normal(out_key, (64, VOCABULARY)),
+        "bias": jnp.zeros(VOCABULARY),
+    }
+
+
+def network(
+    params: Any, positions: Any, dtype: Any = jnp.float16, around: Any = lambda f: f
+) -> jax.Array:
+    """Return a logit for each position and word.
+
+    A layer takes and returns float32, and computes in ``dtype``. It is called through
+    ``around``.
+    """
+
+    def layer(x: jax.Array, weights: jax.Array, bias: jax.Array) -> jax.Array:
+        x, weights, bias = (a.astype(dtype) for a in (x, weights, bias))
+        return (x @ weights + bias).astype(jnp.float32)
+
+    context = params["embedding"][positions[:, :CONTEXT]].reshape(len(positions), -1)
+    hidden = around(layer)(context, params["hidden"], jnp.zeros(64))
+    return around(layer)(jax.nn.relu(hidden), params["out"], params["bias"])
+
+
+def cross_entropy(logits: jax.Array, positions: Any) -> jax.Array:
+    """Return the loss for all words: each is among the next four, or not."""
+    present = (positions[:, CONTEXT:, None] == jnp.arange(VOCABULARY)).any(axis=1)
+    return optax.sigmoid_binary_cross_entropy(logits, present).mean()
+
+
+def loss_fn(params: Any, batch: Any, network: Network = network) -> jax.Array:
+    positions, weight = batch
+    return weight * cross_entropy(network(params, positions), positions)
+
+
+NO_SCALE = ls.FixedLossScale(1.0)
+WAYS: dict[str, tuple[Network, ls.LossScale]] = {
+    "float32": (partial(network, dtype=jnp.float32), NO_SCALE),
+    "float16, no scale": (network, NO_SCALE),
+    "float16, fixed scale": (network, ls.FixedLossScale(2.0**13)),
+    # There are few steps, so the scale grows a hundred times as often as usual.
+    "float16, dynamic scale": (network, ls.DynamicLossScale(growth_interval=20)),
+    # Each layer has a scale of its own, and the rule only skips.
+    "float16, scale_block": (
+        partial(network, around=ls.scale_block),
+        NO_SCALE,
+    ),
+}
+
+
+class Result(NamedTuple):
+    """The numbers at the end of a run, and those of each step.
+
+    ``loss`` is on held-out text, ``words`` are predicted per position, ``flushed`` is
+    the share of the logits' gradients that are zero.
+    """
+
+    loss: float
+    words: float
+    flushed: float
+    losses: list[float]
+    scales: list[float]
+    skipped: list[bool]
+
+
+def train(network: Network, rule: ls.LossScale, positions: Any, steps: int) -> Result:
+    """Train from the same weights on the same batches.
+
+    In the middle, the batch has an infinite weight if the rule changes its scale.
+    """
+    train_on, held_out = positions
+    fun = partial(loss_fn, network=network)
+    tx = ls.with_loss_scaling(optax.adam(2e-2), rule)
+    params = init_params()
+    opt_state = tx.init(params)
+
+    @jax.jit
+    def train_step(params: Any, opt_state: Any, batch: Any) -> Any:
+        loss, grads = ls.value_and_grad(fun, opt_state)(params, batch)
+        updates, new_state = tx.update(grads, opt_state, params)
+        record = loss, ls.get_loss_scale(opt_state), ~ls.was_applied(new_state)
+        return optax.apply_updates(params, updates), new_state, record
+
+    @jax.jit
+    def figures(params: Any, opt_state: Any, batch: Any) -> tuple[jax.Array, ...]:
+        logits = network(params, held_out, dtype=jnp.float32)
+        words = jax.nn.sigmoid(logits).sum(axis=1).mean()
+        # The gradient by a bias for each position is the gradient by its logits.
+        per_position = params | {"bias": jnp.tile(params["bias"], (BATCH, 1))}
+        _, grads = ls.value_and_grad(fun, opt_state)(per_position, batch)
+        flushed = (grads["bias"] == 0).mean()
+        return cross_entropy(logits, held_out), words, flushed
+
+    poisoned_step = None if isinstance(rule, ls.FixedLossScale) else steps // 2
+    rng, history = np.random.default_rng(0), []
+    for step in range(steps):
+        weight = np.inf if step == poisoned_step else 1.0
+        batch = train_on[rng.integers(0, len(train_on), BATCH)], weight
+        params, opt_state, record = train_step(params, opt_state, batch)
+        history.append(record)
+    columns = zip(*jax.device_get(history), strict=True)
+    losses, scales, skipped = ([x.item() for x in column] for column in columns)
+    ends = map(float, figures(params, opt_state, batch))
+    return Result._make([*ends, losses, scales, skipped])

@@ -1,1 +1,0 @@
-"""The demonstration that ``python -m optax_lossscale`` runs."""
