@@ -44,14 +44,14 @@ from ._gradients.backward import scale_backward, scale_block
 from ._gradients.retries import value_and_grad_with_retries
 from ._gradients.scaling import scale_loss, unscale_grads
 from ._gradients.value_and_grad import grad, value_and_grad
-from ._public import set_home as _set_home
+from ._public import set_module as _set_module
 from ._rules.base import LossScale
 from ._rules.dynamic import DynamicLossScale
 from ._rules.fixed import FixedLossScale
 from ._rules.headroom import HeadroomLossScale, HeadroomState
 from ._state import LossScaleState, MasterWeightsState, WithLossScalingState
-from ._transform.applied import keep_if_applied, was_applied
 from ._transform.master_weights import with_master_weights
+from ._transform.was_applied import keep_if_applied, was_applied
 from ._transform.with_loss_scaling import with_loss_scaling
 from ._tree import select
 
@@ -93,4 +93,4 @@ __all__ = [
     "with_master_weights",
 ]
 
-_set_home(__name__, __all__)
+_set_module(__name__, __all__)

@@ -14,8 +14,8 @@ from ._state import (
     LossScaleState,
     MasterWeightsState,
     WithLossScalingState,
+    canonical,
     check_state,
-    in_own_types,
 )
 from ._validation import describe
 from ._warn import warn
@@ -56,7 +56,7 @@ def get_loss_scale_state(state: Any) -> LossScaleState:
             f"{list(found)}. A loss is multiplied by one scale. Pass the part of the "
             "state that belongs to this loss, or wrap the whole optimizer once."
         )
-    return in_own_types(_unwrapped(*found.values()))
+    return canonical(_unwrapped(*found.values()))
 
 
 def get_loss_scale(state: Any) -> jax.Array:

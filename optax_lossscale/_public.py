@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable
 
 
-def set_home(module_name: str, names: Iterable[str]) -> None:
+def set_module(module_name: str, names: Iterable[str]) -> None:
     """Make errors, pickles, ``help`` and doctests show the module that users import."""
     module = sys.modules[module_name]
     for name in names:

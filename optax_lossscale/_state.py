@@ -179,7 +179,7 @@ def check_state(state: Any) -> LossScaleState:
             f"{describe(state)}. `get_loss_scale_state` returns the one inside an "
             "optimizer state."
         )
-    state = in_own_types(state)
+    state = canonical(state)
     for name, x in zip(state._fields[:-1], state, strict=False):
         if x.shape != ():
             raise ValueError(
@@ -190,7 +190,7 @@ def check_state(state: Any) -> LossScaleState:
     return state
 
 
-def in_own_types(state: LossScaleState) -> LossScaleState:
+def canonical(state: LossScaleState) -> LossScaleState:
     """Return a state whose arrays all have their own types, strongly.
 
     ``optax.tree.set`` puts Python numbers into a state. Casting a whole optimizer state
@@ -203,11 +203,11 @@ def in_own_types(state: LossScaleState) -> LossScaleState:
                 "`init(params)` returns, or a state restored from a checkpoint."
             )
     fields = map(jnp.asarray, state[:-1], _DTYPES)
-    rule_state = jax.tree.map(strong, state.rule_state)
+    rule_state = jax.tree.map(strongly_typed, state.rule_state)
     return LossScaleState._make([*fields, rule_state])
 
 
-def strong(x: Any) -> Any:
+def strongly_typed(x: Any) -> Any:
     """Return a leaf as an array that is not weakly typed; others are unchanged."""
     if isinstance(x, bool | int | float | complex) or getattr(x, "weak_type", False):
         return jnp.asarray(x, jnp.result_type(x))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from .._devices import AxisName
 from .._finite import finite_max_magnitude
-from .._state import LossScaleState, check_state, in_own_types
+from .._state import LossScaleState, canonical, check_state
 from .._tree import mismatch
 from .._validation import check_flag, check_order, check_real, describe
 
@@ -33,7 +33,7 @@ def compiled(update: UpdateT) -> UpdateT:
         for arg in args:
             advice = "`max_magnitude(grads)` returns one for gradients."
             check_real("max_magnitude", arg, advice)
-        return update(self, own_state(self, state), grads_finite, *args)
+        return update(self, matching_state(self, state), grads_finite, *args)
 
     return cast(UpdateT, checked)
 
@@ -172,7 +172,7 @@ def check_rule(rule: Any) -> None:
         )
 
 
-def own_state(rule: LossScale, state: Any) -> LossScaleState:
+def matching_state(rule: LossScale, state: Any) -> LossScaleState:
     """Return the state of one run in its types, or raise if it is not a rule's own.
 
     A rule without a ``rule_state`` leaves that of another rule alone.
@@ -198,7 +198,7 @@ def next_state(
 ) -> LossScaleState:
     """Return the rule's next state, in its own types.
 
-    ``state`` is one that ``own_state`` returned.
+    ``state`` is one that ``matching_state`` returned.
     """
     args = [grads_finite]
     if rule.uses_max_magnitude:
@@ -215,7 +215,7 @@ def next_state(
             "Return `state.record(grads_finite)._replace(...)`."
         )
     # A user's rule may return a Python number for a counter.
-    return in_own_types(new_state)
+    return canonical(new_state)
 
 
 def _is_rule(x: Any) -> bool:

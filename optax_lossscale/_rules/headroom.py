@@ -13,8 +13,8 @@ from .._state import LossScaleState
 from .._validation import check_dtype
 from . import fields
 from .base import LossScale, check_fields, compiled
+from .dynamic import clipped
 from .fields import checked
-from .growth import clipped
 
 
 class HeadroomState(NamedTuple):

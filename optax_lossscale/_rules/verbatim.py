@@ -10,8 +10,8 @@ from .._precision import LARGEST_SCALE, SMALLEST_SCALE
 from .._state import LossScaleState
 from . import fields
 from .base import check_fields, compiled
+from .dynamic import GrowingLossScale, counted
 from .fields import checked
-from .growth import GrowingLossScale, counted
 
 
 @final

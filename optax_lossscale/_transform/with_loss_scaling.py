@@ -9,7 +9,7 @@ from .._devices import AxisName, check_agreement, everywhere
 from .._find import find_nodes
 from .._finite import all_finite
 from .._gradients.scaled_losses import warn_if_not_scaled
-from .._rules.base import LossScale, check_rule, next_state, own_state
+from .._rules.base import LossScale, check_rule, matching_state, next_state
 from .._rules.dynamic import DynamicLossScale
 from .._state import LossScaleState, WithLossScalingState, check_state
 from .._tree import select
@@ -130,7 +130,7 @@ def with_loss_scaling(
         _check_state(state)
         warn_if_not_scaled(state, rule)
         warn_of_float16(params, state.inner_state)
-        scale_state = own_state(rule, state.scale_state)
+        scale_state = matching_state(rule, state.scale_state)
         old = state.inner_state
         if not rule.skip_nonfinite:
             new_updates, new = inner.update(updates, old, params, **extra_args)

@@ -11,7 +11,7 @@ import optax
 from .._find import has_master_weights
 from .._precision import dtype_of, is_inexact, is_narrow, widened
 from .._rules.base import LossScale
-from .._state import strong
+from .._state import strongly_typed
 from .._tree import at_paths_of, cast_like, mismatch, same_structure, shape_mismatch
 from .._validation import describe
 from .._warn import warn
@@ -86,7 +86,7 @@ def with_kept_types(
             # Match by path: wide parameters have no master weights.
             wide = dict(jax.tree_util.tree_leaves_with_path(wide_state))
             state = jax.tree_util.tree_map_with_path(wide.get, state)
-        return jax.tree.map(strong, state)
+        return jax.tree.map(strongly_typed, state)
 
     def update_fn(
         updates: optax.Updates,

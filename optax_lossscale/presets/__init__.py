@@ -20,22 +20,20 @@ Examples:
     >>> tx = ls.with_loss_scaling(optax.adamw(3e-4), rule)
 """
 
-from .._public import set_home as _set_home
+from .._public import set_module as _set_module
 from .._rules.verbatim import VerbatimLossScale
 from ._apex import apex_amp
 from ._deepspeed import deepspeed, deepspeed_fp16
 from ._fairseq import fairseq
 from ._flax import flax_dynamic_scale
-from ._jmp import jmp_dynamic, jmp_static
+from ._jmp import jmp_dynamic
 from ._keras import keras_loss_scale, tf_keras_loss_scale
 from ._megatron import megatron
-from ._mindspore import mindspore_dynamic, mindspore_fixed
+from ._mindspore import mindspore_dynamic
 from ._mpx import mpx_dynamic
 from ._tensorflow import (
     tf_contrib_exponential_update,
-    tf_contrib_fixed,
     tf_dynamic_loss_scale,
-    tf_fixed_loss_scale,
 )
 from ._torch import torch_grad_scaler
 
@@ -47,18 +45,14 @@ __all__ = [
     "fairseq",
     "flax_dynamic_scale",
     "jmp_dynamic",
-    "jmp_static",
     "keras_loss_scale",
     "megatron",
     "mindspore_dynamic",
-    "mindspore_fixed",
     "mpx_dynamic",
     "tf_contrib_exponential_update",
-    "tf_contrib_fixed",
     "tf_dynamic_loss_scale",
-    "tf_fixed_loss_scale",
     "tf_keras_loss_scale",
     "torch_grad_scaler",
 ]
 
-_set_home(__name__, __all__)
+_set_module(__name__, __all__)

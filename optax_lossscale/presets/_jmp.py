@@ -1,26 +1,9 @@
-"""jmp: ``StaticLossScale`` and ``DynamicLossScale``."""
+"""jmp: ``DynamicLossScale``."""
 
 from typing import Any
 
 from .._rules import fields
-from .._rules.fixed import FixedLossScale
 from ._build import Growing, growing, least_scale
-
-
-def jmp_static(loss_scale: float) -> FixedLossScale:
-    """Return the rule of ``jmp.StaticLossScale``.
-
-    For ``jmp.NoOpLossScale``, use ``FixedLossScale(1.0)``.
-
-    Args:
-        loss_scale: the scale, 1 or more.
-
-    Examples:
-        >>> from optax_lossscale import presets
-        >>> presets.jmp_static(2.0**15)
-        FixedLossScale(loss_scale=32768.0, skip_nonfinite=True)
-    """
-    return FixedLossScale(loss_scale)
 
 
 def jmp_dynamic(

@@ -1,26 +1,7 @@
-"""MindSpore: the loss-scale managers."""
+"""MindSpore: ``DynamicLossScaleManager``."""
 
 from .._rules import fields
-from .._rules.fixed import FixedLossScale
 from ._build import Growing, growing
-
-
-def mindspore_fixed(
-    loss_scale: float = 128.0, drop_overflow_update: bool = True
-) -> FixedLossScale:
-    """Return the rule of MindSpore's ``FixedLossScaleManager``.
-
-    Args:
-        loss_scale: the scale, 1 or more.
-        drop_overflow_update: whether to check for non-finite steps and skip them.
-
-    Examples:
-        >>> from optax_lossscale import presets
-        >>> presets.mindspore_fixed(drop_overflow_update=False)
-        FixedLossScale(loss_scale=128.0, skip_nonfinite=False)
-    """
-    skip = fields.skip_nonfinite("drop_overflow_update", drop_overflow_update)
-    return FixedLossScale(loss_scale, skip_nonfinite=skip)
 
 
 def mindspore_dynamic(

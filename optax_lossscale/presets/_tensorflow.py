@@ -1,7 +1,6 @@
-"""TensorFlow and ``tf.contrib``: loss scales and loss-scale managers."""
+"""TensorFlow and ``tf.contrib``: dynamic loss scales."""
 
 from .._rules import fields
-from .._rules.fixed import FixedLossScale
 from ._build import Growing, growing
 
 
@@ -28,35 +27,6 @@ def tf_dynamic_loss_scale(
         min_scale=1.0,
         growth_factor=fields.growth_factor("multiplier", multiplier),
     )
-
-
-def tf_fixed_loss_scale(loss_scale_value: float) -> FixedLossScale:
-    """Return the rule of TensorFlow's ``FixedLossScale``, which skips nothing.
-
-    Args:
-        loss_scale_value: the scale, 1 or more.
-
-    Examples:
-        >>> from optax_lossscale import presets
-        >>> presets.tf_fixed_loss_scale(128.0)
-        FixedLossScale(loss_scale=128.0, skip_nonfinite=False)
-    """
-    scale = fields.constant_scale("loss_scale_value", loss_scale_value)
-    return FixedLossScale(scale, skip_nonfinite=False)
-
-
-def tf_contrib_fixed(loss_scale: float) -> FixedLossScale:
-    """Return the rule of ``FixedLossScaleManager`` in ``tf.contrib``.
-
-    Args:
-        loss_scale: the scale, 1 or more.
-
-    Examples:
-        >>> from optax_lossscale import presets
-        >>> presets.tf_contrib_fixed(128.0)
-        FixedLossScale(loss_scale=128.0, skip_nonfinite=True)
-    """
-    return FixedLossScale(loss_scale)
 
 
 def tf_contrib_exponential_update(

@@ -37,20 +37,16 @@ TABLE = [
     # It grows one step later than documented.
     (P.flax_dynamic_scale, {}, dynamic(2.0**16, 2001)),
     (P.jmp_dynamic, {"loss_scale": 8.0}, dynamic(8.0, 2000, 1.0)),
-    (P.jmp_static, {"loss_scale": 8.0}, fixed(8.0, True)),
     (P.keras_loss_scale, {}, dynamic(2.0**15, 2000)),
     (P.megatron, {}, dynamic(2.0**32, 1000, 1.0, **BOTH)),
     (P.mindspore_dynamic, {}, dynamic(2.0**24, 2000, 1.0)),
-    (P.mindspore_fixed, {}, fixed(128.0, True)),
     (P.mpx_dynamic, {"loss_scaling": 8.0}, dynamic(8.0, 2000, 1.0, 65504.0)),
     (
         P.tf_contrib_exponential_update,
         {"init_loss_scale": 8.0, "incr_every_n_steps": 100},
         dynamic(8.0, 100, 1.0, **SLOW),
     ),
-    (P.tf_contrib_fixed, {"loss_scale": 8.0}, fixed(8.0, True)),
     (P.tf_dynamic_loss_scale, {}, dynamic(2.0**15, 2000, 1.0)),
-    (P.tf_fixed_loss_scale, {"loss_scale_value": 8.0}, fixed(8.0, False)),
     (P.tf_keras_loss_scale, {}, dynamic(2.0**15, 2000, 1.0)),
     (P.torch_grad_scaler, {}, dynamic(2.0**16, 2000)),
 ]
@@ -75,7 +71,6 @@ TABLE += [
     ),
     (P.fairseq, {"threshold": 3.0}, dynamic(2.0**15, 2000, 3.0)),
     (P.flax_dynamic_scale, {"minimum_scale": None}, dynamic(2.0**16, 2001)),
-    (P.mindspore_fixed, {"drop_overflow_update": False}, fixed(128.0, False)),
     (
         P.tf_keras_loss_scale,
         {"dynamic": False, "initial_scale": 8.0},
