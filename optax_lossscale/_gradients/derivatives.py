@@ -21,10 +21,10 @@ def call_with_derivatives_of(
     leaves, structure = jax.tree.flatten(args)
 
     @jax.custom_jvp
-    def evaluate(*leaves: Any) -> Leaves:
+    def primal(*leaves: Any) -> Leaves:
         return function(*jax.tree.unflatten(structure, leaves))
 
-    @functools.partial(evaluate.defjvp, symbolic_zeros=True)
+    @functools.partial(primal.defjvp, symbolic_zeros=True)
     def _(primals: Leaves, tangents: Leaves) -> tuple[Leaves, Leaves]:
         moves = [not isinstance(t, SymbolicZero) for t in tangents]
 
@@ -39,4 +39,4 @@ def call_with_derivatives_of(
         )
         return jax.jvp(along, (moving,), (directions,))
 
-    return evaluate(*leaves)
+    return primal(*leaves)

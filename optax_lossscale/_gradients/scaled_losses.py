@@ -30,7 +30,7 @@ _unscaled: list[weakref.ref[jax.Array]] = []  # a leaf of what `unscale_grads` r
 
 def note_scaled(state: Any, by: str) -> None:
     """Note that a function scales the loss of a state."""
-    SCALED[_shapes(state)].add(by)
+    SCALED[_shapes_inside(state)].add(by)
 
 
 def note_scale_loss(state: Any) -> None:
@@ -45,7 +45,7 @@ def note_scale_loss(state: Any) -> None:
 
 def note_unscale_grads(scaled_grads: Any, grads: Any, state: Any) -> None:
     """Note what `unscale_grads` has divided, and warn if it was true already."""
-    shapes = _shapes(state)
+    shapes = _shapes_inside(state)
     by_hand = {"scale_loss", "unscale_grads"} & (SCALED[shapes] | SCALED[None])
     old, new = map(jax.tree.leaves, (scaled_grads, grads))
     again = any(x is ref() for x in old for ref in _unscaled)
@@ -64,7 +64,7 @@ def warn_if_not_scaled(state: WithLossScalingState, rule: Any) -> None:
     """Warn of the first update of states of these shapes if no loss was scaled."""
     if getattr(rule, "loss_scale", None) == 1:  # it is fixed
         return
-    noted = SCALED[_shapes(state)]
+    noted = SCALED[_shapes_inside(state)]
     seen = noted | SCALED[None]
     # In `shard_map`, shapes are those of a shard. The loss may be scaled outside.
     if not seen and not jax.sharding.get_abstract_mesh().manual_axes:
@@ -84,7 +84,7 @@ def warn_if_not_scaled(state: WithLossScalingState, rule: Any) -> None:
     noted.add("update")
 
 
-def _shapes(state: Any) -> Shapes | None:
+def _shapes_inside(state: Any) -> Shapes | None:
     for x in find_nodes(state, WithLossScalingState).values():
         return tuple(map(np.shape, jax.tree.leaves(x.inner_state)))
     return None

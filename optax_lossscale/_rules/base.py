@@ -28,14 +28,14 @@ def compiled(update: UpdateT) -> UpdateT:
 
     @functools.partial(jax.jit, static_argnums=0)
     @functools.wraps(update)
-    def checked(self: Any, state: Any, grads_finite: Any, *args: Any) -> Any:
+    def checked_update(self: Any, state: Any, grads_finite: Any, *args: Any) -> Any:
         check_flag("grads_finite", grads_finite)
         for arg in args:
             advice = "`max_magnitude(grads)` returns one for gradients."
             check_real("max_magnitude", arg, advice)
         return update(self, matching_state(self, state), grads_finite, *args)
 
-    return cast(UpdateT, checked)
+    return cast(UpdateT, checked_update)
 
 
 class LossScale(abc.ABC):
@@ -51,7 +51,7 @@ class LossScale(abc.ABC):
 
     Attributes:
         skip_nonfinite: whether steps with non-finite gradients are skipped. If False,
-            gradients are not checked, and ``update`` is always given True.
+            gradients are not checked_update, and ``update`` is always given True.
         uses_max_magnitude: whether ``update`` takes a third argument, see there.
 
     Examples:

@@ -108,8 +108,8 @@ class HeadroomLossScale(LossScale):
     ) -> LossScaleState:
         new_state = state.record(grads_finite)
         scale = jnp.clip(state.loss_scale, SMALLEST_SCALE, LARGEST_SCALE)
-        seen = _magnitude(max_magnitude)
-        remembered = _magnitude(state.rule_state.max_magnitude)
+        seen = _finite_magnitude(max_magnitude)
+        remembered = _finite_magnitude(state.rule_state.max_magnitude)
 
         # The largest allowed scaled gradient, as a mantissa in [0.5, 1) and octaves.
         largest = float(jnp.finfo(self.dtype).max) / 2.0**self.headroom
@@ -118,7 +118,7 @@ class HeadroomLossScale(LossScale):
         margin = 1 - 2.0**-12
 
         def magnitude_for(scale: jax.Array) -> jax.Array:
-            return _magnitude(margin * min(largest, 2.0**127) / scale)
+            return _finite_magnitude(margin * min(largest, 2.0**127) / scale)
 
         def scale_for(magnitude: jax.Array) -> jax.Array:
             scale = _scale_for(magnitude, mantissa, octaves)
@@ -156,7 +156,7 @@ def _scale_for(magnitude: jax.Array, bound: float, exponent: int) -> jax.Array:
     return power_of_two((exponent - octaves - above).astype(jnp.float32))
 
 
-def _magnitude(x: jax.typing.ArrayLike) -> jax.Array:
+def _finite_magnitude(x: jax.typing.ArrayLike) -> jax.Array:
     """Return a magnitude as a finite float32, and NaN as 0, which is ignored."""
     x = jnp.asarray(x, jnp.float32)
     return jnp.where(jnp.isnan(x), 0, jnp.clip(x, 0, jnp.finfo(jnp.float32).max))

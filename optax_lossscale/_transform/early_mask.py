@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from .._gradients.derivatives import call_with_derivatives_of
+from .._gradients.traced_call import evaluate
 from .._jax_internals import as_varying, is_staging, waiting_for, without_constants
 from .._precision import dtype_of
 from .._tree import choose, select
@@ -79,12 +80,12 @@ def masked_update(
     The first result of this function is whether the step is applied.
     """
     staging = is_staging()
-    arrays, sanitizers, put_back = split(grads, extra_args, staging)
+    arrays, sanitizers, rebuild = split(grads, extra_args, staging)
     # In the types that sanitized arrays have.
     arrays = [as_varying(x, apply) for x in arrays]
 
     def update_arrays(arrays: Arrays) -> Any:
-        return update(*put_back(arrays))
+        return update(*rebuild(arrays))
 
     given = update_arrays, apply, arrays, sanitizers, old_state
     outputs = None
@@ -132,27 +133,26 @@ def masked_early(
     """Return what ``masked`` does, or None if the program does not suit."""
     structure: Any = None
 
-    def flat(arrays: Arrays) -> list[Any]:
+    def flat_update(arrays: Arrays) -> list[Any]:
         nonlocal structure
         leaves, structure = jax.tree.flatten(update(arrays))
         return leaves
 
-    program = jax.make_jaxpr(flat)(arrays)
+    program = jax.make_jaxpr(flat_update)(arrays)
     jaxpr = without_constants(program)
     if not suits(jaxpr, is_checked):
         return None
-    evaluate = jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
 
     def early(apply: jax.Array, arrays: Arrays, consts: Any, old: Any) -> list[Any]:
         if is_checked:
             # Evaluate twice, or the whole new state would wait in memory for the flag.
-            apply &= evaluate(*arrays, *consts)[0]
+            apply &= evaluate(jaxpr, *arrays, *consts)[0]
             arrays = [waiting_for(apply, x) for x in arrays]
         return evaluate_early(jaxpr, apply, [*arrays, *consts], old)
 
     def late(apply: jax.Array, arrays: Arrays, consts: Any, old: Any) -> list[Any]:
         def update(arrays: Arrays) -> Any:
-            usable, *leaves = evaluate(*arrays, *consts)
+            usable, *leaves = evaluate(jaxpr, *arrays, *consts)
             first = len(leaves) - len(old)
             return usable, leaves[:first], leaves[first:]
 
@@ -192,7 +192,7 @@ def evaluate_early(
         one = jaxpr.replace(
             invars=given, eqns=[eqn], outvars=eqn.outvars, effects=eqn.effects
         )
-        values = jaxpr_as_fun(ClosedJaxpr(one, []))(*map(env.get, given))
+        values = evaluate(one, *map(env.__getitem__, given))
         env |= zip(eqn.outvars, values, strict=True)
         for var in eqn.outvars:
             if id(var) in early:

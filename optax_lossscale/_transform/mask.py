@@ -71,13 +71,13 @@ def split(
         elif isinstance(x, open_type) and not hasattr(jax.typeof(x), "inner_aval"):
             chosen[i] = _loss if path[1].key == "value" else _other
 
-    def put_back(arrays: Arrays) -> tuple[optax.Updates, dict[str, Any]]:
+    def rebuild(arrays: Arrays) -> tuple[optax.Updates, dict[str, Any]]:
         new = dict(zip(chosen, arrays, strict=True))
         merged = [new.get(i, x) for i, x in enumerate(leaves)]
         updates, extra_args = jax.tree.unflatten(structure, merged)
         return updates, extra_args
 
-    return [leaves[i] for i in chosen], list(chosen.values()), put_back
+    return [leaves[i] for i in chosen], list(chosen.values()), rebuild
 
 
 def _gradient(apply: jax.Array, x: jax.Array) -> jax.Array:
