@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from helpers import assert_same_bits, normal, on_mesh
-from jax.sharding import PartitionSpec as P
+from helpers import assert_same_bits, normal
 from nnx_model import Net
 
 import optax_lossscale as ls
@@ -83,29 +82,6 @@ def test_parameters_that_the_function_closes_over_have_true_gradients():
         return ls.scale_backward(lambda: loss_fn(params, X), scale=STATE)()
 
     assert_same_bits(jax.grad(closed)(PARAMS), ls.grad(loss_fn, STATE)(PARAMS, X))
-
-
-def sharded(gradient):
-    def local(params, x):
-        grads = gradient(params, x)
-        return jax.tree.map(lambda g: jax.lax.pmean(g, "d"), grads)
-
-    return on_mesh(local, (P(), P("d")), P())(PARAMS, X)
-
-
-@pytest.mark.parametrize(
-    "around",
-    [lambda gradient: jax.vmap(gradient, (None, 0))(PARAMS, X[:, None]), sharded],
-    ids=["vmap", "devices"],
-)
-def test_it_works_in_a_trainers_own_loops(around):
-    def ours(state):
-        return around(jax.grad(jax.checkpoint(ls.scale_backward(loss_fn, state))))
-
-    def expected(state):
-        return around(ls.grad(jax.checkpoint(loss_fn), state))
-
-    assert_same_bits(jax.jit(ours)(STATE), jax.jit(expected)(STATE))
 
 
 def test_it_has_second_derivatives_in_reverse_mode_and_none_in_forward_mode():
