@@ -3,7 +3,7 @@
 import ast
 
 import pytest
-from helpers import ROOT
+from shared import ROOT
 
 PACKAGE, TESTS = ROOT / "optax_lossscale", ROOT / "tests"
 FILES = [path.relative_to(PACKAGE) for path in sorted(PACKAGE.rglob("*.py"))]

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import normal, on_mesh
 from jax.sharding import PartitionSpec as P
+from meshes import on_mesh
+from training import normal
 
 import optax_lossscale as ls
 from optax_lossscale._gradients.scaled_losses import SCALED

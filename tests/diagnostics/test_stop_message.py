@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from book import PAGES, headings, page
 from every_rule import RULES
-from helpers import PAGES, ROOT, headings, page
+from shared import ROOT
 
 import optax_lossscale as ls
 from optax_lossscale._diagnostics import stop_message

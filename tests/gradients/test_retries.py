@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from asserts import assert_same_bits
 from every_rule import RULES
 from flax.training.train_state import TrainState
-from helpers import EXPLICIT, assert_same_bits, make_mesh, on_mesh
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import EXPLICIT, make_mesh, on_mesh
 
 import optax_lossscale as ls
 

@@ -5,9 +5,10 @@ import jax.experimental
 import jax.numpy as jnp
 import optax
 import pytest
+from asserts import assert_same_bits
 from flax import nnx
-from helpers import assert_same_bits, normal
 from nnx_model import Net
+from training import normal
 
 import optax_lossscale as ls
 

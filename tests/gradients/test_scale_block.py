@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_mesh, normal, on_mesh
 from jax.sharding import PartitionSpec as P
+from meshes import make_mesh, on_mesh
+from training import normal
 
 import optax_lossscale as ls
 

@@ -6,7 +6,7 @@ import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_bits
+from asserts import assert_same_bits
 
 import optax_lossscale as ls
 

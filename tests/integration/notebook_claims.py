@@ -7,7 +7,7 @@ the variables of the notebook.
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers import page, table
+from book import page, table
 
 import optax_lossscale as ls
 

@@ -9,17 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from asserts import assert_same_bits
+from book import code_blocks, first_program, page, table
 from flax.training.dynamic_scale import DynamicScale
-from helpers import (
-    assert_same_bits,
-    code_blocks,
-    first_program,
-    on_mesh,
-    page,
-    recordings,
-    table,
-)
 from jax.sharding import PartitionSpec as P
+from meshes import on_mesh
+from shared import recordings
 
 import optax_lossscale as ls
 

@@ -1,13 +1,14 @@
 """Gradients by the functions of other libraries that differentiate."""
 
+import chex
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from asserts import assert_same_bits
 from flax import nnx
-from helpers import assert_close, assert_same_bits
 from nnx_model import Net
 
 import optax_lossscale as ls
@@ -40,7 +41,7 @@ def test_nnx_modules_change_in_place_and_have_the_gradients_of_nnx(argnums):
 
     (loss, grads), (their_loss, their_grads) = both(ours, optimizer, theirs, X)
     np.testing.assert_array_equal(loss, their_loss)
-    assert_close(grads, their_grads, rtol=2e-2, atol=1e-4)
+    chex.assert_trees_all_close(grads, their_grads, rtol=2e-2, atol=1e-4)
     kinds = (nnx.BatchStat, nnx.RngState)
     assert_same_bits(nnx.state(ours, kinds), nnx.state(theirs, kinds))
 
@@ -62,4 +63,4 @@ def test_an_equinox_module_may_hold_functions_and_return_them(make):
     (loss, activation), grads, *_ = fun(model, X)
     assert activation is jax.nn.tanh and grads.activation is None
     expected = eqx.filter_value_and_grad(loss_fn, has_aux=True)(model, X)
-    assert_close((loss, grads), (expected[0][0], expected[1]), rtol=1e-5)
+    chex.assert_trees_all_close((loss, grads), (expected[0][0], expected[1]), rtol=1e-5)

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import worker_environment
+from processes import worker_environment
 
 ALIAS, COMMON = "optax._src.alias_test", "optax.contrib._common_test"
 # In this one, the expected parameters are NaN; with loss scaling they stay finite.

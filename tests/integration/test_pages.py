@@ -11,21 +11,13 @@ import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from asserts import assert_same_bits, assert_same_types
+from book import PAGES, code_blocks, first_program, page, run_page
 from flax import nnx
-from helpers import (
-    PAGES,
-    assert_same_bits,
-    assert_same_types,
-    code_blocks,
-    first_program,
-    make_step,
-    on_mesh,
-    page,
-    run_page,
-    slow_but,
-    train,
-)
 from jax.sharding import PartitionSpec as P
+from meshes import on_mesh
+from shared import slow_but
+from training import make_step, train
 
 import optax_lossscale as ls
 

@@ -10,9 +10,11 @@ import numpy as np
 import optax
 import pytest
 import stand_ins
+from asserts import assert_same_bits
+from book import PAGES, run_page
 from flax import jax_utils, nnx
 from flax.training.train_state import TrainState
-from helpers import PAGES, assert_same_bits, run_page, run_rule
+from training import run_rule
 
 import optax_lossscale as ls
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import run_rule
 from simulated_rules import Simulated
+from training import run_rule
 
 import optax_lossscale as ls
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from asserts import assert_same_bits, assert_same_types
 from every_rule import PRESETS, RULES
-from helpers import assert_same_bits, assert_same_types
 
 import optax_lossscale as ls
 from optax_lossscale import presets

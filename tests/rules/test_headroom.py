@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import run_rule, slow_but
+from shared import slow_but
+from training import run_rule
 
 import optax_lossscale as ls
 

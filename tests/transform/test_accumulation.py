@@ -1,19 +1,13 @@
 """Gradient accumulation: drop the bad micro-batch, or the window that it stands in."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import (
-    assert_close,
-    assert_same_bits,
-    code_blocks,
-    float16_loss,
-    make_step,
-    normal,
-    page,
-    train,
-)
+from asserts import assert_same_bits
+from book import code_blocks, page
+from training import float16_loss, make_step, normal, train
 
 import optax_lossscale as ls
 
@@ -67,7 +61,7 @@ def test_a_window_is_one_large_batch_and_dropped_as_one(make_step):
         pytest.skip("needs a newer optax")
     actual, expected = run(make_step, X), run(whole, X)
     assert_same_bits(actual[1].scale_state, expected[1].scale_state)
-    assert_close(actual, expected, rtol=2e-2, atol=1e-4)
+    chex.assert_trees_all_close(actual, expected, rtol=2e-2, atol=1e-4)
     params, opt_state = run(make_step, BAD_X)
     expected_params, expected_state = run(make_step, X[[0, 2]])
     assert_same_bits(params, expected_params)

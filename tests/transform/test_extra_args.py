@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_no_update, assert_same_bits, assert_same_types
+from asserts import assert_no_update, assert_same_bits, assert_same_types
 
 import optax_lossscale as ls
 

@@ -1,12 +1,16 @@
 """The wrapped transformation: the types of its state, and what is refused of it."""
 
+import chex
 import every_optimizer
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from asserts import assert_same_types
+from book import page
 from every_optimizer import OPTIMIZERS, grads_for, make, params_for
-from helpers import assert_close, assert_same_types, page, slow_but, transformation
+from shared import slow_but
+from training import transformation
 
 import optax_lossscale as ls
 
@@ -71,7 +75,7 @@ def test_narrow_gradients_of_wide_parameters_are_squared_in_float32():
     tx, grads = ls.with_loss_scaling(optax.adam(1e-3)), jnp.full(8, 1e-4, jnp.float16)
     updates, _ = tx.update(grads, tx.init(grads.astype(jnp.float32)), PARAMS["w"])
     assert updates.dtype == jnp.float32
-    assert_close(updates, jnp.full(8, -1e-3), rtol=1e-3)
+    chex.assert_trees_all_close(updates, jnp.full(8, -1e-3), rtol=1e-3)
 
 
 SIZES = 0.0, 1e-5, 1e-3, 1.0

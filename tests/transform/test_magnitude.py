@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import AUTO, EXPLICIT, assert_same_bits, make_mesh, on_mesh, set_mesh
+from asserts import assert_same_bits
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import AUTO, EXPLICIT, make_mesh, on_mesh, set_mesh
 
 import optax_lossscale as ls
 

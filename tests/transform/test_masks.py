@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits, transformation
+from asserts import assert_same_bits
 from jax.experimental import io_callback
+from training import transformation
 
 import optax_lossscale as ls
 

@@ -5,13 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    assert_no_update,
-    assert_same_bits,
-    assert_same_types,
-    normal,
-    slow_but,
-)
+from asserts import assert_no_update, assert_same_bits, assert_same_types
+from shared import slow_but
+from training import normal
 
 import optax_lossscale as ls
 

@@ -15,10 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from asserts import assert_same_bits
 from devices import vary
-from helpers import assert_close, assert_same_bits, make_mesh, on_mesh, slow_but
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import make_mesh, on_mesh
+from shared import slow_but
 from simulated_rules import Simulated
 
 import optax_lossscale as ls
@@ -234,7 +236,7 @@ def test_good_steps_are_those_of_the_optimizer_and_bad_ones_leave_no_trace(seed)
             applied = simulate(simulated, way, batch, given, float(largest))
             simulated.assert_is(new_state.scale_state)
             if applied:
-                assert_close(new, expected, 2e-5, 2e-6)
+                chex.assert_trees_all_close(new, expected, rtol=2e-5, atol=2e-6)
             else:
                 assert_same_bits(new, old)
             params, state = new_params, new_state

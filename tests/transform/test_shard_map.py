@@ -15,9 +15,11 @@ from devices import (
     loss_fn,
     vary,
 )
-from helpers import make_mesh, on_mesh, slow_but, train, transformation
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import make_mesh, on_mesh
+from shared import slow_but
+from training import train, transformation
 
 import optax_lossscale as ls
 

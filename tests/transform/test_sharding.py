@@ -17,9 +17,10 @@ from devices import (
     like_params,
     loss_fn,
 )
-from helpers import AUTO, EXPLICIT, make_mesh, set_mesh, slow_but
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import AUTO, EXPLICIT, make_mesh, set_mesh
+from shared import slow_but
 
 import optax_lossscale as ls
 

@@ -7,13 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    assert_no_update,
-    assert_same_bits,
-    float16_loss,
-    normal,
-    slow_but,
-)
+from asserts import assert_no_update, assert_same_bits
+from shared import slow_but
+from training import float16_loss, normal
 
 import optax_lossscale as ls
 
