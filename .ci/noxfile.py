@@ -138,7 +138,7 @@ def compiled(session: nox.Session) -> None:
 
 @nox.session
 def faults(session: nox.Session) -> None:
-    """The share of random changes of the package that the tests catch."""
+    """Random changes of the package, of which the tests must catch four fifths."""
     install(session, "test")
     session.run("python", ".ci/faults.py", *session.posargs)
 
