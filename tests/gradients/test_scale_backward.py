@@ -109,7 +109,7 @@ def test_a_float16_parameter_has_a_float16_gradient_and_a_warning_says_so():
 
 
 @pytest.mark.parametrize(
-    "scale, message",
+    ("scale", "message"),
     [
         (0.0, "`scale` must be one number above 0"),
         (jnp.ones(2), "`scale` must be one number above 0"),

@@ -118,7 +118,7 @@ WRONG_ORDERS = {
 
 @slow
 @pytest.mark.parametrize(
-    "wrap, bad, skips, then", WRONG_ORDERS.values(), ids=WRONG_ORDERS
+    ("wrap", "bad", "skips", "then"), WRONG_ORDERS.values(), ids=WRONG_ORDERS
 )
 def test_a_wrong_order_hides_bad_gradients_or_keeps_them(wrap, bad, skips, then):
     params, state = run(wrap(SCALED), [bad] * 2 + [GOOD] * 6)
@@ -132,7 +132,7 @@ def test_reduce_on_plateau_outside_counts_a_loss_that_is_not_finite_as_no_progre
     def scale(tx):
         params, state = PARAMS, tx.init(PARAMS)
         for grads, value in ((GOOD, 1.0), (BAD, jnp.nan), (GOOD, 0.5)):
-            updates, state = tx.update(grads, state, params, value=value)
+            _, state = tx.update(grads, state, params, value=value)
         return float(optax.tree.get(state, "scale"))
 
     plateau = contrib.reduce_on_plateau(factor=0.5, patience=1)

@@ -34,7 +34,7 @@ TRUE, FALSE = jnp.array(True), jnp.array(False)
 
 
 @pytest.mark.parametrize(
-    "extra_args, outcome",
+    ("extra_args", "outcome"),
     [
         ({"grads_finite": False}, "overflow"),
         ({"grads_finite": FALSE, "value": 3.0}, "overflow"),
@@ -109,7 +109,7 @@ def inner_of(update):
 
 
 @pytest.mark.parametrize(
-    "takes, taken",
+    ("takes", "taken"),
     [
         # The flag is meant for us: a line search would hand it to the loss.
         (takes_all, ["value", "value_fn"]),

@@ -146,7 +146,7 @@ def test_types_never_change_and_one_trace_serves_the_whole_run(rule):
 
 @pytest.mark.parametrize("rule", [SKIPS, NEVER_SKIPS], ids=["skips", "never skips"])
 @pytest.mark.parametrize(
-    "first, update",
+    ("first", "update"),
     [(jnp.int32(0), lambda s: 0.5 * s + 0.3), (0.0, lambda s: s + 0.5j)],
     ids=["integer to float", "float to complex"],
 )
@@ -181,7 +181,7 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name, grads, params", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize(("name", "grads", "params"), OTHERS.values(), ids=OTHERS)
 def test_gradients_parameters_and_state_of_several_models_are_refused(
     name, grads, params
 ):

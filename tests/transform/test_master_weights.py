@@ -230,7 +230,7 @@ def test_updates_that_lead_to_master_weights_may_not_be_changed(chain):
 
 
 @pytest.mark.parametrize(
-    "params, inner",
+    ("params", "inner"),
     [
         (HALF, optax.chain(optax.trace(0.9), ls.with_master_weights(SGD))),
         (jax.tree.map(lambda p: p.astype(jnp.bfloat16), HALF), ADAM),

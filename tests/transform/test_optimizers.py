@@ -71,7 +71,7 @@ def types(tree):
     return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("name, kind", list(cases()))
+@pytest.mark.parametrize(("name", "kind"), list(cases()))
 def test_a_wrapped_optimizer(name, kind):
     """Good steps are Optax's, and bad ones leave every bit as it was."""
     inner, dtype = make(name), "float32" if kind == "branch" else kind

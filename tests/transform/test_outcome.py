@@ -130,7 +130,7 @@ def test_what_was_not_finite_may_stay_so_and_is_no_obstacle():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "dtype, large, inner",
+    ("dtype", "large", "inner"),
     [
         ("float64", 1e200, optax.adam(0.1)),
         ("float8_e5m2", 1e5, optax.sgd(1.0)),

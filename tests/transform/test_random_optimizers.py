@@ -10,7 +10,7 @@ PROGRAM = Path(__file__).parents[1] / "random_optimizers.py"
 
 
 @pytest.mark.parametrize(
-    "first, number",
+    ("first", "number"),
     # Early masks that write rows, or that a loop reads, fail at 46, 56, 112 and 180.
     [(46, 12), *(pytest.param(x, 100, marks=pytest.mark.slow) for x in (0, 100, 200))],
 )

@@ -71,7 +71,7 @@ def test_parameters_and_moments_in_shards_equal_one_device():
     assert_agree((params, state), alone(BAD_X))
 
 
-@pytest.mark.parametrize("axis_name, axes", [(None, "'d', 'e'"), ("d", "'e'")])
+@pytest.mark.parametrize(("axis_name", "axes"), [(None, "'d', 'e'"), ("d", "'e'")])
 @pytest.mark.parametrize("through", ["grads", "grads_finite", "value", "params"])
 def test_devices_that_would_decide_differently_are_refused(axis_name, axes, through):
     tx = ls.with_loss_scaling(

@@ -61,7 +61,7 @@ def test_a_mesh_equals_one_device(axis_type, layout):
         )
         def step(params, state, x):
             traces.append(1)
-            loss, grads = ls.value_and_grad(gathered_loss_fn, state)(params, x)
+            _loss, grads = ls.value_and_grad(gathered_loss_fn, state)(params, x)
             updates, new_state = TX.update(grads, state, params)
             if axis_type == EXPLICIT:
                 assert specs(new_state) == specs(state)

@@ -47,7 +47,7 @@ NEVER_SKIPS = ls.FixedLossScale(skip_nonfinite=False)
 
 
 @pytest.mark.parametrize(
-    "inner, options, error, message",
+    ("inner", "options", "error", "message"),
     [
         (ls.DynamicLossScale(), {}, TypeError, "`inner` must be .*got the rule"),
         (optax.adam, {}, TypeError, "`inner` must be .*called as in"),
