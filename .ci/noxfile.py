@@ -63,7 +63,7 @@ def tests(session: nox.Session) -> None:
 def slow(session: nox.Session) -> None:
     """The tests marked slow."""
     install(session, "test", "slow")
-    session.run("pytest", "-m", "slow and not longest", "--dist=worksteal")
+    session.run("pytest", "-m", "slow", "--dist=worksteal")
 
 
 @nox.session
@@ -83,7 +83,7 @@ def colab(session: nox.Session) -> None:
     names = ("notebooks", "pages", "programs", "trainers", "compared")
     files = [f"tests/integration/test_{name}.py" for name in names]
     folder = "tests/integration/coming_from"
-    session.run("pytest", "-m", "not longest", "--dist=worksteal", *files, folder)
+    session.run("pytest", "-m", "", "--dist=worksteal", *files, folder)
 
 
 # On Python 3.11, the newest jax is 0.10 and the newest flax is 0.12.8.
@@ -120,13 +120,6 @@ def package(session: nox.Session) -> None:
             session.run("used/bin/pip", "install", "-q", file, external=True)
             program = (f"{folder}/used/bin/python", "-W", "error", "-P")
             session.run(*program, str(ROOT / "tests" / "smoke.py"), external=True)
-
-
-@nox.session
-def longest(session: nox.Session) -> None:
-    """The longest of the slow tests."""
-    install(session, "test", "slow")
-    session.run("pytest", "-m", "longest")
 
 
 @nox.session

@@ -20,11 +20,8 @@ import hypothesis  # noqa: E402
 
 from optax_lossscale._gradients.scaled_losses import SCALED  # noqa: E402
 
-# Programs, with dependencies of their own, and a plugin.
-collect_ignore = [
-    "benchmarks",
-    "integration/wrap_optax.py",
-]
+# Programs, with dependencies of their own.
+collect_ignore = ["benchmarks"]
 
 chex.set_n_cpu_devices(8)
 # Tests of an update alone scale no loss.
