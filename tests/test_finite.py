@@ -112,6 +112,7 @@ def test_the_check_is_the_same_over_sharded_arrays():
         sharded = jax.device_put(x, NamedSharding(mesh, P("d")))
         for check in (jax.jit(ls.all_finite), apart):
             assert bool(check(sharded)) == expected
+        assert bool(jnp.isfinite(jax.jit(ls.max_magnitude)(sharded))) == expected
 
 
 def test_the_check_is_a_constant_to_derivatives():

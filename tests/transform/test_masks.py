@@ -80,23 +80,3 @@ def test_an_optimizer_may_record_traced_values_for_the_caller(calls_host):
         np.testing.assert_array_equal(m, TWO if applied else ZERO)
         assert total == 6.0 if applied else jnp.isfinite(total) == calls_host
     assert len(seen) == 2 * calls_host and np.isfinite(seen).all()
-
-
-def test_no_tracer_outlives_its_trace():
-    tx = ls.with_loss_scaling(optax.adam(0.1))
-    with jax.check_tracer_leaks():
-        updates, _ = jax.jit(tx.update)(ONE, tx.init(TWO), TWO)
-    assert jnp.all(updates < 0)
-
-
-@pytest.mark.parametrize("check_updates", [False, True])
-def test_what_an_optimizer_prints_is_printed_once(check_updates, capfd):
-    def update(updates, state, params=None):
-        jax.debug.print("updated")
-        return updates, state + 1
-
-    inner = optax.GradientTransformation(lambda params: jnp.zeros(()), update)
-    tx = ls.with_loss_scaling(inner, check_updates=check_updates)
-    jax.jit(tx.update)(jnp.ones(2), tx.init(jnp.ones(2)), jnp.ones(2))
-    jax.effects_barrier()
-    assert capfd.readouterr().out.count("updated") == 1
