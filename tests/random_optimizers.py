@@ -24,7 +24,6 @@ from asserts import assert_same_bits, without_keys
 
 import optax_lossscale as ls
 
-
 SHAPES = {"b": (4,), "w": (3, 4)}
 ROWS = 3
 TRANSFORMS = ["jit", "scan", "vmap", "jvp"]

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import pickle
 import warnings
 
 import jax
@@ -14,9 +13,9 @@ from meshes import on_mesh
 from training import normal
 
 import optax_lossscale as ls
-from optax_lossscale._gradients.scaled_losses import SCALED
 
 STATE = ls.DynamicLossScale().init()
+pytestmark = pytest.mark.usefixtures("new_process")
 
 
 def half_loss(w):
@@ -79,15 +78,6 @@ class Network:
     def run(self, step, times=2):
         for _ in range(times):
             self.params, self.state = step(self.params, self.state, self.x)
-
-
-@pytest.fixture(autouse=True)
-def new_process():
-    """As if the package had just been imported."""
-    before = dict(SCALED)
-    SCALED.clear()
-    yield
-    SCALED.update(before)
 
 
 @contextlib.contextmanager
@@ -176,24 +166,7 @@ def init_inside(net):
     jax.jit(lambda p, x: net.step(p, net.tx.init(p), x))(net.params, net.x)
 
 
-def restored(net):
-    net.state = jax.device_get(pickle.loads(pickle.dumps(net.state)))
-    net.run(jax.jit(net.step))
-
-
-def population(net):
-    def member(rate):
-        return jax.tree.map(lambda p: p * rate, net.params)
-
-    params = jax.vmap(member)(jnp.arange(1.0, 4.0))
-    states = jax.vmap(net.tx.init)(params)
-    jax.jit(jax.vmap(net.step, (0, 0, None)))(params, states, net.x)
-
-
 def micro_batches(net):
-    net = Network(4, lambda rate: optax.MultiSteps(optax.adam(rate), 2))
-    net.run(jax.jit(net.step), times=4)
-
     def accumulated(params, state, x):
         def add(sums, part):
             grads = ls.grad(net.loss, state)(params, part[None])
@@ -254,31 +227,18 @@ def at_scale_1(net):
         net.run(jax.jit(net.plain_step))
 
 
-def unscaled_by_hand(net):
-    def step(params, state, x):
-        grads = jax.grad(lambda p: ls.scale_loss(net.loss(p, x), state))(params)
-        return net.applied(params, state, ls.unscale_grads(grads, state))
-
-    net.run(step)
-    net.run(jax.jit(step))
-
-
 RIGHT = {
     "both losses before both updates": lambda net: both_losses_first([net, Network(7)]),
     "chained": chained,
-    "eager": lambda net: net.run(net.step),
     "halves of a step, and a sweep": halves,
     "hyperparameters": hyperparameters,
     "init inside the step": init_inside,
     "micro-batches": micro_batches,
-    "a population": population,
-    "a restored state": restored,
     "a scale without its optimizer": scale_state_alone,
     "several traces": several_traces,
     "a sharded update": sharded_update,
     "a trainer, at a number": trainer,
     "scale 1": at_scale_1,
-    "scaled by hand": unscaled_by_hand,
 }
 
 
