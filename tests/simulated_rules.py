@@ -16,7 +16,7 @@ class Simulated:
     rule: Any
     scale: float = 0.0
     growth: int = 0
-    hysteresis: int = 1
+    hysteresis: int | None = None  # of a rule that does not count
     skipped: int = 0
     in_a_row: int = 0
     skip_rate: float = 0.0
@@ -24,21 +24,13 @@ class Simulated:
 
     def __post_init__(self):
         self.scale = getattr(self.rule, "init_scale", None) or self.rule.loss_scale
-        self.hysteresis = getattr(self.rule, "hysteresis", 1)
-
-    def switch(self, rule: Any) -> None:
-        """Go on with another rule from the same state."""
-        if isinstance(rule, ls.DynamicLossScale):
-            is_fixed = isinstance(self.rule, ls.FixedLossScale)
-            left = rule.hysteresis if is_fixed else self.hysteresis
-            self.hysteresis = min(left, rule.hysteresis)
-        self.rule = rule
+        self.hysteresis = getattr(self.rule, "hysteresis", None)
 
     def assert_is(self, state: ls.LossScaleState) -> None:
         """Assert the numbers of a state; rules that count differently count alone."""
         numbers = state.loss_scale, state.skipped_steps, state.consecutive_skips
         expected = [self.scale, self.skipped, self.in_a_row]
-        if isinstance(self.rule, ls.DynamicLossScale):
+        if self.hysteresis is not None:
             numbers += state.growth_tracker, state.hysteresis_tracker
             expected += self.growth, self.hysteresis
         np.testing.assert_allclose(numbers, expected, rtol=1e-5)
@@ -57,9 +49,14 @@ class Simulated:
             self._count(finite)
         elif isinstance(self.rule, ls.HeadroomLossScale):
             self._measure(finite, largest)
+        else:
+            self.hysteresis = None
 
     def _count(self, finite: bool) -> None:
         rule, grown, changed = self.rule, False, False
+        if self.hysteresis is None:
+            self.hysteresis = rule.hysteresis
+        self.hysteresis = min(self.hysteresis, rule.hysteresis)
         self._clip()
         self.growth = self.growth + 1 if finite else 0
         if finite and self.growth >= rule.growth_interval:

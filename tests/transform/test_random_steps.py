@@ -213,7 +213,8 @@ def test_good_steps_are_those_of_the_optimizer_and_bad_ones_leave_no_trace(seed)
     params = rng.choice(TREES)(
         lambda *shape: jnp.asarray(numbers.normal(size=shape), jnp.float32)
     )
-    rule = random_rule(rng)
+    narrow = any(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(params))
+    rtol, rule = 2.0**-7 if narrow else 2e-5, random_rule(rng)
     state = wrapped(rule)[0].init(params)
     simulated = Simulated(rule)
     for event in ["none", rng.choice(["pickle", "rule", "scale"])]:
@@ -227,7 +228,7 @@ def test_good_steps_are_those_of_the_optimizer_and_bad_ones_leave_no_trace(seed)
             if any(isinstance(x, ls.HeadroomLossScale) for x in (before, rule)):
                 simulated = Simulated(rule)
                 state = state._replace(scale_state=rule.init())
-            simulated.switch(rule)
+            simulated.rule = rule
         batches = [random_batch(rng) for _ in range(5)]
         for batch, (new_params, new_state) in zip(
             batches, run(place, wrapped(rule)[1], (params, state), batches), strict=True
@@ -237,7 +238,7 @@ def test_good_steps_are_those_of_the_optimizer_and_bad_ones_leave_no_trace(seed)
             applied = simulate(simulated, way, batch, given, float(largest))
             simulated.assert_is(new_state.scale_state)
             if applied:
-                chex.assert_trees_all_close(new, expected, rtol=2e-5, atol=2e-6)
+                chex.assert_trees_all_close(new, expected, rtol=rtol, atol=2e-6)
             else:
                 assert_same_bits(new, old)
             params, state = new_params, new_state

@@ -9,20 +9,14 @@ import optax
 import pytest
 from asserts import assert_no_update, assert_same_bits
 from shared import slow_but
-from training import float16_loss, normal
+from training import float16_loss, make_step, normal, train
 
 import optax_lossscale as ls
 
 TX = ls.with_loss_scaling(optax.adam(1e-2))
 PARAMS = {"w": jnp.array([[0.5, -1.0], [2.0, 0.25]]), "b": jnp.zeros(2)}
 X = jnp.asarray(normal(8, 2))
-
-
-def train_step(carry, x):
-    params, state = carry
-    _, grads = ls.value_and_grad(float16_loss, state)(params, x)
-    updates, state = TX.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
+STEP = make_step(TX, float16_loss)
 
 
 def start():
@@ -30,17 +24,16 @@ def start():
 
 
 def test_a_donated_state_is_used():
-    params, state = carry = start()
-    jax.jit(train_step, donate_argnums=0)(carry, X)
+    params, state = start()
+    jax.jit(STEP, donate_argnums=(0, 1))(params, state, X)
     used = jax.tree.leaves((params, state.inner_state))
     assert all(x.is_deleted() for x in used)
 
 
 def test_a_whole_train_step_holds_under_the_transfer_guard():
-    step, carry = jax.jit(train_step), start()
+    params, state = start()
     with jax.transfer_guard("disallow"):
-        for _ in range(3):
-            carry = step(carry, X)
+        train(jax.jit(STEP), params, state, [X] * 3)
 
 
 def reached(learning_rate, wrap, noises):
