@@ -22,8 +22,17 @@ def cross_entropy(logits):
     return optax.sigmoid_binary_cross_entropy(logits.astype(jnp.float32), Y).mean()
 
 
+def by_value_and_grad(fun, state, **options):
+    return ls.value_and_grad(fun, state, value_and_grad=nnx.value_and_grad, **options)
+
+
+def by_scale_backward(fun, state, **options):
+    return nnx.value_and_grad(ls.scale_backward(fun, state), **options)
+
+
+@pytest.mark.parametrize("way", [by_value_and_grad, by_scale_backward])
 @pytest.mark.parametrize("argnums", [0, nnx.DiffState(0, nnx.Param)])
-def test_nnx_modules_change_in_place_and_have_the_gradients_of_nnx(argnums):
+def test_nnx_modules_change_in_place_and_have_the_gradients_of_nnx(way, argnums):
     def loss_fn(model, x):
         return cross_entropy(model(x))
 
@@ -32,11 +41,9 @@ def test_nnx_modules_change_in_place_and_have_the_gradients_of_nnx(argnums):
 
     @nnx.jit
     def both(ours, optimizer, theirs, x):
-        options = {"argnums": argnums, "value_and_grad": nnx.value_and_grad}
-        their_fun = nnx.value_and_grad(loss_fn, argnums=argnums)
         return (
-            ls.value_and_grad(loss_fn, optimizer, **options)(ours, x),
-            their_fun(theirs, x),
+            way(loss_fn, optimizer, argnums=argnums)(ours, x),
+            nnx.value_and_grad(loss_fn, argnums=argnums)(theirs, x),
         )
 
     (loss, grads), (their_loss, their_grads) = both(ours, optimizer, theirs, X)
