@@ -63,7 +63,7 @@ def tests(session: nox.Session) -> None:
 def slow(session: nox.Session) -> None:
     """The tests marked slow."""
     install(session, "test", "slow")
-    session.run("pytest", "-m", "slow and not longest", "--dist=worksteal")
+    session.run("pytest", "-m", "slow", "--dist=worksteal")
 
 
 @nox.session
@@ -83,7 +83,7 @@ def colab(session: nox.Session) -> None:
     names = ("notebooks", "pages", "programs", "trainers", "compared")
     files = [f"tests/integration/test_{name}.py" for name in names]
     folder = "tests/integration/coming_from"
-    session.run("pytest", "-m", "not longest", "--dist=worksteal", *files, folder)
+    session.run("pytest", "-m", "", "--dist=worksteal", *files, folder)
 
 
 # On Python 3.11, the newest jax is 0.10 and the newest flax is 0.12.8.
@@ -123,13 +123,6 @@ def package(session: nox.Session) -> None:
 
 
 @nox.session
-def longest(session: nox.Session) -> None:
-    """The longest of the slow tests."""
-    install(session, "test", "slow")
-    session.run("pytest", "-m", "longest")
-
-
-@nox.session
 def compiled(session: nox.Session) -> None:
     """Steps compiled for a TPU, without the device."""
     install(session, "test", "tpu")
@@ -138,7 +131,7 @@ def compiled(session: nox.Session) -> None:
 
 @nox.session
 def faults(session: nox.Session) -> None:
-    """The share of random changes of the package that the tests catch."""
+    """Random changes of the package, of which the tests must catch four fifths."""
     install(session, "test")
     session.run("python", ".ci/faults.py", *session.posargs)
 

@@ -130,10 +130,10 @@ def _moments_in(member: Any) -> Iterator[Any]:
     if find_nodes(member, LossScaleState):
         return
     for node in jax.tree.leaves(member, is_leaf=_is_of_optax):
+        arrays = [x for x in jax.tree.leaves(node) if is_inexact(x) and jnp.ndim(x)]
         observes = type(node).__name__ in ("MonitorState", "SnapshotState")
-        if _is_of_optax(node) and not observes:
-            if any(is_inexact(x) and jnp.ndim(x) for x in jax.tree.leaves(node)):
-                yield node
+        if _is_of_optax(node) and arrays and not observes:
+            yield node
 
 
 def find_nodes(tree: Any, kind: type | tuple[type, ...]) -> dict[str, Any]:

@@ -17,18 +17,26 @@ for name, value in {
 
 import chex  # noqa: E402
 import hypothesis  # noqa: E402
+import pytest  # noqa: E402
 
 from optax_lossscale._gradients.scaled_losses import SCALED  # noqa: E402
 
-# Programs, with dependencies of their own, and a plugin.
-collect_ignore = [
-    "benchmarks",
-    "integration/wrap_optax.py",
-]
+# Programs, with dependencies of their own.
+collect_ignore = ["benchmarks", "late_masks.py"]
 
 chex.set_n_cpu_devices(8)
 # Tests of an update alone scale no loss.
 SCALED[None].add("value_and_grad")
+
+
+@pytest.fixture
+def new_process():
+    """As if the package had just been imported, and no loss been scaled."""
+    before = dict(SCALED)
+    SCALED.clear()
+    yield
+    SCALED.update(before)
+
 
 hypothesis.settings.register_profile(
     "fixed", derandomize=True, deadline=None, database=None, max_examples=50

@@ -1,10 +1,12 @@
 """One small training run, for comparing many devices with one."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from helpers import assert_close, assert_same_bits, make_step, normal, train
+from asserts import assert_same_bits
+from training import make_step, normal, train
 
 import optax_lossscale as ls
 
@@ -50,4 +52,4 @@ def assert_agree(actual, expected):
     """Sums over devices round differently; flags, counters and scales may not."""
     scale_states = map(ls.get_loss_scale_state, (actual, expected))
     assert_same_bits(*map(jax.device_get, scale_states))
-    assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-6)

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import optax.contrib as contrib
 import pytest
-from helpers import assert_same_bits
+from asserts import assert_same_bits
 
 import optax_lossscale as ls
 

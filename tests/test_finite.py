@@ -11,16 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    EXPLICIT,
-    WARNINGS_ARE_ERRORS,
-    enable_x64,
-    make_mesh,
-    on_mesh,
-    worker_environment,
-)
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import EXPLICIT, make_mesh, on_mesh
+from processes import WARNINGS_ARE_ERRORS, worker_environment
+from shared import enable_x64
 
 import optax_lossscale as ls
 
@@ -117,6 +112,7 @@ def test_the_check_is_the_same_over_sharded_arrays():
         sharded = jax.device_put(x, NamedSharding(mesh, P("d")))
         for check in (jax.jit(ls.all_finite), apart):
             assert bool(check(sharded)) == expected
+        assert bool(jnp.isfinite(jax.jit(ls.max_magnitude)(sharded))) == expected
 
 
 def test_the_check_is_a_constant_to_derivatives():

@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import AUTO, EXPLICIT, make_mesh, make_step, on_mesh, set_mesh, slow_but
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import AUTO, EXPLICIT, make_mesh, on_mesh, set_mesh
+from shared import slow_but
+from training import make_step
 
 import optax_lossscale as ls
 from optax_lossscale import _jax_internals

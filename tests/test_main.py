@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from helpers import WARNINGS_ARE_ERRORS
+from processes import WARNINGS_ARE_ERRORS
 
 from optax_lossscale.__main__ import main
 

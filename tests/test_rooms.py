@@ -1,42 +1,25 @@
-"""How the package is built: imports run downward, and tests are found by path."""
+"""How the package is built: imports run downward, as the page on contributing says."""
 
 import ast
+import graphlib
+import re
 
 import pytest
-from helpers import ROOT
+from book import code_blocks, page
+from shared import ROOT
 
-PACKAGE, TESTS = ROOT / "optax_lossscale", ROOT / "tests"
+PACKAGE = ROOT / "optax_lossscale"
 FILES = [path.relative_to(PACKAGE) for path in sorted(PACKAGE.rglob("*.py"))]
-
-# From the top: a file imports from its own room and from those below it.
-LAYERS = [
-    *(["__init__"], ["__main__"], ["_demo"], ["plots", "presets"], ["_diagnostics"]),
-    *(["_transform"], ["_gradients"], ["_rules"]),
-    *(
-        ["_find"],
-        ["_state", "_finite"],
-        ["_tree"],
-        ["_validation", "_devices"],
-        ["_precision"],
-    ),
-    ["_jax_internals", "_public", "_warn"],
-]
-DEPTH = {room: depth for depth, rooms in enumerate(LAYERS) for room in rooms}
-
-# The tests of every other room have its name, without the underscore.
-TESTED_IN = {
-    "__init__": "test_public.py",
-    "__main__": "test_main.py",
-    "_demo": "test_main.py",
-    "_devices": "test_finite.py",
-    "_precision": "diagnostics",
-    "_public": "test_public.py",
-    "_validation": "rules",
-}
+TREE, _ = code_blocks(page("contributing"), "text")[1].split("\ntests/")
+# From the top. Every file that is not in the tree belongs to its last line, the basis.
+ORDER = re.findall(r"^  (\w+)[/.]", TREE, re.M)
 
 
 def room_of(path):
     return path.parts[0].removesuffix(".py")
+
+
+ROOMS = {room_of(path) for path in FILES}
 
 
 def imported_rooms(path):
@@ -48,17 +31,29 @@ def imported_rooms(path):
                 yield (*folder, *module.split("."))[0]
 
 
+def depth(room):
+    return ORDER.index(room) if room in ORDER else len(ORDER)
+
+
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_imports_run_downward(path):
     room = room_of(path)
-    for other in imported_rooms(path):
-        # The demonstration imports public names, as users do.
-        public = room in ("__main__", "_demo") and other not in DEPTH
-        assert public or room == other or DEPTH[room] < DEPTH[other], other
+    # The demonstration imports public names, as users do: they are no rooms.
+    for other in ROOMS.intersection(imported_rooms(path)) - {room}:
+        assert depth(room) < depth(other) or {room, other}.isdisjoint(ORDER), other
 
 
-@pytest.mark.parametrize("room", sorted({room_of(path) for path in FILES}))
-def test_the_tests_of_a_room_are_found_by_its_name(room):
-    name = room.strip("_")
-    default = name if (PACKAGE / room).is_dir() else f"test_{name}.py"
-    assert (TESTS / TESTED_IN.get(room, default)).exists()
+def test_no_imports_run_in_a_circle():
+    graph = {room: set() for room in ROOMS}
+    for path in FILES:
+        graph[room_of(path)].update(ROOMS.intersection(imported_rooms(path)))
+        graph[room_of(path)].discard(room_of(path))
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+def test_every_folder_stands_in_the_tree_and_has_tests_of_its_name():
+    folders = {
+        path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()
+    }
+    assert folders == {*ORDER} - {"__init__", "__main__", "_demo"}
+    assert all((ROOT / "tests" / x.strip("_")).is_dir() for x in folders)

@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 from every_rule import RULES as EVERY_RULE
-from helpers import enable_x64, run_rule
+from shared import enable_x64
+from training import run_rule
 
 import optax_lossscale as ls
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits
+from asserts import assert_same_bits
 
 import optax_lossscale as ls
 

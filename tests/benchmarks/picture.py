@@ -7,7 +7,7 @@ import matplotlib
 import numpy as np
 
 matplotlib.use("agg")
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 # Okabe and Ito's palette, gray, and two of Tol's, which colour-blind readers can tell
 # apart.

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import WARNINGS_ARE_ERRORS, enable_x64, worker_environment
+from processes import WARNINGS_ARE_ERRORS, worker_environment
 from report_oracle import host
+from shared import enable_x64
 
 import optax_lossscale as ls
 

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from devices import vary
-from helpers import AUTO, EXPLICIT, enable_x64, make_mesh, on_mesh
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import AUTO, EXPLICIT, make_mesh, on_mesh
 from report_oracle import host, oracle
+from shared import enable_x64
 
 import optax_lossscale as ls
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import optax
 import pytest
 from every_rule import RULES
-from helpers import make_mesh, on_mesh
 from jax.sharding import PartitionSpec as P
+from meshes import make_mesh, on_mesh
 
 import optax_lossscale as ls
 from optax_lossscale import presets

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import PAGES, ROOT, headings, page
+from book import PAGES, headings, page
+from shared import ROOT
 
 import optax_lossscale as ls
 from optax_lossscale._diagnostics import stop_message

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_bits, enable_x64
+from asserts import assert_same_bits
+from shared import enable_x64
 
 import optax_lossscale as ls
 

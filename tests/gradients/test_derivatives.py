@@ -2,11 +2,13 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import assert_close, normal, slow_but
+from shared import slow_but
+from training import normal
 
 import optax_lossscale as ls
 
@@ -99,7 +101,7 @@ def test_derivatives_are_those_of_plain_jax(way, place):
         PLACES[place](functools.partial(derivatives, way, loss_fn))()
         for way in (WAYS[way], jax.grad)
     )
-    assert_close(ours, theirs, rtol=2e-5, atol=1e-6)
+    chex.assert_trees_all_close(ours, theirs, rtol=2e-5, atol=1e-6)
 
 
 half_loss = functools.partial(loss_fn, dtype=jnp.float16)
@@ -109,7 +111,7 @@ half_loss = functools.partial(loss_fn, dtype=jnp.float16)
 def test_derivatives_are_those_of_plain_jax_where_it_computes_in_float16(way):
     for name in ("first", "argument", "data", "reverse over reverse", "hvp"):
         ours, theirs = (DERIVATIVES[name](w, half_loss) for w in (WAYS[way], jax.grad))
-        assert_close(ours, theirs, rtol=0.02, atol=0.02)
+        chex.assert_trees_all_close(ours, theirs, rtol=0.02, atol=0.02)
 
 
 def test_the_derivative_of_retries_is_that_of_the_last_attempt():
@@ -122,7 +124,7 @@ def test_the_derivative_of_retries_is_that_of_the_last_attempt():
 
     state = ls.FixedLossScale(2.0**20).init()
     ours = derivative(lambda f: retried(f, state, max_retries=20))
-    assert_close(ours, derivative(jax.grad), rtol=2e-3)
+    chex.assert_trees_all_close(ours, derivative(jax.grad), rtol=2e-3)
 
 
 @pytest.mark.parametrize("way", WAYS)

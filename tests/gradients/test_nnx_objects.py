@@ -2,13 +2,15 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from asserts import assert_same_bits
 from flax import nnx
-from helpers import assert_close, assert_same_bits, normal
+from training import normal
 
 import optax_lossscale as ls
 
@@ -188,4 +190,4 @@ def test_a_block_may_be_a_module_that_changes():
         loss, grads = nnx.value_and_grad(block_loss, argnums=1)(wrap, model)
         assert model.calls[...] == model.dropout.rngs.count[...] == 1
         results.append((loss, nnx.state(model, nnx.BatchStat), grads))
-    assert_close(*results, rtol=2e-2, atol=1e-3)
+    chex.assert_trees_all_close(*results, rtol=2e-2, atol=1e-3)

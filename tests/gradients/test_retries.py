@@ -6,15 +6,14 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from every_rule import RULES
+from asserts import assert_same_bits
 from flax.training.train_state import TrainState
-from helpers import EXPLICIT, assert_same_bits, make_mesh, on_mesh
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import EXPLICIT, make_mesh, on_mesh
 
 import optax_lossscale as ls
 
@@ -70,28 +69,6 @@ def test_the_scale_stays_a_normal_number():
     fun = ls.value_and_grad_with_retries(jnp.sqrt, state, backoff_factor=2.0**-100)
     value, grads, new_state = fun(0.0)
     assert value == 0 and np.isinf(grads) and new_state.loss_scale == 2.0**-126
-
-
-@jax.jit
-def retried(state):
-    return ls.value_and_grad_with_retries(loss_fn, state, max_retries=40)(W, 6e4)
-
-
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_every_rule_goes_on_from_the_scale_that_was_found(rule):
-    tx = ls.with_loss_scaling(optax.sgd(1e-9), rule)
-    opt_state = tx.init(W)
-    _, grads, found = retried(opt_state)
-    np.testing.assert_array_equal(grads, np.float32(np.float16(6e4)))
-    old, new = map(ls.get_loss_scale_state, (opt_state, found))
-    assert new.loss_scale in (old.loss_scale, 1.0)
-    trackers = {"loss_scale": old.loss_scale, "growth_tracker": old.growth_tracker}
-    assert_same_bits(found._replace(scale_state=new._replace(**trackers)), opt_state)
-    _, next_state = tx.update(grads, found, W)
-    assert ls.was_applied(next_state)
-    # As from any state: the rule has no memory of the scale that was tried first.
-    args = (jnp.float32(6e4),) if rule.uses_max_magnitude else ()
-    assert_same_bits(next_state.scale_state, rule.update(new, True, *args))
 
 
 def test_a_train_state_is_returned_as_a_train_state():

@@ -2,12 +2,14 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import make_mesh, normal, on_mesh
 from jax.sharding import PartitionSpec as P
+from meshes import make_mesh, on_mesh
+from training import normal
 
 import optax_lossscale as ls
 
@@ -15,6 +17,7 @@ TINY = 2.0**-40  # what no float16 number is: all gradients of a loss times it a
 W, WS, X = map(jnp.asarray, (normal(4, 4), normal(5, 4, 4), normal(3, 4, seed=1)))
 KEY = jax.random.key(3)
 MESH = make_mesh(data=8)
+close = functools.partial(chex.assert_trees_all_close, rtol=1e-4, atol=1e-6 * TINY)
 by_axis = functools.partial(ls.scale_block, axis_name="data")
 
 
@@ -63,13 +66,6 @@ USES = {
 }
 
 
-def assert_close(actual, expected):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert a.dtype == e.dtype
-        np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6 * np.abs(e).max())
-
-
 @pytest.mark.parametrize(("use", "inputs"), USES.values(), ids=USES)
 def test_values_and_gradients_are_those_of_the_function(use, inputs):
     def loss_fn(wrap, inputs):
@@ -79,7 +75,7 @@ def test_values_and_gradients_are_those_of_the_function(use, inputs):
         both = jax.value_and_grad(loss_fn, argnums=1)
         return both(ls.scale_block, inputs), both(lambda f: f, inputs)
 
-    assert_close(*jax.jit(differentiated)(inputs))
+    close(*jax.jit(differentiated)(inputs))
 
 
 def tiny_gradient(block, w=W, x=X):
@@ -124,10 +120,6 @@ def test_the_scale_is_the_one_that_is_suggested_for_sums_over_the_batch(options,
         sums = [jnp.sum(jnp.abs(x), batch)]
         suggested = ls.suggest_loss_scale(sums, **{**limits, **options})
         np.testing.assert_array_equal(seen, suggested.loss_scale)
-
-
-def test_around_a_whole_loss_the_scale_is_512():
-    np.testing.assert_array_equal(scales([1.0]), 2.0**9)
 
 
 def test_nan_and_infinity_pass_at_scale_1_and_zeros_stay_zero():
@@ -232,24 +224,14 @@ PLACES = {
 
 @pytest.mark.parametrize(("place", "block", "name"), PLACES.values(), ids=PLACES)
 def test_devices_agree_on_a_scale_or_are_refused(place, block, name):
-    assert_close(place(ls.scale_block(block, axis_name=name)), place(block))
+    close(place(ls.scale_block(block, axis_name=name)), place(block))
     with pytest.raises(ValueError, match=r"`axis_name` must name every.*\['data'\]"):
         place(ls.scale_block(block))
 
 
 def test_devices_have_scales_of_their_own_where_nothing_is_shared_inside():
     ours = on_devices(ls.scale_block(single), check_vma=False)
-    assert_close(ours, on_devices(single, check_vma=False))
-
-
-@pytest.mark.slow
-def test_derivatives_of_derivatives_are_those_of_the_function():
-    def derivatives(block):
-        gradient = jax.grad(lambda v: jnp.sum(block(v * W, X) ** 3))
-        return jax.jacfwd(gradient)(1.0), jax.jacrev(gradient)(1.0)
-
-    ours, theirs = map(derivatives, (ls.scale_block(single), single))
-    np.testing.assert_allclose(ours, theirs, rtol=1e-4)
+    close(ours, on_devices(single, check_vma=False))
 
 
 def counting(w, counts):
@@ -257,17 +239,11 @@ def counting(w, counts):
     return w
 
 
-def printing(w, x):
-    jax.experimental.io_callback(print, None, jax.lax.stop_gradient(w))
-    return w
-
-
-BLOCK, CHANGING = ls.scale_block(single), ls.scale_block(counting)
+CHANGING = ls.scale_block(counting)
 REFUSED = {
     "`fun` must be a function, got 3": lambda: ls.scale_block(3),
     "`headroom` must be .* 0 to 126": lambda: ls.scale_block(single, headroom=-1),
     "`dtype` must be a floating": lambda: ls.scale_block(single, dtype="int8"),
-    r"effects .* \['IOEffect'\]": lambda: ls.scale_block(printing)(W, X),
     r"must not change its .*kwargs\)\[0\]\[1\]\[0\]`": lambda: CHANGING(W, [X]),
     "an axis of the surrounding": lambda: tiny_gradient(by_axis(single)),
 }
@@ -279,31 +255,5 @@ def test_what_cannot_work_is_refused(message, use):
         use()
 
 
-FORWARD_MODES = {
-    "jvp": lambda f: jax.jvp(f, (W,), (W,)),
-    "linearize": lambda f: jax.linearize(f, W)[1](W),
-    "jacfwd": lambda f: jax.jacfwd(f)(W),
-}
-
-
-@pytest.mark.parametrize("forward", FORWARD_MODES.values(), ids=FORWARD_MODES)
-def test_forward_mode_is_refused(forward):
-    for block in (BLOCK, jax.jit(BLOCK)):
-        with pytest.raises(TypeError, match="forward-mode .*custom_vjp"):
-            forward(lambda w, block=block: block(w, X))
-
-
 def test_an_axis_is_needed_only_where_the_block_is_differentiated():
     np.testing.assert_array_equal(by_axis(single)(W, X), single(W, X))
-
-
-def test_effects_of_debugging_are_kept():
-    seen = []
-
-    def shown(w, x):
-        jax.debug.callback(lambda w: seen.append(float(w)), w[0, 0])
-        return w
-
-    tiny_gradient(ls.scale_block(shown))
-    jax.effects_barrier()
-    assert seen == [float(W[0, 0])]

@@ -6,7 +6,7 @@ import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_same_bits
+from asserts import assert_same_bits
 
 import optax_lossscale as ls
 
@@ -68,18 +68,6 @@ def test_the_value_is_never_multiplied():
     value, grads = jax.jit(ls.value_and_grad(lambda w: w * 1e30, state))(1.0)
     assert value == np.float32(1e30)
     assert not np.isfinite(grads), "the gradients did overflow"
-
-
-@pytest.mark.parametrize("make", [ls.value_and_grad, ls.value_and_grad_with_retries])
-def test_a_float16_loss_warns_once_while_tracing(make):
-    @jax.jit
-    def step(w):
-        return make(lambda w: jnp.sum(w.astype(jnp.float16)), STATE)(w)[0]
-
-    with pytest.warns(UserWarning, match="^The loss is float16") as record:
-        losses = [step(jnp.ones(2)) for _ in range(2)]
-    assert [w.filename for w in record] == [__file__]
-    assert losses[0].dtype == jnp.float16
 
 
 def test_derivatives_of_gradients_are_right_and_the_scale_is_a_constant_to_them():

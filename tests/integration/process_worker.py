@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from helpers import float16_loss, make_step
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint.multihost import get_barrier_sync_fn
+from training import float16_loss, make_step
 
 import optax_lossscale as ls
 

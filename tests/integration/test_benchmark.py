@@ -7,7 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ROOT, page, worker_environment
+from book import page
+from processes import worker_environment
+from shared import ROOT
 
 BENCHMARKS = ROOT / "tests" / "benchmarks"
 

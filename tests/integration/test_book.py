@@ -7,8 +7,9 @@ import tomllib
 
 import jax.numpy as jnp
 import pytest
+from book import PAGES, README, code_blocks, headings, page, table
 from flax import nnx
-from helpers import PAGES, README, ROOT, code_blocks, headings, page, table
+from shared import ROOT
 
 import optax_lossscale as ls
 

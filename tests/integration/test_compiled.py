@@ -8,7 +8,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import DATA, ROOT
+from shared import DATA, ROOT
 
 BENCHMARKS = ROOT / "tests" / "benchmarks"
 

@@ -1,13 +1,14 @@
 """Gradients by the functions of other libraries that differentiate."""
 
+import chex
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from asserts import assert_same_bits
 from flax import nnx
-from helpers import assert_close, assert_same_bits
 from nnx_model import Net
 
 import optax_lossscale as ls
@@ -21,8 +22,17 @@ def cross_entropy(logits):
     return optax.sigmoid_binary_cross_entropy(logits.astype(jnp.float32), Y).mean()
 
 
+def by_value_and_grad(fun, state, **options):
+    return ls.value_and_grad(fun, state, value_and_grad=nnx.value_and_grad, **options)
+
+
+def by_scale_backward(fun, state, **options):
+    return nnx.value_and_grad(ls.scale_backward(fun, state), **options)
+
+
+@pytest.mark.parametrize("way", [by_value_and_grad, by_scale_backward])
 @pytest.mark.parametrize("argnums", [0, nnx.DiffState(0, nnx.Param)])
-def test_nnx_modules_change_in_place_and_have_the_gradients_of_nnx(argnums):
+def test_nnx_modules_change_in_place_and_have_the_gradients_of_nnx(way, argnums):
     def loss_fn(model, x):
         return cross_entropy(model(x))
 
@@ -31,16 +41,14 @@ def test_nnx_modules_change_in_place_and_have_the_gradients_of_nnx(argnums):
 
     @nnx.jit
     def both(ours, optimizer, theirs, x):
-        options = {"argnums": argnums, "value_and_grad": nnx.value_and_grad}
-        their_fun = nnx.value_and_grad(loss_fn, argnums=argnums)
         return (
-            ls.value_and_grad(loss_fn, optimizer, **options)(ours, x),
-            their_fun(theirs, x),
+            way(loss_fn, optimizer, argnums=argnums)(ours, x),
+            nnx.value_and_grad(loss_fn, argnums=argnums)(theirs, x),
         )
 
     (loss, grads), (their_loss, their_grads) = both(ours, optimizer, theirs, X)
     np.testing.assert_array_equal(loss, their_loss)
-    assert_close(grads, their_grads, rtol=2e-2, atol=1e-4)
+    chex.assert_trees_all_close(grads, their_grads, rtol=2e-2, atol=1e-4)
     kinds = (nnx.BatchStat, nnx.RngState)
     assert_same_bits(nnx.state(ours, kinds), nnx.state(theirs, kinds))
 
@@ -62,4 +70,4 @@ def test_an_equinox_module_may_hold_functions_and_return_them(make):
     (loss, activation), grads, *_ = fun(model, X)
     assert activation is jax.nn.tanh and grads.activation is None
     expected = eqx.filter_value_and_grad(loss_fn, has_aux=True)(model, X)
-    assert_close((loss, grads), (expected[0][0], expected[1]), rtol=1e-5)
+    chex.assert_trees_all_close((loss, grads), (expected[0][0], expected[1]), rtol=1e-5)

@@ -8,7 +8,9 @@ import tomllib
 import nbformat
 import numpy as np
 import pytest
-from helpers import CACHE_WARNINGS, PAGES, ROOT, worker_environment
+from book import PAGES
+from processes import CACHE_WARNINGS, worker_environment
+from shared import ROOT
 
 METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 every_notebook = pytest.mark.parametrize(

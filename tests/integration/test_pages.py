@@ -11,21 +11,13 @@ import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from asserts import assert_same_bits, assert_same_types
+from book import PAGES, code_blocks, first_program, page, run_page
 from flax import nnx
-from helpers import (
-    PAGES,
-    assert_same_bits,
-    assert_same_types,
-    code_blocks,
-    first_program,
-    make_step,
-    on_mesh,
-    page,
-    run_page,
-    slow_but,
-    train,
-)
 from jax.sharding import PartitionSpec as P
+from meshes import on_mesh
+from shared import slow_but
+from training import make_step, train
 
 import optax_lossscale as ls
 
@@ -82,9 +74,9 @@ def test_a_checkpoint_made_without_loss_scaling_is_adopted():
     assert_same_bits(state.inner_state, old)
     assert_same_types(state, guide["wrapped"].init(guide["params"]))
     target = {"params": guide["params"], "opt_state": state}
-    with ocp.StandardCheckpointer() as checkpointer:
-        with pytest.raises(ValueError, match="tree structures do not match"):
-            checkpointer.restore(guide["old_path"], target)
+    refused = pytest.raises(ValueError, match="tree structures do not match")
+    with ocp.StandardCheckpointer() as checkpointer, refused:
+        checkpointer.restore(guide["old_path"], target)
 
 
 def test_a_sharded_run_that_goes_on_equals_one_that_never_stopped(tmp_path):

@@ -13,7 +13,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import process_worker as worker
 import pytest
-from helpers import assert_same_bits, float16_loss, make_step, train, worker_environment
+from asserts import assert_same_bits
+from processes import worker_environment
+from training import float16_loss, make_step, train
 
 import optax_lossscale as ls
 

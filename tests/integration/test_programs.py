@@ -6,15 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    PAGES,
-    assert_same_bits,
-    code_blocks,
-    kept,
-    page,
-    run_blocks,
-    run_page,
-)
+from asserts import assert_same_bits, kept
+from book import PAGES, code_blocks, page, run_blocks, run_page
 
 import optax_lossscale as ls
 

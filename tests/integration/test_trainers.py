@@ -1,6 +1,5 @@
 """Trainers that differentiate the loss themselves, as the page on them says."""
 
-import functools
 import importlib.util
 import sys
 
@@ -10,9 +9,11 @@ import numpy as np
 import optax
 import pytest
 import stand_ins
+from asserts import assert_same_bits
+from book import PAGES, run_page
 from flax import jax_utils, nnx
 from flax.training.train_state import TrainState
-from helpers import PAGES, assert_same_bits, run_page, run_rule
+from training import run_rule
 
 import optax_lossscale as ls
 
@@ -102,36 +103,6 @@ def test_levanter_trains_at_the_scale_in_its_scan_over_microbatches(page):
     assert page["loss_fn"](state.model, page["batch"]) < 0.45
 
 
-def skip_bad_steps(inner):
-    """As Levanter's: skip a step whose norm is far from the average of the last."""
-
-    def init(params):
-        return inner.init(params), jnp.ones(())
-
-    def update(updates, state, params):
-        (inner_state, average), norm = state, optax.tree.norm(updates)
-        select = functools.partial(jnp.where, jnp.abs(norm - average) < 6)
-        new = inner.update(updates, inner_state, params)
-        old = optax.tree.zeros_like(updates), inner_state
-        updates, inner_state = jax.tree.map(select, new, old)
-        return updates, (inner_state, (average + norm) / 2)
-
-    return optax.GradientTransformation(init, update)
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_skip_bad_steps_belongs_inside(inside):
-    """Outside, the rule does not hear of the overflow, and later steps are skipped."""
-    sgd, wrap = optax.sgd(0.1), ls.with_loss_scaling
-    tx = wrap(skip_bad_steps(sgd)) if inside else skip_bad_steps(wrap(sgd))
-    state, applied = tx.init(jnp.ones(2)), []
-    for grad in (1.0, jnp.inf, 1.0):
-        updates, state = tx.update(jnp.array([1.0, grad]), state, jnp.ones(2))
-        applied.append(bool(jnp.any(updates != 0)))
-    assert applied == [True, False, inside]
-    assert int(ls.get_loss_scale_state(state).skipped_steps) == inside
-
-
 def test_a_closed_fit_trains_at_a_fixed_scale_and_skips(page):
     assert page["loss_fn"](page["fitted"], page["batch"]) < 0.3
     start = {"w": jnp.zeros((8, 1)), "b": jnp.zeros(1)}
@@ -155,23 +126,6 @@ def test_a_bad_row_that_comes_back_lowers_the_scale_unless_the_rule_forbids_it(p
     }
     expected = {"fixed": 2.0**12, "with_a_floor": 2.0**10, "grows_each_epoch": 2.0**14}
     assert lowest == expected
-
-
-def test_what_a_trainer_reads_is_in_the_inner_state_or_outside_as_in_sbx():
-    params = {"w": jnp.ones(2)}
-    tx = ls.with_loss_scaling(optax.MultiSteps(optax.adam(1e-3), 2))
-    inner_state = tx.init(params).inner_state
-    assert inner_state.gradient_step == 0 and inner_state.acc_grads.keys() == {"w"}
-
-    @optax.inject_hyperparams
-    def optimizer(learning_rate):
-        return ls.with_loss_scaling(optax.adam(learning_rate), ls.FixedLossScale(1.0))
-
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optimizer(1e-3))
-    state = tx.init(params)
-    assert state[1].hyperparams["learning_rate"] == jnp.float32(1e-3)
-    updates, state = tx.update({"w": jnp.array([1.0, jnp.nan])}, state, params)
-    assert not ls.was_applied(state) and jnp.all(updates["w"] == 0)
 
 
 @pytest.mark.parametrize("axis_name", [None, "batch"])

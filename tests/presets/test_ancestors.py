@@ -4,8 +4,8 @@ import re
 
 import jax.numpy as jnp
 import optax
+from book import page, table
 from every_rule import PRESETS
-from helpers import page, table
 
 import optax_lossscale as ls
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import recordings, run_rule, slow_but
+from shared import recordings, slow_but
+from training import run_rule
 
 import optax_lossscale as ls
 from optax_lossscale import presets

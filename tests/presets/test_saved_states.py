@@ -5,7 +5,8 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import DATA, run_rule
+from shared import DATA
+from training import run_rule
 
 from optax_lossscale import presets
 

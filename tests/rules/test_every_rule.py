@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from asserts import assert_same_bits, assert_same_types
 from every_rule import PRESETS, RULES
-from helpers import assert_same_bits, assert_same_types, run_rule
 
 import optax_lossscale as ls
 from optax_lossscale import presets
@@ -102,16 +102,11 @@ def test_a_rule_that_remembers_nothing_leaves_what_another_remembered():
 
 
 CONSTANT = [ls.FixedLossScale(), ls.FixedLossScale(128.0, skip_nonfinite=False)]
-PATIENT = ls.DynamicLossScale(128.0, hysteresis=3)
 
 
 @pytest.mark.parametrize("constant", CONSTANT, ids=repr)
-def test_a_constant_rule_and_one_with_hysteresis_follow_each_other(constant):
-    state = constant.update(constant.init(), True)
-    scales = run_rule(PATIENT, [False] * 3, state=state).loss_scale
-    assert scales.tolist() == [128.0, 128.0, 64.0]
-    # The scale no longer changes, so it may be compiled as a constant.
-    state = constant.update(PATIENT.init(), True)
+def test_after_a_constant_rule_the_scale_may_be_compiled_as_a_constant(constant):
+    state = constant.update(ls.DynamicLossScale().init(), True)
     loss, _ = jax.jit(ls.value_and_grad(lambda x: x**2, state))(3.0)
     assert loss == 9.0
 

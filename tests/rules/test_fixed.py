@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from helpers import run_rule
+from training import run_rule
 
 import optax_lossscale as ls
 

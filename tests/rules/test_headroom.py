@@ -1,10 +1,14 @@
 """HeadroomLossScale: the headroom is kept, at once, and no more than that."""
 
+import operator
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import run_rule, slow_but
+from shared import slow_but
+from simulated_rules import Simulated
+from training import run_rule
 
 import optax_lossscale as ls
 
@@ -40,21 +44,17 @@ def test_the_bound_holds_to_the_last_bit_and_no_scale_is_given_away(dtype):
         assert np.all((2 * scale * m > top) | (scale == LARGEST)), headroom
 
 
-def test_the_headroom_rule_follows_at_once_and_forgets_slowly():
-    rule = ls.HeadroomLossScale(half_life=100, headroom=4, max_scale=2.0**40)
-    magnitudes = [0.99 * 2.0**-20, 0.99 * 2.0**-10, *[2.0**-20] * 100]
-    scales = run_rule(rule, [True] * 102, magnitudes).loss_scale
-    assert scales[0] == 2.0**32
-    assert set(scales[1:100]) == {2.0**22}
-    assert scales[101] == 2.0**23
-
-
-def test_an_overflow_of_what_the_headroom_rule_cannot_see_is_remembered():
-    rule = ls.HeadroomLossScale(half_life=100)
-    flags = np.arange(212) != 1
-    scales = run_rule(rule, flags, [2.0**-10] * 212).loss_scale
-    assert set(scales[1:92]) == {scales[0] / 4}
-    assert scales[211] == scales[0]
+@pytest.mark.parametrize("half_life", [1, 30])
+def test_the_rule_does_as_documented(half_life):
+    """It follows at once, forgets slowly, and remembers an overflow."""
+    rule = ls.HeadroomLossScale(half_life=half_life, headroom=4, max_scale=2.0**40)
+    rng = np.random.default_rng(0)
+    flags, magnitudes = rng.random(250) > 0.05, 2.0 ** rng.uniform(-30, -5, 250)
+    magnitudes[100:200] /= 2.0**10
+    states, simulated = run_rule(rule, flags, magnitudes), Simulated(rule)
+    for step, (finite, largest) in enumerate(zip(flags, magnitudes, strict=True)):
+        simulated.update(finite, np.float32(largest))
+        simulated.assert_is(jax.tree.map(operator.itemgetter(step), states))
 
 
 @pytest.mark.parametrize(

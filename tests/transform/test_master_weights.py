@@ -5,13 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    assert_no_update,
-    assert_same_bits,
-    assert_same_types,
-    normal,
-    slow_but,
-)
+from asserts import assert_no_update, assert_same_bits, assert_same_types
+from shared import slow_but
+from training import normal
 
 import optax_lossscale as ls
 
@@ -234,7 +230,7 @@ def test_updates_that_lead_to_master_weights_may_not_be_changed(chain):
 
 
 @pytest.mark.parametrize(
-    "params, inner",
+    ("params", "inner"),
     [
         (HALF, optax.chain(optax.trace(0.9), ls.with_master_weights(SGD))),
         (jax.tree.map(lambda p: p.astype(jnp.bfloat16), HALF), ADAM),

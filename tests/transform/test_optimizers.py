@@ -1,9 +1,11 @@
 """Every optimizer that optax has: wrapped, it is itself, and a skip leaves no trace."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from asserts import assert_no_update, assert_same_bits, assert_same_types
 from every_optimizer import (
     ARGUMENTS,
     FACTORIES,
@@ -17,12 +19,6 @@ from every_optimizer import (
     required,
     update,
     with_a_branch,
-)
-from helpers import (
-    assert_close,
-    assert_no_update,
-    assert_same_bits,
-    assert_same_types,
 )
 
 import optax_lossscale as ls
@@ -75,7 +71,7 @@ def types(tree):
     return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize("name, kind", list(cases()))
+@pytest.mark.parametrize(("name", "kind"), list(cases()))
 def test_a_wrapped_optimizer(name, kind):
     """Good steps are Optax's, and bad ones leave every bit as it was."""
     inner, dtype = make(name), "float32" if kind == "branch" else kind
@@ -118,5 +114,6 @@ def test_a_wrapped_optimizer(name, kind):
         plain = plain_step(plain_params, plain_state, grads)
         plain_params, plain_state, _ = plain
         actual = params, state.inner_state, updates
-        assert_close(actual, plain, 2.0**-7 if kind == "bfloat16" else 2e-5, 2e-6)
+        rtol = 2.0**-7 if kind == "bfloat16" else 2e-5
+        chex.assert_trees_all_close(actual, plain, rtol=rtol, atol=2e-6)
     assert len(traces) == 1

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from asserts import assert_no_update, assert_same_bits, assert_same_types, without_keys
 from every_optimizer import (
     IGNORED_WARNINGS,
     OPTIMIZERS,
@@ -16,18 +17,10 @@ from every_optimizer import (
     params_for,
     update,
 )
-from helpers import (
-    assert_no_update,
-    assert_same_bits,
-    assert_same_types,
-    enable_x64,
-    make_mesh,
-    on_mesh,
-    slow_but,
-    transformation,
-    without_keys,
-)
 from jax.sharding import PartitionSpec as P
+from meshes import make_mesh, on_mesh
+from shared import enable_x64, slow_but
+from training import transformation
 
 import optax_lossscale as ls
 
@@ -137,7 +130,7 @@ def test_what_was_not_finite_may_stay_so_and_is_no_obstacle():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "dtype, large, inner",
+    ("dtype", "large", "inner"),
     [
         ("float64", 1e200, optax.adam(0.1)),
         ("float8_e5m2", 1e5, optax.sgd(1.0)),

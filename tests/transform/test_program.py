@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from every_optimizer import make, with_a_branch
-from helpers import slow_but
+from shared import slow_but
 
 import optax_lossscale as ls
 

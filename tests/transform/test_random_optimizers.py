@@ -10,7 +10,7 @@ PROGRAM = Path(__file__).parents[1] / "random_optimizers.py"
 
 
 @pytest.mark.parametrize(
-    "first, number, masks",
+    ("first", "number", "masks"),
     [
         # Early masks that write rows, or that a loop reads, fail at 46, 56, 112, 180.
         (46, 12, []),

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_same_bits
+from asserts import assert_same_bits
 
 from optax_lossscale._transform.rounding import rounded, update_to
 
@@ -64,7 +64,8 @@ def test_an_update_takes_a_parameter_to_its_rounded_master_weight():
 
 
 @pytest.mark.parametrize(
-    "dtype, limit, error", [("float16", 2**13, 2.0**-24), ("bfloat16", 2**16, 2.0**-23)]
+    ("dtype", "limit", "error"),
+    [("float16", 2**13, 2.0**-24), ("bfloat16", 2**16, 2.0**-23)],
 )
 def test_a_weight_that_falls_far_is_off_until_the_next_step(dtype, limit, error):
     """float32 sums cannot do better; one more step can."""

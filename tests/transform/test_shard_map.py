@@ -1,4 +1,4 @@
-"""Where every device or member has gradients of its own: shard_map, vmap."""
+"""Where every device has gradients of its own."""
 
 import jax
 import jax.numpy as jnp
@@ -9,52 +9,38 @@ from devices import (
     BAD_X,
     PARAMS,
     RULE,
-    TX,
-    X,
     alone,
     assert_agree,
     like_params,
     loss_fn,
     vary,
 )
-from helpers import make_mesh, make_step, on_mesh, train, transformation
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import make_mesh, on_mesh
+from shared import slow_but
+from training import train, transformation
 
 import optax_lossscale as ls
 
 
-@pytest.mark.parametrize("collective", ["inside", "after the check"])
-@pytest.mark.parametrize(
-    "axes",
-    [
-        pytest.param({"d": 8}, id="one axis"),
-        pytest.param({"d": 2, "e": 4}, id="two axes", marks=pytest.mark.slow),
-    ],
-)
-def test_data_parallel_shard_map_equals_one_device(axes, collective):
+@pytest.mark.parametrize("axes", slow_but([{"d": 8}], [{"d": 8}, {"d": 2, "e": 4}]))
+def test_data_parallel_shard_map_equals_one_device(axes):
     names = tuple(axes)
-    axis_name = names if len(names) > 1 else names[0]
-    # A collective that only some devices reach would never return.
-    mean = transformation(lambda grads: (jax.lax.pmean(grads, names), ()))
-    inner = optax.chain(mean, ADAM) if collective == "inside" else ADAM
-    tx = ls.with_loss_scaling(inner, RULE, axis_name=axis_name)
+    tx = ls.with_loss_scaling(ADAM, RULE, axis_name=names)
 
     def step(params, state, x):
         _, grads = ls.value_and_grad(loss_fn, state)(vary(params, names), x)
         # The flag of this device alone, which the transformation joins.
         flag = ls.all_finite(grads)
-        if collective == "after the check":
-            grads = jax.tree.map(lambda g: jnp.where(flag, g, 0.0), grads)
-            grads = jax.lax.pmean(grads, names)
+        grads = jax.tree.map(lambda g: jnp.where(flag, g, 0.0), grads)
+        grads = jax.lax.pmean(grads, names)
         updates, state = tx.update(grads, state, params, grads_finite=flag)
         return optax.apply_updates(params, updates), state
 
     step = on_mesh(step, (P(), P(), P(names)), P(), make_mesh(**axes))
     params, state = train(step, PARAMS, tx.init(PARAMS), BAD_X)
     assert int(state.scale_state.skipped_steps) == 1
-    if collective == "inside":
-        state = state._replace(inner_state=state.inner_state[1])
     assert_agree((params, state), alone(BAD_X))
 
 
@@ -85,21 +71,7 @@ def test_parameters_and_moments_in_shards_equal_one_device():
     assert_agree((params, state), alone(BAD_X))
 
 
-def test_a_vmapped_ensemble_equals_members_trained_alone():
-    """Each member has a scale of its own, and skips alone."""
-    step = jax.jit(jax.vmap(make_step(TX, loss_fn)))
-    members = [X, BAD_X, 2 * X]
-    params, state = jax.tree.map(
-        lambda x: jnp.stack([x] * 3), (PARAMS, TX.init(PARAMS))
-    )
-    params, state = train(step, params, state, jnp.stack(members, axis=1))
-    assert state.scale_state.skipped_steps.tolist() == [0, 1, 0]
-    for i, xs in enumerate(members):
-        member = jax.tree.map(lambda x, i=i: x[i], (params, state))
-        assert_agree(member, alone(xs))
-
-
-@pytest.mark.parametrize("axis_name, axes", [(None, "'d', 'e'"), ("d", "'e'")])
+@pytest.mark.parametrize(("axis_name", "axes"), [(None, "'d', 'e'"), ("d", "'e'")])
 @pytest.mark.parametrize("through", ["grads", "grads_finite", "value", "params"])
 def test_devices_that_would_decide_differently_are_refused(axis_name, axes, through):
     tx = ls.with_loss_scaling(

@@ -1,4 +1,4 @@
-"""Whole steps: jit, scan, cond, donation, transfers, derivatives, line searches."""
+"""Whole steps: donation, transfers, derivatives, line searches."""
 
 import functools
 
@@ -7,86 +7,33 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    assert_close,
-    assert_no_update,
-    assert_same_bits,
-    assert_same_types,
-    float16_loss,
-    normal,
-    run_rule,
-    slow_but,
-)
+from asserts import assert_no_update, assert_same_bits
+from shared import slow_but
+from training import float16_loss, make_step, normal, train
 
 import optax_lossscale as ls
 
-RULE = ls.DynamicLossScale(init_scale=2.0**10, growth_interval=3)
-TX = ls.with_loss_scaling(optax.adam(1e-2), RULE)
+TX = ls.with_loss_scaling(optax.adam(1e-2))
 PARAMS = {"w": jnp.array([[0.5, -1.0], [2.0, 0.25]]), "b": jnp.zeros(2)}
-# The second batch overflows float16, the seventh holds a NaN.
-X = normal(12, 8, 2)
-X[1, 0, 0], X[6, 3, 1] = 1e6, np.nan
-X = jnp.asarray(X)
-
-
-def train_step(carry, x):
-    params, state = carry
-    _, grads = ls.value_and_grad(float16_loss, state)(params, x)
-    updates, state = TX.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
+X = jnp.asarray(normal(8, 2))
+STEP = make_step(TX, float16_loss)
 
 
 def start():
     return jax.tree.map(jnp.copy, (PARAMS, TX.init(PARAMS)))
 
 
-def steps(**jit_options):
-    traces = []
-
-    def counting(carry, x):
-        traces.append(1)
-        return train_step(carry, x)
-
-    step, carry = jax.jit(counting, **jit_options), start()
-    for x in X:
-        carry = step(carry, x)
-    assert len(traces) == 1
-    return carry
-
-
-@pytest.fixture(scope="module")
-def reference():
-    return steps()
-
-
-def test_the_two_bad_batches_are_skipped_and_the_scale_moves(reference):
-    params, state = reference
-    assert int(state.scale_state.skipped_steps) == 2
-    assert int(state.inner_state[0].count) == len(X) - 2
-    assert ls.all_finite(params)
-    flags = [step not in (1, 6) for step in range(len(X))]
-    assert ls.get_loss_scale(state) == run_rule(RULE, flags).loss_scale[-1]
-    assert_same_types(state, TX.init(PARAMS))
-
-
-def test_loops_carry_the_state(reference):
-    run, _ = jax.lax.scan(lambda c, x: (train_step(c, x), None), start(), X)
-    assert_close(run, reference, rtol=1e-3, atol=1e-6)
-
-
-def test_donation_changes_nothing_and_is_used(reference):
-    assert_same_bits(steps(donate_argnums=0), reference)
-    params, state = carry = start()
-    jax.jit(train_step, donate_argnums=0)(carry, X[0])
+def test_a_donated_state_is_used():
+    params, state = start()
+    jax.jit(STEP, donate_argnums=(0, 1))(params, state, X)
     used = jax.tree.leaves((params, state.inner_state))
     assert all(x.is_deleted() for x in used)
 
 
 def test_a_whole_train_step_holds_under_the_transfer_guard():
-    step, carry, x = jax.jit(train_step), start(), jnp.copy(X[0])
+    params, state = start()
     with jax.transfer_guard("disallow"):
-        for _ in range(3):
-            carry = step(carry, x)
+        train(jax.jit(STEP), params, state, [X] * 3)
 
 
 def reached(learning_rate, wrap, noises):

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from asserts import assert_same_bits
 from flax import nnx
-from helpers import assert_same_bits
 from nnx_model import Net
 
 import optax_lossscale as ls

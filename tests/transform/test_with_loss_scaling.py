@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import assert_no_update, assert_same_bits, assert_same_types
+from asserts import assert_no_update, assert_same_bits, assert_same_types
 
 import optax_lossscale as ls
 
@@ -18,20 +18,11 @@ BAD_GRADS = {**GRADS, "w": GRADS["w"].at[2].set(jnp.nan)}
 ADAM, SGD = optax.adam(1e-3), optax.sgd(1.0)
 
 
-def test_a_good_step_is_the_optimizers_own_and_a_bad_one_only_backs_off():
+def test_the_state_and_the_transformation_are_those_of_optax():
     tx = ls.with_loss_scaling(ADAM)
-    state = tx.init(PARAMS)
     assert isinstance(tx, optax.GradientTransformationExtraArgs)
-    assert state._fields == ("scale_state", "inner_state")
-    assert_same_bits(state.scale_state, ls.DynamicLossScale().init())
-    updates, good = tx.update(GRADS, state, PARAMS)
-    expected = ADAM.update(GRADS, ADAM.init(PARAMS), PARAMS)
-    assert_same_bits((updates, good.inner_state), expected)
-    updates, bad = tx.update(BAD_GRADS, good, PARAMS)
-    assert_no_update(updates)
-    assert_same_bits(bad.inner_state, good.inner_state)
-    expected = ls.DynamicLossScale().update(good.scale_state, False)
-    assert_same_bits(bad.scale_state, expected)
+    assert tx.init(PARAMS)._fields == ("scale_state", "inner_state")
+    assert_same_bits(tx.init(PARAMS).scale_state, ls.DynamicLossScale().init())
 
 
 def test_an_optimizer_is_wrapped_in_the_middle_of_a_run_and_keeps_its_moments():
@@ -47,7 +38,7 @@ NEVER_SKIPS = ls.FixedLossScale(skip_nonfinite=False)
 
 
 @pytest.mark.parametrize(
-    "inner, options, error, message",
+    ("inner", "options", "error", "message"),
     [
         (ls.DynamicLossScale(), {}, TypeError, "`inner` must be .*got the rule"),
         (optax.adam, {}, TypeError, "`inner` must be .*called as in"),

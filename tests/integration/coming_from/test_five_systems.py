@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import PAGES, assert_same_bits, run_page
+from asserts import assert_same_bits
+from book import PAGES, run_page
 
 import optax_lossscale as ls
 

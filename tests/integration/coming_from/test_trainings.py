@@ -9,14 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    assert_same_bits,
-    assert_same_types,
-    code_blocks,
-    kept,
-    page,
-    run_blocks,
-)
+from asserts import assert_same_bits, assert_same_types, kept
+from book import code_blocks, page, run_blocks
 
 import optax_lossscale as ls
 

@@ -1,0 +1,63 @@
+"""Assertions on trees, to the last bit and type: chex ignores -0.0 and weak types."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import optax_lossscale as ls
+
+
+def kept(run: Any) -> list[jax.Array]:
+    """Copies of what a skipped step keeps: all but the scale, and Flax's ``step``."""
+    leaves = jax.tree_util.tree_leaves_with_path(
+        run, is_leaf=lambda x: isinstance(x, ls.LossScaleState)
+    )
+    arrays = {jax.tree_util.keystr(path): x for path, x in leaves}
+    arrays = {k: x for k, x in arrays.items() if hasattr(x, "dtype")}
+    return [jnp.copy(x) for k, x in arrays.items() if not re.search(r"\Wstep\b", k)]
+
+
+def assert_same_bits(actual: Any, expected: Any) -> None:
+    """Assert equal structures, shapes, dtypes and bytes; NaN equals itself."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, a), e in zip(
+        jax.tree_util.tree_leaves_with_path(without_keys(actual)),
+        jax.tree.leaves(without_keys(expected)),
+        strict=True,
+    ):
+        a, e = np.asarray(a), np.asarray(e)
+        where = jax.tree_util.keystr(path)
+        assert (a.shape, a.dtype) == (e.shape, e.dtype), where
+        assert a.tobytes() == e.tobytes(), f"{where}: {a} is not {e}"
+
+
+def assert_no_update(updates: Any) -> None:
+    """Assert that every update is -0.0, which added to 0.0 or -0.0 changes neither."""
+    zeros = jax.tree.map(lambda x: -jnp.zeros_like(x), updates)
+    assert_same_bits(updates, zeros)
+
+
+def assert_same_types(actual: Any, expected: Any) -> None:
+    """Assert equal structures, shapes, dtypes and weak types."""
+
+    def types(tree: Any) -> Any:
+        assert all(hasattr(x, "dtype") for x in jax.tree.leaves(tree))
+        return jax.tree.map(
+            lambda x: (x.shape, x.dtype, getattr(x, "weak_type", None)), tree
+        )
+
+    assert types(actual) == types(expected)
+
+
+def without_keys(tree: Any) -> Any:
+    """Replace typed PRNG keys by their data."""
+
+    def leaf(x: Any) -> Any:
+        dtype = getattr(x, "dtype", np.dtype(object))
+        is_key = jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+        return jax.random.key_data(x) if is_key else x
+
+    return jax.tree.map(leaf, tree)

@@ -1,0 +1,77 @@
+"""The pages of the book, and what their programs define."""
+
+import contextlib
+import functools
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from shared import ROOT
+
+import optax_lossscale as ls
+from optax_lossscale._gradients.scaled_losses import SCALED
+
+PAGES = ROOT / "notebooks"
+README = (ROOT / "README.md").read_text()
+
+
+def code_blocks(text: str, language: str) -> list[str]:
+    """The blocks of a page in Markdown; ```python theirs is not ```python."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
+
+
+def page(name: str) -> str:
+    """The text of a page of the book."""
+    return (PAGES / f"{name}.md").read_text()
+
+
+def headings(text: str) -> list[str]:
+    """What links to the headings of a page are called."""
+    titles = re.findall(r"^#+ (.+)$", text.lower(), re.M)
+    return [re.sub(r"[^\w -]", "", title).replace(" ", "-") for title in titles]
+
+
+def table(text: str, first_cell: str) -> list[list[str]]:
+    """The cells of a table in Markdown, row by row, without its header.
+
+    ``first_cell`` is what the header begins with.
+    """
+    header = rf"^\| {re.escape(first_cell)}[^|\n]* \|"
+    found = re.split(header, text, maxsplit=1, flags=re.M)[1]
+    rows = found.split("\n\n")[0].splitlines()[2:]
+    cells = [re.split(r"(?<= )\|(?= )", row[1:-1]) for row in rows]
+    return [[cell.strip() for cell in row] for row in cells]
+
+
+def run_page(path: Path) -> dict[str, Any]:
+    """What the Python blocks of a page define and print, after all of them have run.
+
+    A page whose first line is ``<!-- continues: index -->`` begins with what the
+    program of the start page has defined.
+    """
+    text, namespace = path.read_text(), {}
+    if text.startswith("<!-- continues: index -->\n"):
+        namespace = dict(first_program())
+    return run_blocks(code_blocks(text, "python"), path.name, namespace)
+
+
+def run_blocks(blocks: list[str], name: str, namespace: Any) -> dict[str, Any]:
+    """What the blocks define and print, one after the other."""
+    before = dict(SCALED)
+    SCALED.clear()  # as in a process of its own
+    if "opt_state" in namespace:
+        ls.value_and_grad(jnp.sum, namespace["opt_state"])(0.0)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            for block in blocks:
+                exec(compile(block, name, "exec"), namespace)
+        finally:
+            SCALED.update(before)
+    return {**namespace, "printed": printed.getvalue()}
+
+
+@functools.cache
+def first_program() -> dict[str, Any]:
+    return run_page(PAGES / "index.md")

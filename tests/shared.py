@@ -1,0 +1,26 @@
+"""Paths, recordings, and what many test files need."""
+
+import json
+import lzma
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.experimental
+import pytest
+
+# A newer name, and that of the oldest supported jax.
+enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
+
+ROOT = Path(__file__).parents[1]
+DATA = ROOT / "tests" / "data"
+
+
+def slow_but(quick: Any, cases: Any) -> list[Any]:
+    """Cases of a test, of which all but the quick ones are slow."""
+    return [pytest.param(x, marks=[pytest.mark.slow] * (x not in quick)) for x in cases]
+
+
+def recordings(name: str) -> Any:
+    """What was recorded from other loss scalers, in a file of ``tests/data``."""
+    return json.loads(lzma.decompress((DATA / f"{name}.json.xz").read_bytes()))

@@ -1,0 +1,97 @@
+"""The rules in plain Python, as their documentation states them."""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+import optax_lossscale as ls
+
+
+@dataclasses.dataclass
+class Simulated:
+    """The state of a rule, in Python numbers."""
+
+    rule: Any
+    scale: float = 0.0
+    growth: int = 0
+    hysteresis: int | None = None  # of a rule that does not count
+    skipped: int = 0
+    in_a_row: int = 0
+    skip_rate: float = 0.0
+    largest: float = 0.0
+
+    def __post_init__(self):
+        self.scale = getattr(self.rule, "init_scale", None) or self.rule.loss_scale
+        self.hysteresis = getattr(self.rule, "hysteresis", None)
+
+    def assert_is(self, state: ls.LossScaleState) -> None:
+        """Assert the numbers of a state; rules that count differently count alone."""
+        numbers = state.loss_scale, state.skipped_steps, state.consecutive_skips
+        expected = [self.scale, self.skipped, self.in_a_row]
+        if self.hysteresis is not None:
+            numbers += state.growth_tracker, state.hysteresis_tracker
+            expected += self.growth, self.hysteresis
+        np.testing.assert_allclose(numbers, expected, rtol=1e-5)
+        np.testing.assert_allclose(state.skip_rate, self.skip_rate, rtol=1e-5)
+        assert bool(state.applied) == (self.in_a_row == 0)
+
+    def record(self, applied: bool) -> None:
+        self.skipped += not applied
+        self.in_a_row = 0 if applied else self.in_a_row + 1
+        if self.in_a_row <= 25:
+            self.skip_rate = 0.99 * self.skip_rate + 0.01 * (not applied)
+
+    def update(self, finite: bool, largest: float = 0.0) -> None:
+        self.record(finite)
+        if isinstance(self.rule, ls.DynamicLossScale):
+            self._count(finite)
+        elif isinstance(self.rule, ls.HeadroomLossScale):
+            self._measure(finite, largest)
+        else:
+            self.hysteresis = None
+
+    def _count(self, finite: bool) -> None:
+        rule, grown, changed = self.rule, False, False
+        if self.hysteresis is None:
+            self.hysteresis = rule.hysteresis
+        self.hysteresis = min(self.hysteresis, rule.hysteresis)
+        self._clip()
+        self.growth = self.growth + 1 if finite else 0
+        if finite and self.growth >= rule.growth_interval:
+            self.scale, self.growth = self.scale * rule.growth_factor, 0
+            grown = changed = True
+        elif not finite:
+            self.hysteresis = max(self.hysteresis - 1, 0)
+            if self.hysteresis == 0:
+                self.scale, changed = self.scale * rule.backoff_factor, True
+        self._clip()
+        refills = {"finite": finite, "growth": grown, "change": changed}
+        if refills[rule.hysteresis_refill]:
+            self.hysteresis = rule.hysteresis
+
+    def _clip(self) -> None:
+        self.scale = min(max(self.scale, self.rule.min_scale), self.rule.max_scale)
+
+    def _measure(self, finite: bool, largest: float) -> None:
+        rule = self.rule
+        limit = 65504 / 2.0**rule.headroom
+
+        def scale_for(largest: float) -> float:
+            if not largest:
+                return rule.init_scale
+            scale = 2.0 ** math.floor(math.log2(limit / largest))
+            return min(max(scale, rule.min_scale), rule.max_scale)
+
+        # A scale below the expected one, which retries found.
+        if self.growth == 0 and self.scale < scale_for(self.largest):
+            self.largest = (1 - 2.0**-12) * limit / self.scale
+        lower = self.scale * rule.backoff_factor
+        if finite:
+            self.largest = max(self.largest * 0.5 ** (1 / rule.half_life), largest)
+            self.scale = scale_for(self.largest)
+        else:
+            self.largest = max(self.largest, (1 - 2.0**-12) * limit / lower)
+            self.scale = min(scale_for(self.largest), max(lower, rule.min_scale))
+        self.growth = self.growth + 1 if finite else 0
