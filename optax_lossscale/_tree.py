@@ -113,7 +113,8 @@ def shape_mismatch(tree: Any, other: Any) -> tuple[str, str, str] | None:
 
 def mismatch(tree: Any, other: Any) -> tuple[str, Any, Any] | None:
     """Return where two trees differ in structure or shapes, or None if alike."""
-    shapes, others = (map(jnp.shape, jax.tree.leaves(x)) for x in (tree, other))
+    shapes = map(jnp.shape, jax.tree.leaves(tree))
+    others = map(jnp.shape, jax.tree.leaves(other))
     if same_structure(tree, other) and all(map(operator.eq, shapes, others)):
         return None  # without the texts of `shape_mismatch`: every update asks
     structures = jax.tree.structure(tree), jax.tree.structure(other)

@@ -20,10 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from .._gradients.derivatives import call_with_derivatives_of
-from .._gradients.traced_call import evaluate
 from .._jax_internals import as_varying, is_staging, waiting_for, without_constants
 from .._precision import dtype_of
 from .._tree import choose, select
@@ -142,17 +141,18 @@ def masked_early(
     jaxpr = without_constants(program)
     if not suits(jaxpr, is_checked):
         return None
+    evaluate = jaxpr_as_fun(ClosedJaxpr(jaxpr, []))
 
     def early(apply: jax.Array, arrays: Arrays, consts: Any, old: Any) -> list[Any]:
         if is_checked:
             # Evaluate twice, or the whole new state would wait in memory for the flag.
-            apply &= evaluate(jaxpr, *arrays, *consts)[0]
+            apply &= evaluate(*arrays, *consts)[0]
             arrays = [waiting_for(apply, x) for x in arrays]
         return evaluate_early(jaxpr, apply, [*arrays, *consts], old)
 
     def late(apply: jax.Array, arrays: Arrays, consts: Any, old: Any) -> list[Any]:
         def update(arrays: Arrays) -> Any:
-            usable, *leaves = evaluate(jaxpr, *arrays, *consts)
+            usable, *leaves = evaluate(*arrays, *consts)
             first = len(leaves) - len(old)
             return usable, leaves[:first], leaves[first:]
 
@@ -192,7 +192,7 @@ def evaluate_early(
         one = jaxpr.replace(
             invars=given, eqns=[eqn], outvars=eqn.outvars, effects=eqn.effects
         )
-        values = evaluate(one, *map(env.__getitem__, given))
+        values = jaxpr_as_fun(ClosedJaxpr(one, []))(*map(env.__getitem__, given))
         env |= zip(eqn.outvars, values, strict=True)
         for var in eqn.outvars:
             if id(var) in early:
