@@ -105,7 +105,7 @@ def tests_of(file: Path) -> list[Path]:
     return sorted(
         tests,
         key=lambda path: (
-            path.name != f"test_{file.name.strip('_')}",
+            path.name != f"test_{file.stem.strip('_')}.py",
             room not in path.parts,
         ),
     )
