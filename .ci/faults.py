@@ -105,13 +105,13 @@ def tests_of(file: Path) -> list[Path]:
     return sorted(
         tests,
         key=lambda path: (
-            path.name != f"test_{file.name.strip('_')}",
+            path.name != f"test_{file.stem.strip('_')}.py",
             room not in path.parts,
         ),
     )
 
 
-def passes(folder: Path, *command: str | Path) -> bool:
+def passes(folder: Path, *command: str | Path, timeout: int = 600) -> bool:
     """Whether a Python program succeeds in a copy. One that hangs does not."""
     cache = str(ROOT / ".pytest_cache" / "jax")
     environment = {"PYTHONPATH": str(folder), "JAX_COMPILATION_CACHE_DIR": cache}
@@ -121,7 +121,7 @@ def passes(folder: Path, *command: str | Path) -> bool:
             cwd=folder,
             env={**os.environ, **environment},
             capture_output=True,
-            timeout=600,
+            timeout=timeout,
         )
     except subprocess.TimeoutExpired:
         return False
@@ -136,10 +136,11 @@ def try_out(file: Path, number: int, copies: queue.Queue[Path], slow: bool) -> s
     module = ".".join([PACKAGE.name, *file.with_suffix("").parts])
     folder = copies.get()
     (folder / PACKAGE.name / file).write_text(ast.unparse(Put(new, old).visit(tree)))
-    marks = ["not slow", "slow"] if slow else ["not slow"]
+    marks = {"not slow": 600, "slow": 3600} if slow else {"not slow": 600}
+    tests = [*PYTEST, *tests_of(file)]
     if not passes(folder, "-c", f"import {module}"):
         outcome = "no import"
-    elif all(passes(folder, *PYTEST, *tests_of(file), "-m", mark) for mark in marks):
+    elif all(passes(folder, *tests, "-m", x, timeout=t) for x, t in marks.items()):
         outcome = "SURVIVED"
     else:
         outcome = "caught"
