@@ -112,8 +112,8 @@ def test_the_tables_of_rules_name_every_argument_with_its_default(name):
 
 def test_the_readmes_figures_are_those_of_the_book():
     costs = page("what_it_costs")
-    for _, *figures in table(README, "a step"):
-        assert all(f"| {figure} |" in costs for figure in figures if figure)
+    for figure in ("1.03", "1.27", "1.143", "1.000"):
+        assert figure in README and f"| {figure} |" in costs
     rows = {row[0]: row for row in table(page("start/do_i_need_it"), "trained in")}
     _, loss, *_, flushed = rows["float16, no scale"]
     assert f"{flushed} of the gradients" in README and f"loss is {loss}" in README
