@@ -85,7 +85,7 @@ def test_the_trainers_own_accumulation_is_refused(page):
     config = page["TrainingConfig"](eval_every_n_steps=100, **options)
     trainer = page["Float16Trainer"](page["net"](), tx, config)
     trainer.with_loss_fn(page["nnx_loss"])
-    with pytest.raises(ValueError, match="turn off the trainer's accumulation"):
+    with pytest.raises(ValueError, match="turn off its accumulation"):
         trainer.train(page["batches"])
 
 
