@@ -122,7 +122,7 @@ def _check_outermost(state: Any) -> None:
 
 
 def _is_of_optax(node: Any) -> bool:
-    return isinstance(node, tuple) and type(node).__module__.startswith("optax.")
+    return type(node).__module__.startswith("optax.")
 
 
 def _moments_in(member: Any) -> Iterator[Any]:
