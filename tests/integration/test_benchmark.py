@@ -17,7 +17,7 @@ BENCHMARKS = ROOT / "tests" / "benchmarks"
 @pytest.mark.slow
 def test_the_benchmark_measures_every_recipe(tmp_path):
     pytest.importorskip("jmp")
-    sizes = ["--optimizers", "adamw", "--leaves", "4", "8", "--parameters", "16384"]
+    sizes = ["--optimizers", "adamw", "--leaves", "4", "--parameters", "16384"]
     files = ["--json", tmp_path / "step.json", "--plot", tmp_path / "step.png"]
     subprocess.run(
         [sys.executable, BENCHMARKS / "step.py", "--repeats", "3", "--transformer"]
@@ -26,13 +26,10 @@ def test_the_benchmark_measures_every_recipe(tmp_path):
         check=True,
     )
     report = json.loads((tmp_path / "step.json").read_text())
-    assert [row["leaves"] for row in report["optimizer_steps"]] == [4, 8]
-    for row in report["optimizer_steps"]:
-        recipes = [result["recipe"] for result in row["results"]]
-        assert {"plain", "optax_lossscale", "jmp", "flax"} <= {*recipes}
-        for result in row["results"]:
-            low, high = result["ratio_quartiles"]
-            assert 0 < low <= result["ratio"] <= high
+    [row] = report["optimizer_steps"]
+    recipes = {result["recipe"] for result in row["results"]}
+    assert {"plain", "optax_lossscale", "jmp", "flax"} <= recipes
+    assert all(result["ratio"] > 0 for result in row["results"])
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 

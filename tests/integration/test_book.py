@@ -5,7 +5,6 @@ import inspect
 import re
 import tomllib
 
-import jax.numpy as jnp
 import pytest
 from book import PAGES, README, code_blocks, headings, page, table
 from flax import nnx
@@ -69,23 +68,6 @@ def test_what_is_to_be_installed_exists():
     groups = {*re.findall(r"--group (\w+)", text)}
     assert "cuda" in groups and groups <= PROJECT["dependency-groups"].keys()
     assert not re.search(r"pip install \S*optax_lossscale", text)  # not there yet
-
-
-@pytest.mark.parametrize(
-    ("dtype", "lost"), [("float16", 2.0**-12), ("bfloat16", 2.0**-9)]
-)
-def test_so_small_an_update_is_lost(dtype, lost):
-    one = jnp.ones((), dtype)
-    assert one + one * lost == one < one + one * 4 * lost
-
-
-def test_what_the_pages_say_of_float16():
-    def half(x):
-        return jnp.float32(x).astype(jnp.float16)
-
-    assert half(65504) < jnp.inf == half(2.0**16) == half(300) ** 2
-    assert half(2.9e-8) == half(1e-8) == 0 < half(3e-8)
-    assert jnp.exp(half(12)) == jnp.inf and half(-1e9) == -jnp.inf
 
 
 def test_every_public_name_is_in_the_reference_once():

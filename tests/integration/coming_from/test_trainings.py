@@ -87,18 +87,8 @@ TRAININGS = [
 
 
 @every_guide
-def test_their_programs_are_python_and_the_tables_quote_programs(guide):
-    for code in code_blocks(GUIDES[guide], "python theirs"):
-        compile(code, guide, "exec")
-
-    def squeeze(code):
-        """Without white space, and without the comma that ends a broken line."""
-        return re.sub(r",(?=[)\]}])", "", re.sub(r"\s", "", code))
-
-    programs = squeeze("".join(re.findall(r"^```(?s:.*?)^```$", GUIDES[guide], re.M)))
-    for row in re.findall(r"^\|.*", GUIDES[guide], re.M):
-        for snippet in re.findall(r"`([^`]+)`", row):
-            assert squeeze(snippet) in programs, snippet
+def test_their_programs_are_python(guide):
+    compile("".join(code_blocks(GUIDES[guide], "python theirs")), guide, "exec")
 
 
 @pytest.mark.slow
@@ -116,12 +106,6 @@ def test_their_program_and_ours_print_the_same_scale_and_loss(guide):
 def test_every_program_trains(guide):
     losses = np.array(run(guide)["losses"])
     assert losses[-1] < 0.05 * losses[0]
-
-
-@pytest.mark.slow
-def test_the_keras_model_has_what_was_trained():
-    printed = run("keras")["printed"]
-    assert float(re.search(r"loss of the Keras model (.*)", printed)[1]) < 0.1
 
 
 @pytest.mark.slow
@@ -144,15 +128,6 @@ def test_a_bad_batch_changes_the_scale_alone_and_a_good_one_is_counted(training)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("guide", "saved"), [("pytorch", "checkpoint"), ("keras", "restored")]
-)
-def test_what_was_restored_is_what_was_trained(guide, saved):
-    page = run(guide)
-    assert_same_bits(page[saved], {name: page[name] for name in page[saved]})
-
-
-@pytest.mark.slow
 @every_guide
 def test_a_run_begun_there_goes_on_here(guide):
     """With the scale and the counter: the next finite step is one that grows."""
@@ -162,13 +137,3 @@ def test_a_run_begun_there_goes_on_here(guide):
     assert rule.update(state.scale_state, True).loss_scale == 32768.0
     assert_same_bits(state.inner_state, page.get("old_opt_state", state.inner_state))
     assert_same_types(state.scale_state, rule.init())
-
-
-@pytest.mark.slow
-def test_the_fixed_scale_of_tensorflow_applies_every_step():
-    page = run("tensorflow")
-    x = np.full_like(page["x"][0], np.inf)
-    start = page["constant_params"], page["constant_state"]
-    params, state, _ = page["constant_step"](*start, x, page["y"][0])
-    assert ls.was_applied(state) and ls.get_loss_scale(state) == 128.0
-    assert not ls.all_finite(params)
