@@ -40,11 +40,3 @@ def test_imports_run_downward(path):
     # The demonstration imports public names, as users do: they are no rooms.
     for other in ROOMS.intersection(imported_rooms(path)) - {room}:
         assert depth(room) < depth(other) or {room, other}.isdisjoint(ORDER), other
-
-
-def test_every_folder_stands_in_the_tree_and_has_tests_of_its_name():
-    folders = {
-        path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()
-    }
-    assert folders == {*ORDER} - {"__init__", "__main__", "_demo"}
-    assert all((ROOT / "tests" / x.strip("_")).is_dir() for x in folders)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from every_rule import RULES as EVERY_RULE
+from every_rule import RULES
 from shared import enable_x64
 from training import run_rule
 
@@ -22,15 +22,9 @@ TYPES = {
     "consecutive_skips": jnp.int32,
     "skip_rate": jnp.float32,
 }
-RULES = [
-    ls.FixedLossScale(),
-    ls.FixedLossScale(skip_nonfinite=False),
-    ls.DynamicLossScale(hysteresis=3, hysteresis_refill="growth"),
-    *map(EVERY_RULE.get, ["headroom", "deepspeed", "fairseq"]),
-]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize(("jit", "x64"), [(False, False), (True, True)])
 def test_every_leaf_is_a_strongly_typed_scalar(rule, jit, x64):
     with enable_x64(x64), jax.numpy_dtype_promotion("strict"):

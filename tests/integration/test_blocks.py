@@ -3,12 +3,9 @@
 import functools
 
 import equinox as eqx
-import flax.linen as nn
-import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 
 import optax_lossscale as ls
@@ -76,13 +73,3 @@ def test_nnx_modules_that_do_not_change_may_be_closed_over():
 
     module = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
     assert_same_gradients(call, nnx.grad, module)
-
-
-@pytest.mark.parametrize(
-    "module",
-    [nn.Dense(3), hk.without_apply_rng(hk.transform(lambda x: hk.Linear(3)(x)))],
-    ids=["linen", "haiku"],
-)
-def test_linen_and_haiku_modules_are_functions_of_arrays_in_apply(module):
-    params = module.init(jax.random.key(1), X)
-    assert_same_gradients(lambda wrap, p: wrap(module.apply)(p, X), jax.grad, params)

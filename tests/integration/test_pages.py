@@ -142,15 +142,6 @@ def test_float8_layers_train_through_a_bad_batch():
     assert ls.get_loss_scale_state(guide["fp8_state"]).skipped_steps == 1
 
 
-def test_a_frozen_layer_stays_and_its_nan_skips_the_step():
-    guide = run("guides/wrappers")
-    updates, state = guide["frozen_updates"], guide["freezing_state"]
-    assert jnp.all(updates["b"] == 0) and jnp.any(updates["w"] != 0)
-    bad = {"w": jnp.ones((8, 1)), "b": jnp.full(1, jnp.nan)}
-    _, state = guide["freezing_tx"].update(bad, state, guide["params"])
-    assert not ls.was_applied(state)
-
-
 def test_a_schedule_inside_counts_applied_steps_and_one_outside_all():
     guide, bad = run("guides/wrappers"), {"w": jnp.full((8, 1), jnp.nan)}
     good, rates = {"w": jnp.ones((8, 1))}, []

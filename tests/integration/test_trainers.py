@@ -38,10 +38,6 @@ def variables(trainer):
     return nnx.state((trainer.model, trainer.optimizer))
 
 
-def inputs(batch):
-    return {"x": np.asarray(batch[0]), "y": np.asarray(batch[1])}
-
-
 def test_peft_trainer_learns_adapters_in_float16_and_resumes(page, tmp_path):
     trainer, batches = page["trainer"], page["batches"]
     assert trainer.train_steps == 100
@@ -51,8 +47,8 @@ def test_peft_trainer_learns_adapters_in_float16_and_resumes(page, tmp_path):
 
 
 def test_peft_trainer_skips_a_bad_batch_and_counts_it(page, tmp_path):
-    batch, good = page["batch"], page["batches"]
-    batches = [inputs(bad(batch)) if i == 5 else x for i, x in enumerate(good[:20])]
+    x, y = map(np.asarray, bad(page["batch"]))
+    batches = [*page["batches"][:5], {"x": x, "y": y}, *page["batches"][:14]]
     trainer = page["train"](str(tmp_path), 20, batches)
     state = ls.get_loss_scale_state(trainer.optimizer)
     assert (float(state.loss_scale), int(state.skipped_steps)) == (2.0**14, 1)
@@ -68,7 +64,7 @@ def test_the_trainers_own_accumulation_is_refused_in_a_step_that_was_replaced(pa
     trainer = page["PeftTrainer"](page["net"](), tx, config)
     trainer.with_loss_fn(page["nnx_loss"])
     page["at_loss_scale"](trainer)
-    with pytest.raises(ValueError, match="turn off the trainer's accumulation"):
+    with pytest.raises(ValueError, match="turn off its accumulation"):
         trainer.train(page["batches"])
 
 
@@ -89,10 +85,8 @@ def test_levanter_trains_at_the_scale_in_its_scan_over_microbatches(page):
 def test_a_closed_fit_trains_at_a_fixed_scale_and_skips(page):
     assert page["loss_fn"](page["fitted"], page["batch"]) < 0.3
     start = {"w": jnp.zeros((8, 1)), "b": jnp.zeros(1)}
-    tiny = ls.scale_backward(lambda *args: 2.0**-22 * page["loss_fn"](*args), 2.0**22)
     batches = [page["batch"]] * 3 + [bad(page["batch"])]
-    fitted, state = page["fit"](start, page["fit_tx"], tiny, batches)
-    assert np.all(fitted["w"] != 0)
+    _, state = page["fit"](start, page["fit_tx"], page["fit_loss"], batches)
     assert int(ls.get_loss_scale_state(state).skipped_steps) == 1
 
 
