@@ -34,12 +34,13 @@ def skips(errors):
 
 
 def test_a_guard_raises_at_one_step_more_than_allowed():
-    opt_state = ls.with_loss_scaling(optax.adam(1e-3), RULE).init(jnp.ones(2))
+    params = jnp.ones(2)
+    opt_state = ls.with_loss_scaling(optax.adam(1e-3), RULE).init(params)
     ls.check_loss_scale(opt_state._replace(scale_state=skipped(100)))
     with pytest.raises(ls.LossScaleError, match="^The last 101 steps were all skipped"):
         ls.check_loss_scale(opt_state._replace(scale_state=skipped(101)))
     with jax.transfer_guard("disallow"):
-        ls.check_loss_scale(opt_state, grads=opt_state.inner_state)
+        ls.check_loss_scale(opt_state, grads=params)
 
 
 @pytest.mark.parametrize("scale", [jnp.nan, jnp.inf, 0.0])

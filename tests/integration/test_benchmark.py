@@ -34,18 +34,16 @@ def test_the_benchmark_measures_every_recipe(tmp_path):
 
 
 @pytest.mark.slow
-def test_one_command_measures_the_device_that_is_here_and_goes_on_if_stopped(tmp_path):
+def test_one_command_measures_the_device_that_is_here(tmp_path):
     pytest.importorskip("jmp")
     parts = ["update by sgd", "step in float16", "tests of test_finite.py"]
-    for number in (1, 3):
-        subprocess.run(
-            [sys.executable, BENCHMARKS / "on_device.py"]
-            + ["--json", tmp_path / "found.json", "--parts", *parts[:number]],
-            env=worker_environment(JAX_PLATFORMS="cpu"),
-            check=True,
-        )
-        found = json.loads((tmp_path / "found.json").read_text())["parts"]
-        assert list(found) == parts[:number]
+    subprocess.run(
+        [sys.executable, BENCHMARKS / "on_device.py"]
+        + ["--json", tmp_path / "found.json", "--parts", *parts],
+        env=worker_environment(JAX_PLATFORMS="cpu"),
+        check=True,
+    )
+    found = json.loads((tmp_path / "found.json").read_text())["parts"]
     assert " passed" in found[parts[2]][0]["outcome"]
     assert (tmp_path / "found.md").read_text().count("| plain | ") == 2
 

@@ -119,17 +119,9 @@ def like_pytorch(name):
         off = np.abs(run.state[0]["w"] - weights).max() / np.abs(weights).max()
         same.append((run.scale() == steps["scale_after"][step], off < 0.01))
     return [
-        f"all {len(x)}" if all(x) else str(x.index(False))
+        f"all {len(x)}" if all(x) else str(x.index(False) or "")
         for x in zip(*same, strict=True)
     ]
-
-
-def like_pytorchs_scale(name):
-    return "" if name == OPTAX else like_pytorch(name)[0]
-
-
-def like_pytorchs_weights(name):
-    return like_pytorch(name)[1]
 
 
 def reported(name):
@@ -151,9 +143,11 @@ CHECKS = {
     "a skipped step keeps weights, moments and schedule": keeps,
     "a batch with NaN lowers the scale": lowers,
     "steps with PyTorch's scale, in a run recorded from `GradScaler`": (
-        like_pytorchs_scale
+        lambda name: like_pytorch(name)[0]
     ),
-    "steps with PyTorch's weights in that run, within 1 %": like_pytorchs_weights,
+    "steps with PyTorch's weights in that run, within 1 %": (
+        lambda name: like_pytorch(name)[1]
+    ),
     "a loss of 1e35 is reported as": reported,
     "a smallest scale of 8, under `jit`": lambda name: after(
         20, jnp.nan, name, floor=8

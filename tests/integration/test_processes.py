@@ -19,8 +19,6 @@ import optax_lossscale as ls
 # Each process starts jax anew.
 pytestmark = pytest.mark.slow
 
-DEVICES = 4
-
 
 def run(count, folder, steps):
     """Let processes share the devices; what the first of them prints."""
@@ -28,7 +26,7 @@ def run(count, folder, steps):
         # While this socket is open, nobody but jax is given its port.
         address.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         address.bind(("127.0.0.1", 0))
-        flags = f"--xla_force_host_platform_device_count={DEVICES // count}"
+        flags = f"--xla_force_host_platform_device_count={4 // count}"
         processes = []
         for i in range(count):
             arguments = address.getsockname()[1], count, i, steps, folder
@@ -46,32 +44,21 @@ def run(count, folder, steps):
     return outputs[0]
 
 
-def restore(folder, step):
-    """On one device: whatever the number was, it may be another."""
-    target = worker.make_target(jax.make_mesh((1,), ("d",), devices=jax.devices()[:1]))
-    with ocp.CheckpointManager(folder / "saved") as manager:
-        return manager.restore(step, args=ocp.args.StandardRestore(target))
+def test_processes_agree_equal_one_device_and_go_on_bit_for_bit(tmp_path):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    run(2, whole, worker.STEPS)
+    run(2, stopped, 6)
+    assert "from step 4\n" in run(4, stopped, worker.STEPS)
+    # Restored on one device: whatever the number was, it may be another.
+    mesh = jax.make_mesh((1,), ("d",), devices=jax.devices()[:1])
+    target = ocp.args.StandardRestore(worker.make_target(mesh))
+    restored = []
+    for folder in (whole, stopped):
+        with ocp.CheckpointManager(folder / "saved") as manager:
+            restored.append(manager.restore(worker.STEPS, args=target))
+    assert_same_bits(*restored)
 
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The folder of a run of two processes."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    run(2, folder, worker.STEPS)
-    return folder
-
-
-def test_a_run_that_stopped_goes_on_bit_for_bit_in_more_processes(
-    undisturbed, tmp_path
-):
-    run(2, tmp_path, 6)
-    assert "from step 4\n" in run(4, tmp_path, worker.STEPS)
-    for step in (4, 8, 12, 16):
-        assert_same_bits(restore(tmp_path, step), restore(undisturbed, step))
-
-
-def test_the_processes_agree_and_equal_one_device(undisturbed):
-    results = [np.load(undisturbed / f"{i}.npz") for i in range(2)]
+    results = [np.load(whole / f"{i}.npz") for i in range(2)]
     step = jax.jit(make_step(worker.TX, float16_loss))
     expected = train(step, *worker.start(), map(worker.batch, range(worker.STEPS)))
     assert ls.get_loss_scale_state(expected).skipped_steps == len(worker.BAD_ROWS)

@@ -7,9 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from asserts import assert_same_bits, assert_same_types, kept
+from asserts import assert_same_bits, kept
 from book import code_blocks, page, run_blocks
 
 import optax_lossscale as ls
@@ -66,20 +65,15 @@ class Training(NamedTuple):
         return run(self.guide)[self.name](*state, *data)[:-1]
 
 
-def of(prefix):
-    """The names of parameters and state in a second program of a page."""
-    return (f"{prefix}_params", f"{prefix}_state")
-
-
 TRAININGS = [
     Training("pytorch", backoff=1.0),  # `value=loss` is not finite
     Training("keras"),
     Training("keras", "network_step", ("trainable", "other", "network_state")),
     Training("tensorflow"),
-    Training("tensorflow", "graph_step", of("graph")),
+    Training("tensorflow", "graph_step", ("graph_params", "graph_state")),
     Training("mindspore"),
-    Training("mindspore", "fixed_step", of("fixed"), backoff=1.0),
-    Training("mindspore", "train", of("cell")),
+    Training("mindspore", "fixed_step", ("fixed_params", "fixed_state"), backoff=1.0),
+    Training("mindspore", "train", ("cell_params", "cell_state")),
     Training("flax_dynamic_scale", state=("state",), batch=("x",)),
     Training("flax_dynamic_scale", state=("parallel_state",), batch=("x",)),
     Training("jmp", batch=("x",)),
@@ -110,15 +104,8 @@ def test_every_program_trains(guide):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("training", TRAININGS, ids=lambda t: f"{t.guide} {t.state[0]}")
-def test_a_bad_batch_changes_the_scale_alone_and_a_good_one_is_counted(training):
-    def counts(state):
-        return [int(n) for _, n in optax.tree.get_all_with_path(state, "count")]
-
-    before = training.start()
-    good = training.step(before, training.data())
-    assert ls.was_applied(good)
-    assert counts(good) == [count + 1 for count in counts(before)]
-
+def test_a_bad_batch_changes_the_scale_alone(training):
+    assert ls.was_applied(training.step(training.start(), training.data()))
     before = training.start()
     bad = training.step(before, training.data(bad=True))
     assert not ls.was_applied(bad)
@@ -136,4 +123,3 @@ def test_a_run_begun_there_goes_on_here(guide):
     assert ls.get_loss_scale(state) == 16384.0
     assert rule.update(state.scale_state, True).loss_scale == 32768.0
     assert_same_bits(state.inner_state, page.get("old_opt_state", state.inner_state))
-    assert_same_types(state.scale_state, rule.init())
