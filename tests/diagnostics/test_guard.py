@@ -171,9 +171,10 @@ def test_bad_batches_are_warned_of_when_the_scale_has_fallen_in_a_compiled_loop(
 
 def test_rare_skips_and_a_start_from_a_high_scale_are_not_warned_of():
     state = RULE.init()._replace(loss_scale=jnp.float32(2.0**32))
-    for i in range(200):
-        state = RULE.update(state, i > 18 and i % 40 > 0)
+    for flag in [False] * 19 + [True] * 200 + [*[True] * 24, False] * 14:
+        state = RULE.update(state, flag)
         ls.check_loss_scale(state)
+    assert state.loss_scale == 1.0
 
 
 def test_a_scale_that_is_rightly_below_1_is_not_warned_of_but_bad_batches_are():

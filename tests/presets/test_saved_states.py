@@ -17,18 +17,11 @@ PRESETS = {
     "megatron": presets.megatron,
     "keras": presets.keras_loss_scale,
 }
-# What they save, by the names of our state. Only jmp saves the arguments, too.
-FIELDS = {
-    "loss_scale": ("scale", "loss_scale", "3"),
-    "growth_tracker": (
-        "_growth_tracker",
-        "counter",
-        "fin_steps",
-        "growth_tracker",
-        "2",
-    ),
-    "hysteresis_tracker": ("hysteresis_tracker",),
-}
+# What they save, by the names of our state. The rest of what jmp saves are arguments.
+SCALES = ("scale", "loss_scale", "3")
+COUNTERS = ("growth_tracker", "_growth_tracker", "counter", "fin_steps", "2")
+FIELDS = {"loss_scale": SCALES, "growth_tracker": COUNTERS}
+FIELDS["hysteresis_tracker"] = ("hysteresis_tracker",)
 CASES = json.loads((DATA / "saved_states.json").read_text())["cases"]
 
 
