@@ -11,18 +11,18 @@ def host(report):
 
 def oracle(x, scale, dtype):
     """What numpy and ml_dtypes make of the scaled elements."""
-    x = np.ravel(x).astype(np.float64)
+    x = np.ravel(x).astype(np.complex128)
     with np.errstate(over="ignore"):
-        rounded = abs((x * scale).astype(jnp.dtype(dtype)).astype(np.float64))
+        rounded = (abs(x) * scale).astype(jnp.dtype(dtype)).astype(np.float64)
     finite = np.isfinite(x)
     flags = {
         "nan": np.isnan(x),
-        "inf": np.isinf(x),
+        "inf": np.isinf(x) & ~np.isnan(x),
         "zero": x == 0,
         "underflow": (rounded == 0) & (x != 0),
         "subnormal": (rounded > 0) & (rounded < float(jnp.finfo(dtype).tiny)),
         "overflow": finite & ~np.isfinite(rounded),
     }
     counts = {name: flag.sum().item() for name, flag in flags.items()}
-    max_abs = abs(x[finite]).max(initial=0).item()
-    return {**counts, "max_abs": max_abs, "size": x.size}
+    max_abs = min(abs(x[finite]).max(initial=0), np.finfo(np.float32).max)
+    return {**counts, "max_abs": float(np.float32(max_abs)), "size": x.size}

@@ -28,13 +28,13 @@ class Simulated:
 
     def assert_is(self, state: ls.LossScaleState) -> None:
         """Assert the numbers of a state; rules that count differently count alone."""
-        numbers = state.loss_scale, state.skipped_steps, state.consecutive_skips
-        expected = [self.scale, self.skipped, self.in_a_row]
+        numbers = (state.loss_scale, state.skipped_steps, state.consecutive_skips)
+        numbers += (state.skip_rate,)
+        expected = [self.scale, self.skipped, self.in_a_row, self.skip_rate]
         if self.hysteresis is not None:
             numbers += state.growth_tracker, state.hysteresis_tracker
             expected += self.growth, self.hysteresis
         np.testing.assert_allclose(numbers, expected, rtol=1e-5)
-        np.testing.assert_allclose(state.skip_rate, self.skip_rate, rtol=1e-5)
         assert bool(state.applied) == (self.in_a_row == 0)
 
     def record(self, applied: bool) -> None:

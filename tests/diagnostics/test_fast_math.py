@@ -1,4 +1,4 @@
-"""Report and suggestion under XLA's fast math, and under strict promotion."""
+"""Report and suggestion under XLA's fast math."""
 
 import ast
 import subprocess
@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from processes import WARNINGS_ARE_ERRORS, worker_environment
 from report_oracle import host
-from shared import enable_x64
 
 import optax_lossscale as ls
 
@@ -18,26 +17,16 @@ import optax_lossscale as ls
 FLAGS = ["--xla_cpu_enable_fast_math=true"] + [
     f"--xla_cpu_fast_math_honor_{name}=false" for name in ("nans", "infs", "functions")
 ]
-DTYPES = ["float32", "float16", "float8_e5m2", "complex64", "float64"]
 
 
 def results():
-    """Reports and a suggestion, as tuples."""
+    """A report, its totals and a suggestion, as tuples."""
     elements = [1.0, 0.0, -3.0, 2.0**-14, 2.0**14, 2.0**-16, np.nan, np.inf, -np.inf]
-    with enable_x64(True), jax.numpy_dtype_promotion("strict"):
-        grads = [np.resize(elements, 64).astype(jnp.dtype(x)) for x in DTYPES]
-        grads[3].imag[::7] = np.nan
-        grads[3][1] = complex(3e38, 3e38)
-
-        @jax.jit
-        def everything(grads):
-            # Limits among the normal numbers of all of them, and none at all.
-            report = ls.gradient_report(grads, dtype="float8_e4m3fn")
-            wide = ls.gradient_report(grads, dtype="float64")
-            suggested = ls.suggest_loss_scale(grads, dtype="float8_e5m2")
-            return report, wide, report.totals, suggested
-
-        return [tuple(host(x)) for x in everything(grads)]
+    types = (np.float32, np.float16, jnp.float8_e5m2, np.complex64)
+    grads = [np.resize(elements, 64).astype(x) for x in types]
+    report = jax.jit(lambda x: ls.gradient_report(x, dtype="float8_e4m3fn"))(grads)
+    suggested = jax.jit(ls.suggest_loss_scale)(grads)
+    return [tuple(host(x)) for x in (report, report.totals, suggested)]
 
 
 @pytest.mark.slow
@@ -47,7 +36,7 @@ def test_fast_math_changes_no_count():
     output = subprocess.check_output(command, env=environment, text=True)
     expected = results()
     assert ast.literal_eval(output) == expected
-    nan, inf, zero, underflow, _, overflow, *_ = expected[2]
+    nan, inf, zero, underflow, _, overflow, *_ = expected[1]
     assert min(nan, inf, zero, underflow, overflow) > 0
 
 

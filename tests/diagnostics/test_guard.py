@@ -34,25 +34,20 @@ def skips(errors):
 
 
 def test_a_guard_raises_at_one_step_more_than_allowed():
-    opt_state = ls.with_loss_scaling(optax.adam(1e-3), RULE).init(jnp.ones(2))
+    params = jnp.ones(2)
+    opt_state = ls.with_loss_scaling(optax.adam(1e-3), RULE).init(params)
     ls.check_loss_scale(opt_state._replace(scale_state=skipped(100)))
     with pytest.raises(ls.LossScaleError, match="^The last 101 steps were all skipped"):
         ls.check_loss_scale(opt_state._replace(scale_state=skipped(101)))
-    grads = [jnp.ones(3)]
     with jax.transfer_guard("disallow"):
-        ls.check_loss_scale(opt_state, grads=grads)
+        ls.check_loss_scale(opt_state, grads=params)
 
 
 @pytest.mark.parametrize("scale", [jnp.nan, jnp.inf, 0.0])
 def test_a_guard_raises_for_a_scale_that_is_no_positive_number(scale):
-    states = jax.vmap(lambda x: RULE.init()._replace(loss_scale=x))
-    many = states(jnp.array([1.0, scale]))
-    for state, member in ((jax.tree.map(lambda x: x[1], many), ""), (many, " of mem")):
-        message = (
-            rf"^The loss scale{member}.* is not a positive number.*\n.*\n1. The st"
-        )
-        with pytest.raises(ls.LossScaleError, match=message):
-            ls.check_loss_scale(state)
+    message = r"^The loss scale is not a positive number.*\n.*\n1. The state was"
+    with pytest.raises(ls.LossScaleError, match=message):
+        ls.check_loss_scale(RULE.init()._replace(loss_scale=jnp.float32(scale)))
 
 
 @pytest.mark.parametrize(
@@ -72,15 +67,12 @@ def test_an_argument_that_a_guard_cannot_use_is_refused(name, value, message):
         ls.check_loss_scale(**{"state": RULE.init(), name: value})
 
 
-UNUSED = {"loss_scale": 2.0**24, "growth_tracker": 500}
-
-
 def test_a_scale_at_its_ceiling_without_a_skip_is_of_no_use():
     """The second line is forgotten, or nothing is computed in float16."""
 
     def state(**numbers):
-        numbers = {k: jnp.asarray(x) for k, x in (UNUSED | numbers).items()}
-        return RULE.init()._replace(**numbers)
+        numbers = {"loss_scale": 2.0**24, "growth_tracker": 500} | numbers
+        return jax.tree.map(jnp.asarray, RULE.init()._replace(**numbers))
 
     with pytest.warns(UserWarning, match="1. The loss is not scaled") as seen:
         ls.check_loss_scale(state())
@@ -125,10 +117,9 @@ def test_only_what_is_due_calls_the_host_or_measures_the_gradients():
         ls.check_loss_scale(state, grads=grads)
 
     program = jax.make_jaxpr(check)(RULE.init(), {"w": jnp.ones(3)})
-    [branches] = [eqn for eqn in program.eqns if eqn.primitive.name == "cond"]
-    rest = "".join(str(eqn) for eqn in program.eqns if eqn is not branches)
-    for operation in ("debug_callback", "_measure_leaf"):
-        assert operation in str(branches) and operation not in rest
+    rest = [str(eqn) for eqn in program.eqns if eqn.primitive.name != "cond"]
+    assert "debug_callback" in str(program)
+    assert not [eqn for eqn in rest if "callback" in eqn or "_measure_leaf" in eqn]
 
 
 def test_a_compiled_loop_ends_with_the_text_of_the_error(caplog):
@@ -166,47 +157,39 @@ def test_members_of_an_ensemble_each_speak_for_themselves_under_vmap():
     assert skips(errors) == [4, 6]
 
 
-BAD_BATCHES = [False] * 15 + 30 * [*[True] * 9, False]
-
-
-@pytest.mark.parametrize("compiled", [True, False])
-def test_bad_batches_are_warned_of_when_the_scale_has_fallen(compiled):
+def test_bad_batches_are_warned_of_when_the_scale_has_fallen_in_a_compiled_loop():
     def step(state, flag):
         state = RULE.update(state, flag)
         ls.check_loss_scale(state)
         return state, None
 
+    flags = [False] * 15 + 30 * [*[True] * 9, False]
     message = "fallen to 1, and more than 5 % .*\n1. Some batches hold NaN"
     with pytest.warns(UserWarning, match=message):
-        if compiled:
-            run(lambda: jax.lax.scan(step, RULE.init(), jnp.array(BAD_BATCHES)))
-        else:
-            functools.reduce(lambda x, flag: step(x, flag)[0], BAD_BATCHES, RULE.init())
+        run(lambda: jax.lax.scan(step, RULE.init(), jnp.array(flags)))
 
 
 def test_rare_skips_and_a_start_from_a_high_scale_are_not_warned_of():
     state = RULE.init()._replace(loss_scale=jnp.float32(2.0**32))
-    for i in range(200):
-        state = RULE.update(state, i > 18 and i % 40 > 0)
+    for flag in [False] * 19 + [True] * 200 + [*[True] * 24, False] * 14:
+        state = RULE.update(state, flag)
         ls.check_loss_scale(state)
+    assert state.loss_scale == 1.0
 
 
-WITHOUT_FLOOR = [ls.HeadroomLossScale(min_scale=2.0**-24), presets.torch_grad_scaler()]
+def test_a_scale_that_is_rightly_below_1_is_not_warned_of_but_bad_batches_are():
+    rule = presets.torch_grad_scaler()
 
-
-@pytest.mark.parametrize("rule", WITHOUT_FLOOR)
-def test_a_scale_that_is_rightly_below_1_is_not_warned_of_but_bad_batches_are(rule):
     def step(state, magnitude):
         finite = magnitude * state.loss_scale < 65504
-        args = (magnitude,) if rule.uses_max_magnitude else ()
-        state = rule.update(state, finite, *args)
+        state = rule.update(state, finite)
         grads = [jnp.where(finite, magnitude, jnp.inf)]
         ls.check_loss_scale(state, grads=grads, value=jnp.float32(1.0))
         return state
 
-    state = functools.reduce(step, 200 * [jnp.float32(2.0**22)], rule.init())
+    state = functools.reduce(step, 200 * [2.0**22], rule.init())
     assert state.loss_scale < 2.0**-5 and state.consecutive_skips == 0
-    batches = 60 * [*9 * [jnp.float32(2.0**22)], jnp.float32(jnp.nan)]
+    batches = 60 * [*9 * [2.0**22], jnp.nan]
     with pytest.warns(UserWarning, match="fallen to 1, and more than 5 %"):
         functools.reduce(step, batches, state)
 
@@ -215,37 +198,23 @@ def loss_fn(params, batch):
     return jnp.sum(params * batch)
 
 
-def flax_step(tx, params, opt_state, batch):
-    """Flax's selection was kept, and also puts the old scale back."""
-    loss, grads = ls.value_and_grad(loss_fn, opt_state)(params, batch)
-    updates, new_state = tx.update(grads, opt_state, params)
-    new = optax.apply_updates(params, updates), new_state
-    select = functools.partial(jnp.where, ls.all_finite(grads))
-    return *jax.tree.map(select, new, (params, opt_state)), loss, grads
-
-
-def cond_step(tx, params, opt_state, batch):
-    loss, grads = ls.value_and_grad(loss_fn, opt_state)(params, batch)
-
-    def update():
-        updates, new_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), new_state
-
-    small = optax.tree.norm(grads) < 1e3
-    return *jax.lax.cond(small, update, lambda: (params, opt_state)), loss, grads
-
-
 GOOD, BAD = jnp.ones(2), jnp.array([1.0, jnp.inf])
 TX = ls.with_loss_scaling(optax.adam(1e-3))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("broken_step", [flax_step, cond_step])
-def test_an_update_that_is_left_out_or_undone_is_warned_of(broken_step, compiled):
-    step = functools.partial(broken_step, TX)
+def test_an_update_that_is_left_out_is_warned_of(compiled):
+    """Steps that put the old state back look alike."""
 
     def watched(params, opt_state, batch):
-        params, opt_state, loss, grads = step(params, opt_state, batch)
+        loss, grads = ls.value_and_grad(loss_fn, opt_state)(params, batch)
+
+        def update():
+            updates, new_state = TX.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), new_state
+
+        small = optax.tree.norm(grads) < 1e3
+        params, opt_state = jax.lax.cond(small, update, lambda: (params, opt_state))
         ls.check_loss_scale(opt_state, grads=grads, value=loss)
         return params, opt_state
 
@@ -256,41 +225,19 @@ def test_an_update_that_is_left_out_or_undone_is_warned_of(broken_step, compiled
         jax.effects_barrier()
 
 
-def frozen(tx):
-    labels = {"w": "trained", "b": "frozen"}
-    return optax.partition({"trained": tx, "frozen": optax.set_to_zero()}, labels)
-
-
-OPTIMIZERS = {
-    **{
-        name: ls.with_loss_scaling(optax.adam(1e-3), rule)
-        for name, rule in RULES.items()
-    },
-    "MultiSteps": ls.with_loss_scaling(optax.MultiSteps(optax.sgd(0.1), 2)),
-    "frozen": ls.with_loss_scaling(frozen(optax.sgd(0.1))),
-    "chain": optax.chain(optax.clip(1.0), ls.with_loss_scaling(optax.sgd(0.1))),
-    "checked": ls.with_loss_scaling(optax.adam(1e-3), check_updates=True),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_bad_batches_and_overflows_are_not_taken_for_a_lost_update(name):
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_bad_batches_and_overflows_are_not_taken_for_a_lost_update(rule):
     """Warnings are errors. Rules that never skip apply them, as they say."""
-    tx, params = OPTIMIZERS[name], {"w": GOOD, "b": GOOD}
+    tx = ls.with_loss_scaling(optax.MultiSteps(optax.adam(1e-3), 2), rule)
 
     @jax.jit
-    def step(params, opt_state, batch):
-        def loss_of_tree(params):
-            return loss_fn(params["w"], batch) + jnp.sum(params["b"])
+    def step(opt_state, batch):
+        loss, grads = ls.value_and_grad(loss_fn, opt_state)(GOOD, batch)
+        return tx.update(grads, opt_state, GOOD, value=loss)[1], grads, loss
 
-        loss, grads = ls.value_and_grad(loss_of_tree, opt_state)(params)
-        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
-        return optax.apply_updates(params, updates), opt_state, grads, loss
-
-    opt_state = tx.init(params)
+    opt_state = tx.init(GOOD)
     for i in range(12):
-        batch = BAD if i in (3, 8) else GOOD
-        params, opt_state, grads, loss = step(params, opt_state, batch)
+        opt_state, grads, loss = step(opt_state, BAD if i in (3, 8) else GOOD)
         ls.check_loss_scale(opt_state, grads=grads, value=loss)
 
 

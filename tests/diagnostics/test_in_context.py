@@ -12,8 +12,7 @@ def test_diagnostics_are_constants_inside_of_a_differentiated_function():
     errors = []
 
     def grads_at(x):
-        grads = {"w": x * jnp.array([1.0, 2.0]), "complex": jax.lax.complex(x, x)}
-        return grads | {"key": jax.random.key(0), "count": jnp.arange(2), "none": None}
+        return {"w": x * jnp.array([1.0, 2.0]), "complex": jax.lax.complex(x, x)}
 
     def loss(x):
         grads = grads_at(x)

@@ -1,9 +1,8 @@
-"""Training in several processes, which `test_processes` kills and starts again.
+"""Training in several processes, which `test_processes` stops and starts again.
 
-``python process_worker.py PORT PROCESSES PROCESS FOLDER [KILLED VICTIM]``
+``python process_worker.py PORT PROCESSES PROCESS STEPS FOLDER``
 
-It goes on from the last checkpoint in ``FOLDER``. With ``KILLED``, which is ``step`` or
-``save``, the process ``VICTIM`` says when it is in the middle of that, and stays there.
+It goes on from the last checkpoint in ``FOLDER``.
 """
 
 import signal
@@ -18,12 +17,11 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from orbax.checkpoint.multihost import get_barrier_sync_fn
 from training import float16_loss, make_step
 
 import optax_lossscale as ls
 
-STEPS, SAVED_EVERY, KILLED_STEP, KILLED_SAVE = 16, 4, 6, 12
+STEPS, SAVED_EVERY = 16, 4
 # The rows with a NaN, by step. Each of the four devices has four of 16 rows.
 BAD_ROWS = {3: 13, 4: 1, 6: 10, 9: 0, 14: 15}
 RULE = ls.DynamicLossScale(init_scale=2.0**10, growth_interval=2, hysteresis=2)
@@ -54,9 +52,8 @@ def batch(step):
 
 
 def main():
-    port, processes, process = map(int, sys.argv[1:4])
-    killed, victim = sys.argv[5:] or ("", "0")
-    dies_in = killed if process == int(victim) else ""
+    port, processes, process, steps = map(int, sys.argv[1:5])
+    folder = Path(sys.argv[5])
     signal.alarm(180)  # It ends even if the test has been killed.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
@@ -66,32 +63,17 @@ def main():
         x, split = batch(step), NamedSharding(mesh, P("d"))
         return jax.make_array_from_callback(x.shape, split, lambda rows: x[rows])
 
-    def barrier(key, timeout_ms):
-        if dies_in == "save" and key.endswith(f"write_complete.{KILLED_SAVE}"):
-            print("in the save", flush=True)
-            input()
-        get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
-
     target = make_target(mesh)
     shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
-    options = ocp.CheckpointManagerOptions(
-        save_interval_steps=SAVED_EVERY,
-        async_options=ocp.AsyncOptions(barrier_sync_fn=barrier),
-    )
-    with ocp.CheckpointManager(Path(sys.argv[4]) / "saved", options=options) as manager:
+    options = ocp.CheckpointManagerOptions(save_interval_steps=SAVED_EVERY)
+    with ocp.CheckpointManager(folder / "saved", options=options) as manager:
         first = manager.latest_step() or 0
         print("from step", first, flush=True)
         run = jax.jit(start, out_shardings=shardings)()
         if first:
             run = manager.restore(first, args=ocp.args.StandardRestore(target))
         step = jax.jit(make_step(TX, float16_loss), out_shardings=shardings)
-        for i in range(first, STEPS):
-            if killed == "step" and i == KILLED_STEP:
-                manager.wait_until_finished()
-                if dies_in:
-                    print("in the step", flush=True)
-                else:
-                    input()  # The victim waits for it in a collective.
+        for i in range(first, steps):
             run = step(*run, global_batch(i))
             manager.save(i + 1, args=ocp.args.StandardSave(run))
 
@@ -99,7 +81,7 @@ def main():
     report = ls.gradient_report({"x": global_batch(3)}, loss_scale=2.0**15)
     reached = multihost_utils.process_allgather(run, tiled=True)
     np.savez(
-        Path(sys.argv[4]) / f"{process}.npz",
+        folder / f"{process}.npz",
         *jax.tree.leaves(reached),
         report=ls.format_report(report),
     )

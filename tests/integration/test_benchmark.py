@@ -17,7 +17,7 @@ BENCHMARKS = ROOT / "tests" / "benchmarks"
 @pytest.mark.slow
 def test_the_benchmark_measures_every_recipe(tmp_path):
     pytest.importorskip("jmp")
-    sizes = ["--optimizers", "adamw", "--leaves", "4", "8", "--parameters", "16384"]
+    sizes = ["--optimizers", "adamw", "--leaves", "4", "--parameters", "16384"]
     files = ["--json", tmp_path / "step.json", "--plot", tmp_path / "step.png"]
     subprocess.run(
         [sys.executable, BENCHMARKS / "step.py", "--repeats", "3", "--transformer"]
@@ -26,29 +26,24 @@ def test_the_benchmark_measures_every_recipe(tmp_path):
         check=True,
     )
     report = json.loads((tmp_path / "step.json").read_text())
-    assert [row["leaves"] for row in report["optimizer_steps"]] == [4, 8]
-    for row in report["optimizer_steps"]:
-        recipes = [result["recipe"] for result in row["results"]]
-        assert {"plain", "optax_lossscale", "jmp", "flax"} <= {*recipes}
-        for result in row["results"]:
-            low, high = result["ratio_quartiles"]
-            assert 0 < low <= result["ratio"] <= high
+    [row] = report["optimizer_steps"]
+    recipes = {result["recipe"] for result in row["results"]}
+    assert {"plain", "optax_lossscale", "jmp", "flax"} <= recipes
+    assert all(result["ratio"] > 0 for result in row["results"])
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
-def test_one_command_measures_the_device_that_is_here_and_goes_on_if_stopped(tmp_path):
+def test_one_command_measures_the_device_that_is_here(tmp_path):
     pytest.importorskip("jmp")
     parts = ["update by sgd", "step in float16", "tests of test_finite.py"]
-    for number in (1, 3):
-        subprocess.run(
-            [sys.executable, BENCHMARKS / "on_device.py"]
-            + ["--json", tmp_path / "found.json", "--parts", *parts[:number]],
-            env=worker_environment(JAX_PLATFORMS="cpu"),
-            check=True,
-        )
-        found = json.loads((tmp_path / "found.json").read_text())["parts"]
-        assert list(found) == parts[:number]
+    subprocess.run(
+        [sys.executable, BENCHMARKS / "on_device.py"]
+        + ["--json", tmp_path / "found.json", "--parts", *parts],
+        env=worker_environment(JAX_PLATFORMS="cpu"),
+        check=True,
+    )
+    found = json.loads((tmp_path / "found.json").read_text())["parts"]
     assert " passed" in found[parts[2]][0]["outcome"]
     assert (tmp_path / "found.md").read_text().count("| plain | ") == 2
 

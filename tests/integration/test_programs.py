@@ -104,14 +104,3 @@ def test_ppo_learns_and_loses_no_step():
     assert lengths[0] < 40 and np.mean(np.asarray(lengths[-40:])) > 400
     assert int(ppo["scale_state"].skipped_steps) == 0
     assert ls.all_finite(ppo["params"])
-
-
-@slow
-def test_without_retries_ppo_skips_some_of_its_steps(monkeypatch):
-    def without_retries(fun, state):
-        differentiated = ls.value_and_grad(fun, state)
-        return lambda *args: (*differentiated(*args), state)
-
-    monkeypatch.setattr(ls, "value_and_grad_with_retries", without_retries)
-    skipping = run_page(FOLDER / "reinforcement_learning.md")
-    assert 0 < int(skipping["scale_state"].skipped_steps) < 200

@@ -13,7 +13,6 @@ from asserts import assert_same_bits
 from book import PAGES, run_page
 from flax import jax_utils, nnx
 from flax.training.train_state import TrainState
-from training import run_rule
 
 import optax_lossscale as ls
 
@@ -39,10 +38,6 @@ def variables(trainer):
     return nnx.state((trainer.model, trainer.optimizer))
 
 
-def inputs(batch):
-    return {"x": np.asarray(batch[0]), "y": np.asarray(batch[1])}
-
-
 def test_peft_trainer_learns_adapters_in_float16_and_resumes(page, tmp_path):
     trainer, batches = page["trainer"], page["batches"]
     assert trainer.train_steps == 100
@@ -52,8 +47,8 @@ def test_peft_trainer_learns_adapters_in_float16_and_resumes(page, tmp_path):
 
 
 def test_peft_trainer_skips_a_bad_batch_and_counts_it(page, tmp_path):
-    batch, good = page["batch"], page["batches"]
-    batches = [inputs(bad(batch)) if i == 5 else x for i, x in enumerate(good[:20])]
+    x, y = map(np.asarray, bad(page["batch"]))
+    batches = [*page["batches"][:5], {"x": x, "y": y}, *page["batches"][:14]]
     trainer = page["train"](str(tmp_path), 20, batches)
     state = ls.get_loss_scale_state(trainer.optimizer)
     assert (float(state.loss_scale), int(state.skipped_steps)) == (2.0**14, 1)
@@ -62,29 +57,13 @@ def test_peft_trainer_skips_a_bad_batch_and_counts_it(page, tmp_path):
     assert int(optax.tree.get(variables(trainer), "gradient_step")[...]) == 9
 
 
-def test_a_step_that_is_replaced_scales_as_one_that_is_overridden(page):
-    def tiny_loss(model, x, y):
-        return 2.0**-20 * page["nnx_loss"](model, x, y)
-
-    def run(kind, prepare):
-        config = page["TrainingConfig"](eval_every_n_steps=100, max_steps=4)
-        tx = ls.with_loss_scaling(optax.adamw(3e-2))
-        trainer = kind(page["net"](), tx, config).with_loss_fn(tiny_loss)
-        prepare(trainer)
-        trainer.train(page["batches"])
-        return jax.tree.leaves(variables(trainer))
-
-    overriding = page["Float16Trainer"]
-    replaced = run(overriding.__base__, page["at_loss_scale"])
-    assert_same_bits(replaced, run(overriding, lambda trainer: None))
-
-
-def test_the_trainers_own_accumulation_is_refused(page):
+def test_the_trainers_own_accumulation_is_refused_in_a_step_that_was_replaced(page):
     tx = ls.with_loss_scaling(optax.adamw(3e-2))
     options = {"max_steps": 3, "gradient_accumulation_steps": 1}
     config = page["TrainingConfig"](eval_every_n_steps=100, **options)
-    trainer = page["Float16Trainer"](page["net"](), tx, config)
+    trainer = page["PeftTrainer"](page["net"](), tx, config)
     trainer.with_loss_fn(page["nnx_loss"])
+    page["at_loss_scale"](trainer)
     with pytest.raises(ValueError, match="turn off its accumulation"):
         trainer.train(page["batches"])
 
@@ -106,32 +85,14 @@ def test_levanter_trains_at_the_scale_in_its_scan_over_microbatches(page):
 def test_a_closed_fit_trains_at_a_fixed_scale_and_skips(page):
     assert page["loss_fn"](page["fitted"], page["batch"]) < 0.3
     start = {"w": jnp.zeros((8, 1)), "b": jnp.zeros(1)}
-    tiny = ls.scale_backward(lambda *args: 2.0**-22 * page["loss_fn"](*args), 2.0**22)
     batches = [page["batch"]] * 3 + [bad(page["batch"])]
-    fitted, state = page["fit"](start, page["fit_tx"], tiny, batches)
-    assert np.all(fitted["w"] != 0)
+    _, state = page["fit"](start, page["fit_tx"], page["fit_loss"], batches)
     assert int(ls.get_loss_scale_state(state).skipped_steps) == 1
 
 
-def test_a_bad_row_that_comes_back_lowers_the_scale_unless_the_rule_forbids_it(page):
-    flags = np.arange(400) % 25 != 7  # one step of 25 in sixteen epochs
-    states = run_rule(ls.DynamicLossScale(), flags)
-    assert list(states.loss_scale[[25 * 14, 25 * 15, -1]]) == [2.0, 1.0, 1.0]
-    for step in range(375, 400):
-        state = jax.tree.map(lambda x, step=step: jnp.asarray(x[step]), states)
-        ls.check_loss_scale(state)  # no error, and warnings are errors
-    lowest = {
-        name: run_rule(page[name], flags).loss_scale.min()
-        for name in ("fixed", "with_a_floor", "grows_each_epoch")
-    }
-    expected = {"fixed": 2.0**12, "with_a_floor": 2.0**10, "grows_each_epoch": 2.0**14}
-    assert lowest == expected
-
-
-@pytest.mark.parametrize("axis_name", [None, "batch"])
-def test_pmap_keeps_synchronized_statistics_through_a_bad_batch(page, axis_name):
+def test_pmap_keeps_synchronized_statistics_through_a_bad_batch(page):
     def after(batches):
-        tx = ls.with_loss_scaling(optax.adam(1e-2), axis_name=axis_name)
+        tx = ls.with_loss_scaling(optax.adam(1e-2))
         net = page["Norm"]()
         variables = net.init(jax.random.key(0), batches[0][0])
         state = TrainState.create(apply_fn=net.apply, tx=tx, params=variables["params"])
@@ -145,6 +106,5 @@ def test_pmap_keeps_synchronized_statistics_through_a_bad_batch(page, axis_name)
     (ours, stats), (undisturbed, undisturbed_stats) = (
         after(batches) for batches in ([good, bad(good), good], [good, good])
     )
-    assert not np.array_equal(stats["BatchNorm_0"]["mean"], np.zeros((8, 32)))
     assert_same_bits((ours.params, stats), (undisturbed.params, undisturbed_stats))
     assert np.all(ls.get_loss_scale_state(ours).loss_scale == 2.0**14)

@@ -27,13 +27,6 @@ def test_nothing_is_cut_off_or_overlaps():
     assert not boxes[0].overlaps(boxes[1])
 
 
-def test_a_layout_engine_stays():
-    figure, axes = plt.subplots(layout="tight")
-    engine = figure.get_layout_engine()
-    plot_scale([8.0], [True], ax=axes)
-    assert figure.get_layout_engine() is engine
-
-
 def test_traced_values_are_refused():
     for name, plot in {
         "grads": lambda x: plot_range([x]),

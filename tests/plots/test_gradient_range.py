@@ -27,7 +27,6 @@ def legend(axes):
 @pytest.mark.parametrize(
     ("scale", "shift", "label", "shares"),
     [
-        (4.0, 2, "2^2", "20.0% 20.0% 20.0% 40.0%"),
         (0.5, -1, "2^-1", "20.0% 20.0% 60.0% 0%"),
         (jnp.float32(1000), np.log2(1000), "1,000", "0% 20.0% 40.0% 40.0%"),
     ],
@@ -47,11 +46,6 @@ def test_octaves_and_zones_have_their_shares_before_and_after(
     shown = [f"{before} → {after}" for before, after in zones]
     names = "lost", "subnormal", "normal", "overflow"
     assert texts[2:] == list(map("{} {}".format, names, shown))
-
-
-def test_a_few_elements_do_not_look_like_none_nor_nearly_all_like_all():
-    grads = [np.float32([1e-9] + [1.0] * 5000)]
-    assert legend(plot_range(grads))[::2] == ["lost <0.1%", "normal >99.9%"]
 
 
 def test_the_zones_are_where_the_type_has_them():

@@ -90,11 +90,6 @@ def test_a_preset_makes_of_its_arguments_what_the_table_says(preset, given, rule
     [
         (P.tf_keras_loss_scale, (False, 8.0, 3), "dynamic_growth_steps` must be left"),
         (P.mpx_dynamic, (8.0, 65505.0), "min_loss_scaling` must be .* 0 to 65504"),
-        (
-            P.apex_amp,
-            ("dynamic", 8.0, 2000, 8.0, 4.0),
-            "min_loss_scale` must not exceed `max_loss_scale",
-        ),
         (P.megatron, (4.0, 8.0), "min_scale` must not exceed `initial_scale"),
         (P.fairseq, (4.0, 2.0, 1, 8.0), "threshold` must not exceed `init_scale"),
     ],

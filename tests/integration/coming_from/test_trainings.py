@@ -7,9 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from asserts import assert_same_bits, assert_same_types, kept
+from asserts import assert_same_bits, kept
 from book import code_blocks, page, run_blocks
 
 import optax_lossscale as ls
@@ -66,20 +65,15 @@ class Training(NamedTuple):
         return run(self.guide)[self.name](*state, *data)[:-1]
 
 
-def of(prefix):
-    """The names of parameters and state in a second program of a page."""
-    return (f"{prefix}_params", f"{prefix}_state")
-
-
 TRAININGS = [
     Training("pytorch", backoff=1.0),  # `value=loss` is not finite
     Training("keras"),
     Training("keras", "network_step", ("trainable", "other", "network_state")),
     Training("tensorflow"),
-    Training("tensorflow", "graph_step", of("graph")),
+    Training("tensorflow", "graph_step", ("graph_params", "graph_state")),
     Training("mindspore"),
-    Training("mindspore", "fixed_step", of("fixed"), backoff=1.0),
-    Training("mindspore", "train", of("cell")),
+    Training("mindspore", "fixed_step", ("fixed_params", "fixed_state"), backoff=1.0),
+    Training("mindspore", "train", ("cell_params", "cell_state")),
     Training("flax_dynamic_scale", state=("state",), batch=("x",)),
     Training("flax_dynamic_scale", state=("parallel_state",), batch=("x",)),
     Training("jmp", batch=("x",)),
@@ -87,18 +81,8 @@ TRAININGS = [
 
 
 @every_guide
-def test_their_programs_are_python_and_the_tables_quote_programs(guide):
-    for code in code_blocks(GUIDES[guide], "python theirs"):
-        compile(code, guide, "exec")
-
-    def squeeze(code):
-        """Without white space, and without the comma that ends a broken line."""
-        return re.sub(r",(?=[)\]}])", "", re.sub(r"\s", "", code))
-
-    programs = squeeze("".join(re.findall(r"^```(?s:.*?)^```$", GUIDES[guide], re.M)))
-    for row in re.findall(r"^\|.*", GUIDES[guide], re.M):
-        for snippet in re.findall(r"`([^`]+)`", row):
-            assert squeeze(snippet) in programs, snippet
+def test_their_programs_are_python(guide):
+    compile("".join(code_blocks(GUIDES[guide], "python theirs")), guide, "exec")
 
 
 @pytest.mark.slow
@@ -119,37 +103,15 @@ def test_every_program_trains(guide):
 
 
 @pytest.mark.slow
-def test_the_keras_model_has_what_was_trained():
-    printed = run("keras")["printed"]
-    assert float(re.search(r"loss of the Keras model (.*)", printed)[1]) < 0.1
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("training", TRAININGS, ids=lambda t: f"{t.guide} {t.state[0]}")
-def test_a_bad_batch_changes_the_scale_alone_and_a_good_one_is_counted(training):
-    def counts(state):
-        return [int(n) for _, n in optax.tree.get_all_with_path(state, "count")]
-
-    before = training.start()
-    good = training.step(before, training.data())
-    assert ls.was_applied(good)
-    assert counts(good) == [count + 1 for count in counts(before)]
-
+def test_a_bad_batch_changes_the_scale_alone(training):
+    assert ls.was_applied(training.step(training.start(), training.data()))
     before = training.start()
     bad = training.step(before, training.data(bad=True))
     assert not ls.was_applied(bad)
     assert_same_bits(kept(bad), kept(before))
     old, new = ls.get_loss_scale_state(before), ls.get_loss_scale_state(bad)
     assert new.loss_scale == training.backoff * old.loss_scale
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("guide", "saved"), [("pytorch", "checkpoint"), ("keras", "restored")]
-)
-def test_what_was_restored_is_what_was_trained(guide, saved):
-    page = run(guide)
-    assert_same_bits(page[saved], {name: page[name] for name in page[saved]})
 
 
 @pytest.mark.slow
@@ -161,14 +123,3 @@ def test_a_run_begun_there_goes_on_here(guide):
     assert ls.get_loss_scale(state) == 16384.0
     assert rule.update(state.scale_state, True).loss_scale == 32768.0
     assert_same_bits(state.inner_state, page.get("old_opt_state", state.inner_state))
-    assert_same_types(state.scale_state, rule.init())
-
-
-@pytest.mark.slow
-def test_the_fixed_scale_of_tensorflow_applies_every_step():
-    page = run("tensorflow")
-    x = np.full_like(page["x"][0], np.inf)
-    start = page["constant_params"], page["constant_state"]
-    params, state, _ = page["constant_step"](*start, x, page["y"][0])
-    assert ls.was_applied(state) and ls.get_loss_scale(state) == 128.0
-    assert not ls.all_finite(params)
