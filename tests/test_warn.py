@@ -145,14 +145,6 @@ def halves(net):
     other.run(lambda p, s, x: jax.jit(other.applied)(p, s, gradient(p, s, x)))
 
 
-def hyperparameters(net):
-    net.tx = optax.inject_hyperparams(
-        lambda rate: ls.with_loss_scaling(optax.adam(rate))
-    )(rate=0.1)
-    net.state = net.tx.init(net.params)
-    net.run(jax.jit(net.step))
-
-
 def init_inside(net):
     jax.eval_shape(net.tx.init, net.params)
     jax.jit(lambda p, x: net.step(p, net.tx.init(p), x))(net.params, net.x)
@@ -200,13 +192,6 @@ def sharded_update(net):
     net.run(lambda p, s, x: update(p, s, ls.grad(net.loss, s)(p, x)), times=1)
 
 
-def several_traces(net):
-    step = jax.jit(net.step)
-    net.run(step)
-    net.x = net.x[:2]
-    net.run(step)
-
-
 def chained(net):
     net.tx = optax.chain(optax.clip(1.0), net.tx)
     net.state = net.tx.init(net.params)
@@ -223,11 +208,9 @@ RIGHT = {
     "both losses before both updates": lambda net: both_losses_first([net, Network(7)]),
     "chained": chained,
     "halves of a step, and a sweep": halves,
-    "hyperparameters": hyperparameters,
     "init inside the step": init_inside,
     "micro-batches": micro_batches,
     "a scale without its optimizer": scale_state_alone,
-    "several traces": several_traces,
     "a sharded update": sharded_update,
     "a trainer, at a number": trainer,
     "scale 1": at_scale_1,

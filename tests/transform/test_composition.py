@@ -139,14 +139,6 @@ def test_inject_hyperparams_may_stand_outside():
     assert float(ls.get_loss_scale(state)) == 2.0**14
 
 
-def test_map_params_sees_through_the_wrapper():
-    tx = optax.chain(optax.clip(1.0), ls.with_loss_scaling(ADAM))
-    state = tx.init(PARAMS)
-    more = optax.tree.map_params(tx, lambda x: x + 1, state)
-    assert_same_bits(ls.get_loss_scale_state(more), ls.get_loss_scale_state(state))
-    assert float(more[1].inner_state[0].mu["b"]) == 1.0
-
-
 def test_accessors_take_the_inner_state():
     plain = contrib.schedule_free_sgd(0.1)
     params, state = run(ls.with_loss_scaling(plain), [GOOD, BAD, GOOD])

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from asserts import assert_no_update, assert_same_bits
@@ -19,27 +18,6 @@ TX = ls.with_loss_scaling(optax.adam(0.1), RULE)
 @pytest.fixture(scope="module")
 def state():
     return jax.jit(TX.update)(GRADS, TX.init(PARAMS), PARAMS)[1]
-
-
-@pytest.mark.parametrize(
-    ("extra_args", "rule_hears"),
-    [
-        ({"grads_finite": False}, True),
-        ({"value": jnp.float16(np.inf)}, False),
-        ({"value": np.nan, "grads_finite": False}, False),
-    ],
-)
-@pytest.mark.parametrize("around", [jax.jit, lambda update: update])
-def test_a_flag_and_a_loss_skip_steps_of_good_gradients(
-    extra_args, rule_hears, around, state
-):
-    """A bad loss leaves the scale alone: no scale would cure it."""
-    updates, new_state = around(TX.update)(GRADS, state, PARAMS, **extra_args)
-    assert_no_update(updates)
-    assert_same_bits(new_state.inner_state, state.inner_state)
-    before = state.scale_state
-    expected = RULE.update(before, False) if rule_hears else before.record(False)
-    assert_same_bits(new_state.scale_state, expected)
 
 
 @pytest.mark.parametrize("flag", [1.0, "yes", jnp.ones(2, bool)])

@@ -15,13 +15,6 @@ NUMBERS = {
     "value": jnp.float32(3.0),
     "batch": (jnp.array([1.0, jnp.inf]), jnp.arange(3)),
 }
-PASSED_ON = {
-    "array": np.array([1.0, np.nan]),
-    "bound": float("inf"),
-    "dtype": jnp.float32,
-    "name": "text",
-    "value_fn": len,
-}
 
 
 def given(grads, **extra_args):
@@ -49,9 +42,3 @@ def test_only_a_skipped_step_is_given_other_numbers_and_they_are_finite(as_array
     assert first[0] == 1.0 and np.isfinite(first[1])
     assert integers is NUMBERS["batch"][1]
     assert 1e37 < extra_args["value"] < np.inf  # any other is better
-
-
-def test_what_is_no_array_of_a_device_is_passed_on():
-    for grads in (GRADS, BAD):
-        _, extra_args = given(grads, **PASSED_ON)
-        assert all(extra_args[name] is x for name, x in PASSED_ON.items())
