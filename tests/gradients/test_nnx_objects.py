@@ -151,14 +151,6 @@ def test_what_jax_differentiates_well_is_accepted():
     assert jax.tree.structure(ours) == jax.tree.structure(params)
 
 
-CHANGING = {
-    "append": lambda seen, x: seen.append(x),
-    "replace": lambda seen, x: seen.__setitem__(0, x),
-    "remove": lambda seen, x: seen.clear(),
-}
-
-
-@pytest.mark.parametrize("change", CHANGING.values(), ids=CHANGING)
 @pytest.mark.parametrize(
     "around",
     [
@@ -168,11 +160,11 @@ CHANGING = {
     ],
     ids=["retries", "scale_backward", "scale_block"],
 )
-def test_changes_of_what_is_no_object_would_be_lost_and_are_refused(around, change):
+def test_changes_of_what_is_no_object_would_be_lost_and_are_refused(around):
     def loss_fn(x, seen):
-        change(seen, 2 * x)
+        seen[0] = 2 * x
         return steep(x)
 
-    where = r"`\(args, kwargs\)\[0\]\[1\]\[[01]\]`"
+    where = r"`\(args, kwargs\)\[0\]\[1\]\[0\]`"
     with pytest.raises(ValueError, match=f"must not change its .*{where}"):
         around(loss_fn)(X, [X])

@@ -161,22 +161,6 @@ def test_one_state_for_devices_with_models_of_their_own_is_refused():
         mapped(at_scale(2.0**15), jnp.ones(24), 2.0)
 
 
-@pytest.mark.parametrize(
-    ("axis_name", "octaves"), [(None, [14, 12, 10]), ("model", [10] * 3)]
-)
-def test_members_of_an_ensemble_retry_alone_or_together(axis_name, octaves):
-    states = jax.vmap(lambda _: at_scale(2.0**14))(jnp.arange(3))
-    slopes = jnp.array([3.0, 15.0, 60.0])
-
-    def member(state, slope):
-        fun = ls.value_and_grad_with_retries(loss_fn, state, axis_name=axis_name)
-        return fun(jnp.ones((2, 2)), slope)
-
-    _, grads, new = jax.vmap(member, axis_name="model")(states, slopes)
-    np.testing.assert_array_equal(grads, slopes[:, None, None] * np.ones((2, 2)))
-    np.testing.assert_array_equal(new.loss_scale, 2.0 ** np.array(octaves))
-
-
 def test_explicit_meshes_keep_their_shardings():
     sharding = NamedSharding(make_mesh(EXPLICIT, data=8), P("data", None))
     w = jax.device_put(jnp.ones((8, 1)), sharding)

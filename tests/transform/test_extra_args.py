@@ -15,21 +15,17 @@ BAD_GRADS = {**GRADS, "w": GRADS["w"].at[2].set(jnp.nan)}
 TX = ls.with_loss_scaling(optax.adam(0.1), RULE)
 
 
-@pytest.fixture(scope="module")
-def state():
-    return jax.jit(TX.update)(GRADS, TX.init(PARAMS), PARAMS)[1]
-
-
-@pytest.mark.parametrize("flag", [1.0, "yes", jnp.ones(2, bool)])
-def test_what_is_no_flag_is_refused(flag, state):
-    with pytest.raises(ValueError, match="`grads_finite` must be one boolean"):
-        TX.update(GRADS, state, PARAMS, grads_finite=flag)
-
-
-@pytest.mark.parametrize("value", [jnp.ones(2), True, 1j], ids=str)
-def test_what_is_no_loss_is_refused(value, state):
-    with pytest.raises(ValueError, match="`value` must be one real number"):
-        TX.update(GRADS, state, PARAMS, value=value)
+@pytest.mark.parametrize(
+    ("name", "rule", "values"),
+    [
+        ("grads_finite", "boolean", [1.0, "yes", jnp.ones(2, bool)]),
+        ("value", "real number", [jnp.ones(2), True, 1j]),
+    ],
+)
+def test_what_is_no_flag_or_no_loss_is_refused(name, rule, values):
+    for value in values:
+        with pytest.raises(ValueError, match=f"`{name}` must be one {rule}"):
+            TX.update(GRADS, TX.init(PARAMS), PARAMS, **{name: value})
 
 
 def test_a_rule_that_never_skips_ignores_the_flag_and_the_loss():
@@ -104,18 +100,14 @@ def test_the_loss_decides_beside_an_optimizer_that_does_not_take_it(inner):
         tx.update(GRADS, state, PARAMS, value=3.0, other=3.0)
 
 
-@pytest.mark.filterwarnings("ignore:.*pmap.*:DeprecationWarning")
-@pytest.mark.parametrize("mapping", ["vmap", "pmap"])
-def test_with_an_axis_name_one_member_decides_for_all(mapping):
-    if not hasattr(jax, mapping):
-        pytest.skip("jax has given up pmap")
+def test_with_an_axis_name_one_member_decides_for_all():
     tx = ls.with_loss_scaling(optax.sgd(0.1), RULE, axis_name="member")
 
     def member(grads):
         return tx.update(grads, tx.init(grads))
 
     grads = jnp.ones((2, 3)).at[1, 2].set(jnp.inf)
-    updates, state = getattr(jax, mapping)(member, axis_name="member")(grads)
+    updates, state = jax.vmap(member, axis_name="member")(grads)
     assert_no_update(updates)
     assert state.scale_state.hysteresis_tracker.tolist() == [1, 1]
 
