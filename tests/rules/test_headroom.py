@@ -1,4 +1,4 @@
-"""HeadroomLossScale keeps its headroom in every type, and no more than that."""
+"""HeadroomLossScale: the headroom is kept in every type, and no more than that."""
 
 import jax
 import jax.numpy as jnp
@@ -38,3 +38,14 @@ def test_the_bound_holds_to_the_last_bit_and_no_scale_is_given_away(dtype):
         bound = top * (1 + 2.0**-23)  # a float32
         assert np.all((scale * m <= bound) | (scale == SMALLEST)), headroom
         assert np.all((2 * scale * m > top) | (scale == LARGEST)), headroom
+
+
+def test_a_scale_that_retries_found_is_kept_and_one_set_by_hand_is_not():
+    rule = ls.HeadroomLossScale()
+    state = rule.update(rule.init(), True, 1.0)
+    by_hand = state._replace(loss_scale=state.loss_scale / 64)
+    assert rule.update(by_hand, True, 1.0).loss_scale == state.loss_scale
+    by_retries = by_hand._replace(growth_tracker=jnp.int32(0))
+    for _ in range(50):
+        by_retries = rule.update(by_retries, True, 1.0)
+        assert by_retries.loss_scale == by_hand.loss_scale
