@@ -128,18 +128,6 @@ def init_inside(net):
     jax.jit(lambda p, x: net.step(p, net.tx.init(p), x))(net.params, net.x)
 
 
-def micro_batches(net):
-    def accumulated(params, state, x):
-        def add(sums, part):
-            grads = ls.grad(net.loss, state)(params, part[None])
-            return jax.tree.map(jnp.add, sums, grads), None
-
-        sums = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), x)[0]
-        return net.applied(params, state, sums)
-
-    net.run(jax.jit(accumulated))
-
-
 def trainer(net):
     gradient = jax.jit(jax.grad(ls.scale_backward(net.loss, 8.0)))
     gradient(net.params, net.x)
@@ -186,7 +174,6 @@ RIGHT = {
     "chained": chained,
     "halves of a step, and a sweep": halves,
     "init inside the step": init_inside,
-    "micro-batches": micro_batches,
     "a scale without its optimizer": scale_state_alone,
     "a sharded update": sharded_update,
     "a trainer, at a number": trainer,

@@ -7,27 +7,19 @@ import optax
 import pytest
 from asserts import assert_same_bits
 from shared import slow_but
-from training import normal
+from training import float16_loss, normal
 
 import optax_lossscale as ls
 
-WEIGHTS = {"w": 0.3 * normal(8, 16), "b": np.zeros(16), "out": 0.2 * normal(16, 4)}
-WEIGHTS = jax.tree.map(np.float16, WEIGHTS)
+WEIGHTS = {"w": np.float16(0.3 * normal(8, 4)), "b": np.zeros(4, np.float16)}
 HALF, FLOAT32 = (jax.tree.map(t, WEIGHTS) for t in (jnp.float16, jnp.float32))
-GRADS = jax.tree.map(lambda p: jnp.float32(np.cos(np.float32(100 * p))), WEIGHTS)
-BATCHES = normal(30, 16, 8), normal(30, 16, 4, seed=1)
-BATCHES[0][7, 3, 2] = np.inf
+GRADS = {"w": jnp.cos(100 * FLOAT32["w"]), "b": jnp.ones(4)}
+BATCHES = normal(30, 16, 8)
+BATCHES[7, 3, 2] = np.inf
 
 
 def as_half(tree):
     return jax.tree.map(lambda p: p.astype(jnp.float16), tree)
-
-
-def loss_fn(params, batch):
-    """Computes in float16, whatever the parameters are."""
-    params, (x, y) = as_half(params), batch
-    hidden = jax.nn.relu(x.astype(jnp.float16) @ params["w"] + params["b"])
-    return jnp.mean((hidden @ params["out"] - y.astype(jnp.float16)) ** 2, dtype="f4")
 
 
 def trained(inner, params):
@@ -35,11 +27,10 @@ def trained(inner, params):
 
     def step(carry, batch):
         params, state = carry
-        value, grads = ls.value_and_grad(loss_fn, state)(params, batch)
-        updates, state = tx.update(
-            *(grads, state, params),
-            **{"value": value, "grad": grads, "value_fn": lambda p: loss_fn(p, batch)},
-        )
+        value, grads = ls.value_and_grad(float16_loss, state)(params, batch)
+        extra_args = {"value": value, "grad": grads}
+        extra_args["value_fn"] = lambda params: float16_loss(params, batch)
+        updates, state = tx.update(grads, state, params, **extra_args)
         return (optax.apply_updates(params, updates), state), None
 
     scan = jax.jit(lambda carry: jax.lax.scan(step, carry, BATCHES))
@@ -54,7 +45,7 @@ RUNS = {
     "line search": lambda m: m(optax.lbfgs()),
     "MultiSteps": lambda m: m(optax.MultiSteps(ADAM, 2)),
     "partition": lambda m: optax.partition(
-        {"a": m(ADAM), "b": m(SGD)}, {"w": "a", "b": "b", "out": "a"}
+        {"a": m(ADAM), "b": m(SGD)}, {"w": "a", "b": "b"}
     ),
     "schedule_free": lambda m: m(optax.contrib.schedule_free_adamw(0.01)),
 }
@@ -152,7 +143,7 @@ def test_moments_beside_the_copies_are_made_as_for_float32():
     tx = ls.with_loss_scaling(
         optax.partition(
             {"copied": ls.with_master_weights(ADAM), "not": ADAM},
-            {"w": "copied", "b": "not", "out": "not"},
+            {"w": "copied", "b": "not"},
         )
     )
     floats = {x.dtype.name for x in jax.tree.leaves(tx.init(HALF)) if x.ndim}
@@ -172,7 +163,7 @@ def test_parameters_that_become_float16_later_are_warned_of_when_they_do():
     tx = ls.with_loss_scaling(ADAM)
     state, step = tx.init(FLOAT32), jax.jit(tx.update)
     _, state = step(GRADS, state, FLOAT32)  # warnings are errors
-    with pytest.warns(UserWarning, match="3 of 3 parameters are float16") as record:
+    with pytest.warns(UserWarning, match="2 of 2 parameters are float16") as record:
         for _ in range(2):
             _, state = step(GRADS, state, HALF)
     assert len(record) == 1 and record[0].filename == __file__
