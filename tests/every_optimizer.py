@@ -107,6 +107,7 @@ def _factories():
 
 
 FACTORIES = dict(_factories())
+NAMES = sorted((FACTORIES.keys() | VARIANTS.keys()) - LEFT_OUT.keys())
 OPTIMIZERS = [
     name
     for name, factory in FACTORIES.items()

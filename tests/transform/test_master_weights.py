@@ -187,9 +187,6 @@ def test_a_frozen_float16_base_with_float32_adapters_is_not_warned_of(trained):
 
 CHAINS = {
     "after": lambda m: optax.chain(m(ADAM), optax.scale(0.5)),
-    "in a chain of its own": lambda m: optax.chain(
-        optax.chain(m(ADAM)), optax.add_decayed_weights(0.1)
-    ),
     "in a wrapper": lambda m: optax.MultiSteps(
         optax.chain(m(ADAM), optax.scale(0.5)), 2
     ),
