@@ -107,6 +107,7 @@ def _factories():
 
 
 FACTORIES = dict(_factories())
+NAMES = sorted((FACTORIES.keys() | VARIANTS.keys()) - LEFT_OUT.keys())
 OPTIMIZERS = [
     name
     for name, factory in FACTORIES.items()
@@ -171,14 +172,3 @@ def update(name, tx, grads, state, params):
         extra_args = {}
     tx = optax.with_extra_args_support(tx)
     return tx.update(grads, state, params, **extra_args)
-
-
-def with_a_branch(inner):
-    """The same optimizer; because of the branch, its masks stand at the end."""
-
-    def update_fn(updates, state, params=None, **extra_args):
-        updates = jax.lax.cond(True, lambda g: g, lambda g: g, updates)
-        return inner.update(updates, state, params, **extra_args)
-
-    inner = optax.with_extra_args_support(inner)
-    return optax.GradientTransformationExtraArgs(inner.init, update_fn)

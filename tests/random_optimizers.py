@@ -1,9 +1,9 @@
 """Optimizers that no one wrote: random programs, wrapped and compared with themselves.
 
-``python tests/random_optimizers.py [--number 400] [--first 0] [--all] [--late]`` prints
-the seeds whose wrapped optimizer is wrong, and its program. ``--all`` runs each in
-every mode, instead of one, and ``--late`` with the mask that is always right. A seed
-that takes longer than a minute hangs: the command ends, and the last line names it.
+``python tests/random_optimizers.py [--number 400] [--first 0] [--late]`` prints
+the seeds whose wrapped optimizer is wrong, and its program. ``--late`` runs them with
+the mask that is always right. A seed that takes longer than a minute hangs: the command
+ends, and the last line names it.
 """
 
 import argparse
@@ -104,33 +104,6 @@ def host_reciprocal(x: Any) -> Any:
     return 1 / x
 
 
-@jax.custom_jvp
-def scaled(x: jax.Array) -> jax.Array:
-    return 0.5 * x
-
-
-scaled.defjvps(lambda t, out, x: 0.5 * t)
-
-
-@jax.custom_vjp
-def doubled_backward(x: jax.Array) -> jax.Array:
-    return 2 * x
-
-
-doubled_backward.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g,))
-
-
-def noted(x: jax.Array) -> jax.Array:
-    jax.debug.callback(lambda x: None, x)
-    return x
-
-
-def in_place(x: jax.Array) -> jax.Array:
-    ref = jax.new_ref(x)
-    ref[...] = ref[...] * 2
-    return ref[...]
-
-
 def eigen_root(x: jax.Array) -> jax.Array:
     values, vectors = jnp.linalg.eigh(matrix(x))
     return times(x, (vectors * jnp.sqrt(values)) @ vectors.T)
@@ -144,59 +117,37 @@ def lines(x: jax.Array) -> jax.Array:
 UNARY: dict[str, Callable[[jax.Array], jax.Array]] = {
     "negate": jnp.negative,
     "half": lambda x: 0.5 * x,
-    "tanh": jnp.tanh,
     "squash": lambda x: x * x / (1 + x * x),
     "clip": lambda x: jnp.clip(x, -1, 1),
     "cumsum": lambda x: jnp.cumsum(x, 0),
-    "sort": jnp.sort,
-    "flip": jnp.flip,
-    "roll": lambda x: jnp.roll(x, 1),
     "center": lambda x: x - jnp.mean(x),
     # A norm has no derivative at 0.
     "normalize": lambda x: x / jnp.sqrt(1 + jnp.sum(x * x)),
-    "softmax": lambda x: jax.nn.softmax(x, -1),
     "through bfloat16": lambda x: x.astype(jnp.bfloat16).astype(x.dtype),
     "replace NaN": jnp.nan_to_num,
     "mask by itself": lambda x: jnp.where(x > 0, x, 0.1 * x),
     "set a row": lambda x: x.at[0].set(1.0),
     "add to a row": lambda x: x.at[1].add(x[0]),
-    "apply to all": lambda x: x.at[:].apply(jnp.sin),
-    "rows by small index": lambda x: x.at[jnp.arange(2, dtype=jnp.uint8)].set(0.5),
-    "rows by unsigned index": lambda x: x.at[jnp.uint32(1)].multiply(0.5),
     "slice": lambda x: jax.lax.dynamic_update_slice(
         x, x[:1], (1,) + (0,) * (x.ndim - 1)
     ),
-    "transposed twice": lambda x: jnp.reshape(x.T, x.shape),
     "inner jit": jax.jit(lambda x: x * x + x),
     "checkpoint": jax.checkpoint(lambda x: jnp.cos(x) * x),
-    "custom derivative": scaled,
-    "custom gradient": doubled_backward,
-    "debug": noted,
-    "vmap": jax.vmap(lambda row: row / (1 + jnp.sum(row * row))),
+    "custom derivative": jax.nn.relu,
     "scan": lines,
     "for": lambda x: jax.lax.fori_loop(0, 3, lambda i, x: jnp.sin(x) + 0.1 * i, x),
     "solve": lambda x: times(x, jnp.linalg.inv(matrix(x))),
     "eigenvalues": eigen_root,
-    "qr": lambda x: times(x, jnp.linalg.qr(matrix(x))[1]),
-    "singular values": lambda x: x / (1 + jnp.linalg.svd(matrix(x))[1][0]),
-    "Cholesky": lambda x: times(x, jnp.linalg.cholesky(matrix(x))),
 }
-if hasattr(jax, "new_ref"):  # which has another name in earlier versions
-    UNARY["in place"] = in_place
-NO_JVP = {"apply to all", "custom gradient", "in place", "on the host"}
 BINARY: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "add": jnp.add,
     "subtract": jnp.subtract,
     "multiply": lambda x, y: jnp.tanh(x) * y,
     "divide": lambda x, y: x / (1 + jnp.abs(y)),
-    "maximum": jnp.maximum,
     "average": lambda x, y: 0.9 * x + 0.1 * y,
     "project": lambda x, y: x - y * jnp.vdot(x, y) / (1 + jnp.vdot(y, y)),
     "set all": lambda x, y: x.at[:].set(y),
-    "set the ellipsis": lambda x, y: x.at[...].set(y),
-    "set the whole": lambda x, y: x.at[()].set(y),
     "set one row": lambda x, y: x.at[1].set(y[0]),
-    "stack": lambda x, y: jnp.stack([x, y]).sum(0),
     "branch": lambda x, y: jax.lax.cond(
         jnp.sum(x) > jnp.sum(y) + 0.123, lambda: x, lambda: 0.5 * y
     ),
@@ -211,16 +162,12 @@ POSITIVE: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 OF_POSITIVE: dict[str, Callable[[jax.Array], jax.Array]] = {
     "reciprocal": jnp.reciprocal,
     "logarithm": jnp.log,
-    "reciprocal root": jax.lax.rsqrt,
     "Newton": root,
     "double until": doubled,
     "on the host": on_host(host_reciprocal),
 }
 WRITES: dict[str, Callable[[Any, Any, Any], Any]] = {
     "write a row": lambda h, i, x: h.at[i].set(x),
-    "write a row, dropping": lambda h, i, x: h.at[i].set(x, mode="drop"),
-    "write by small index": lambda h, i, x: h.at[i.astype(jnp.int8)].set(x),
-    "write by unsigned index": lambda h, i, x: h.at[i.astype(jnp.uint32)].set(x),
     "write rows": lambda h, i, x: h.at[jnp.stack([i, (i + 1) % ROWS])].set(x),
     "shift": lambda h, i, x: jnp.roll(h, 1, 0).at[0].set(x),
     "write a slice": lambda h, i, x: jax.lax.dynamic_update_index_in_dim(h, x, i, 0),
@@ -377,7 +324,7 @@ def check(seed: int, mode: str, check_updates: bool) -> None:
     unwrapped = jax.jit(program.update)
     grads = [gradients(seed, pattern) for pattern in PATTERNS]
     if mode == "jvp":
-        if NO_JVP.isdisjoint(name for name, _ in program.operations):
+        if all(name != "on the host" for name, _ in program.operations):
             applied = [
                 jax.tree.map(lambda x, i=[c == "." for c in pattern]: x[i], series)
                 for pattern, series in zip(PATTERNS, grads, strict=True)
@@ -407,24 +354,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--number", type=int, default=400)
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--all", action="store_true", help="each seed in every mode")
     parser.add_argument("--late", action="store_true", help="no masks are early")
     options = parser.parse_args(arguments)
     if options.late:
         early_mask.suits = lambda *_: False
     wrong = 0
     for seed in range(options.first, options.first + options.number):
-        chosen = MODES if options.all else [MODES[seed % len(MODES)]]
-        for mode, check_updates in chosen:
-            name = f"seed {seed} in {mode}" + ", check_updates" * check_updates
-            print(f"{name:40}", end="\r", flush=True)
-            faulthandler.dump_traceback_later(60, exit=True, file=sys.stdout)
-            try:
-                check(seed, mode, check_updates)
-            except Exception as error:
-                wrong += 1
-                print(f"{name}: {error!r}\n    {random_program(seed)}")
-            faulthandler.cancel_dump_traceback_later()
+        mode, check_updates = MODES[seed % len(MODES)]
+        name = f"seed {seed} in {mode}" + ", check_updates" * check_updates
+        print(f"{name:40}", end="\r", flush=True)
+        faulthandler.dump_traceback_later(60, exit=True, file=sys.stdout)
+        try:
+            check(seed, mode, check_updates)
+        except Exception as error:
+            wrong += 1
+            print(f"{name}: {error!r}\n    {random_program(seed)}")
+        faulthandler.cancel_dump_traceback_later()
     print(f"{wrong} wrong, of {options.number} random optimizers")
     return wrong
 

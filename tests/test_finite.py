@@ -11,9 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
-from meshes import EXPLICIT, make_mesh, on_mesh
 from processes import WARNINGS_ARE_ERRORS, worker_environment
 from shared import enable_x64
 
@@ -102,17 +99,6 @@ def test_an_unbound_axis_name_is_explained(check, axis_name):
     message = "`axis_name` must name an axis .* got " + re.escape(repr(axis_name))
     with pytest.raises(ValueError, match=message):
         jax.vmap(lambda x: check(x, axis_name=axis_name), axis_name="i")(jnp.ones(2))
-
-
-def test_the_check_is_the_same_over_sharded_arrays():
-    mesh = make_mesh(EXPLICIT, d=8)
-    apart = on_mesh(lambda x: ls.all_finite(x, axis_name="d"), P("d"), P(), mesh)
-    good = jnp.ones((16, 4))
-    for x, expected in ((good, True), (good.at[11, 2].set(jnp.nan), False)):
-        sharded = jax.device_put(x, NamedSharding(mesh, P("d")))
-        for check in (jax.jit(ls.all_finite), apart):
-            assert bool(check(sharded)) == expected
-        assert bool(jnp.isfinite(jax.jit(ls.max_magnitude)(sharded))) == expected
 
 
 def test_the_check_is_a_constant_to_derivatives():

@@ -2,7 +2,6 @@
 
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +19,7 @@ HIGH = ls.DynamicLossScale(init_scale=2.0**20).init()
 by_nnx = functools.partial(
     ls.value_and_grad_with_retries, max_retries=20, value_and_grad=nnx.value_and_grad
 )
+by_retries = functools.partial(ls.value_and_grad_with_retries, state=HIGH)
 
 
 def steep(x):
@@ -78,17 +78,11 @@ class Changing(nnx.Module):
         self.cache = nnx.Cache(jnp.zeros(3))
 
 
-CHANGES = {
-    "eval": nnx.Module.eval,
-    "leave out": lambda model: delattr(model, "cache"),
-    "grow": lambda model: setattr(model, "new", nnx.Linear(3, 3, rngs=nnx.Rngs(1))),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_module_may_change_its_structure(change):
+def test_a_module_may_change_its_structure():
     def loss_fn(model, x):
-        change(model)
+        model.eval()
+        del model.cache
+        model.new = nnx.Linear(3, 3, rngs=nnx.Rngs(1))
         return steep(model.linear(x))
 
     repeated, once = Changing(), Changing()
@@ -152,42 +146,12 @@ def test_what_jax_differentiates_well_is_accepted():
     assert jax.tree.structure(ours) == jax.tree.structure(params)
 
 
-CHANGING = {
-    "append": lambda seen, x: seen.append(x),
-    "replace": lambda seen, x: seen.__setitem__(0, x),
-    "remove": lambda seen, x: seen.clear(),
-}
-
-
-@pytest.mark.parametrize("change", CHANGING.values(), ids=CHANGING)
-@pytest.mark.parametrize(
-    "around",
-    [
-        lambda fun: ls.value_and_grad_with_retries(fun, HIGH),
-        lambda fun: ls.scale_backward(fun, HIGH),
-        ls.scale_block,
-    ],
-    ids=["retries", "scale_backward", "scale_block"],
-)
-def test_changes_of_what_is_no_object_would_be_lost_and_are_refused(around, change):
+@pytest.mark.parametrize("wrap", [ls.scale_block, by_retries])
+def test_changes_of_what_is_no_object_would_be_lost_and_are_refused(wrap):
     def loss_fn(x, seen):
-        change(seen, 2 * x)
+        seen[0] = 2 * x
         return steep(x)
 
-    where = r"`\(args, kwargs\)\[0\]\[1\]\[[01]\]`"
+    where = r"`\(args, kwargs\)\[0\]\[1\]\[0\]`"
     with pytest.raises(ValueError, match=f"must not change its .*{where}"):
-        around(loss_fn)(X, [X])
-
-
-@pytest.mark.slow
-def test_a_block_may_be_a_module_that_changes():
-    def block_loss(wrap, model):
-        return wrap(loss_fn)(model, X)[0]
-
-    results = []
-    for wrap in (ls.scale_block, lambda fun: fun):
-        model = Tied(nnx.Rngs(0))
-        loss, grads = nnx.value_and_grad(block_loss, argnums=1)(wrap, model)
-        assert model.calls[...] == model.dropout.rngs.count[...] == 1
-        results.append((loss, nnx.state(model, nnx.BatchStat), grads))
-    chex.assert_trees_all_close(*results, rtol=2e-2, atol=1e-3)
+        wrap(loss_fn)(X, [X])

@@ -23,35 +23,19 @@ def loss_fn(params, x):
     return 2.0**-20 * jnp.mean(y.astype(jnp.float32) ** 2)
 
 
-SCALES = {
-    "optimizer state": lambda state: state,
-    "scale state": lambda state: state.scale_state,
-    "array": ls.get_loss_scale,
-    "number": lambda state: 2.0**15,
-}
+READS = [lambda state: state, ls.get_loss_scale, lambda state: 2.0**15]
 
 
-@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
-def test_gradients_are_those_of_value_and_grad(scale):
+@pytest.mark.parametrize("read", READS)
+def test_gradients_are_those_of_value_and_grad(read):
     @jax.jit
-    def ours(params, state, x):
-        fun = ls.scale_backward(loss_fn, scale=scale(state))
-        return jax.value_and_grad(fun)(params, x)
+    def both(params, state):
+        ours = jax.value_and_grad(ls.scale_backward(loss_fn, scale=read(state)))
+        return ours(params, X), ls.value_and_grad(loss_fn, state)(params, X)
 
-    @jax.jit
-    def expected(params, state, x):
-        return ls.value_and_grad(loss_fn, state)(params, x)
-
-    found = ours(PARAMS, STATE, X)
+    found, expected = both(PARAMS, STATE)
     assert all(jnp.any(g != 0) for g in jax.tree.leaves(found[1]))
-    assert_same_bits(found, expected(PARAMS, STATE, X))
-
-
-def test_parameters_that_the_function_closes_over_have_true_gradients():
-    def closed(params):
-        return ls.scale_backward(lambda: loss_fn(params, X), scale=STATE)()
-
-    assert_same_bits(jax.grad(closed)(PARAMS), ls.grad(loss_fn, STATE)(PARAMS, X))
+    assert_same_bits(found, expected)
 
 
 def test_it_has_no_derivatives_in_forward_mode():
@@ -59,11 +43,6 @@ def test_it_has_no_derivatives_in_forward_mode():
     cube = ls.scale_backward(lambda x: x**3, 2.0**10)
     with pytest.raises(TypeError, match="forward-mode .*custom_vjp"):
         jax.jvp(cube, (2.0,), (1.0,))
-
-
-def test_an_overflow_in_the_backward_pass_is_not_hidden():
-    grads = jax.grad(ls.scale_backward(loss_fn, scale=2.0**60))(PARAMS, X)
-    assert not ls.all_finite(grads)
 
 
 def test_a_float16_parameter_has_a_float16_gradient_and_a_warning_says_so():

@@ -70,9 +70,7 @@ def test_the_value_is_never_multiplied():
     assert not np.isfinite(grads), "the gradients did overflow"
 
 
-def test_derivatives_of_gradients_are_right_and_the_scale_is_a_constant_to_them():
-    assert float(jax.grad(ls.grad(cube, STATE))(2.0)) == 12.0
-
+def test_the_scale_is_a_constant_to_derivatives():
     def through(scale):
         state = STATE._replace(loss_scale=scale)
         scaled = ls.scale_loss(jnp.float32(2.0), state)

@@ -58,18 +58,6 @@ BAD = {
     presets.tf_keras_loss_scale: {"dynamic": [128], "initial_scale": [-1]},
     presets.torch_grad_scaler: {"enabled": [None], "backoff_factor": [1.5]},
 }
-# The ends of ranges that are closed.
-GOOD = {
-    ls.FixedLossScale: {"loss_scale": [1, 2.0**126]},
-    ls.DynamicLossScale: {
-        "min_scale": [2.0**-126],
-        "max_scale": [2.0**126],
-        "growth_factor": [2.0**126],
-        **dict.fromkeys(("growth_interval", "hysteresis"), [1, 2**31 - 1]),
-    },
-    ls.HeadroomLossScale: {"headroom": [0, 126]},
-    presets.deepspeed_fp16: {"initial_scale_power": [126], "min_loss_scale": [0]},
-}
 
 
 @pytest.mark.parametrize("make", BAD, ids=lambda make: make.__name__)
@@ -79,13 +67,6 @@ def test_a_bad_argument_is_refused_with_its_name_and_its_value(make):
             with pytest.raises(ValueError, match=f"^`{name}` must .*got ") as error:
                 make(**{name: value})
             assert repr(value) in str(error.value)
-
-
-@pytest.mark.parametrize("make", GOOD, ids=lambda make: make.__name__)
-def test_the_ends_of_a_range_are_in_it(make):
-    for name, values in GOOD[make].items():
-        for value in values:
-            make(**{name: value})
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)

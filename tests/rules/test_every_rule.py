@@ -125,27 +125,3 @@ def test_a_magnitude_that_is_zero_or_nan_says_nothing(rule):
     for flag in (True, False):
         expected = rule.update(state, flag, 0.0)
         assert_same_bits(rule.update(state, flag, jnp.nan), expected)
-
-
-@every_measuring_rule
-def test_a_scale_that_retries_found_is_kept_and_one_set_by_hand_is_not(rule):
-    noise = jnp.exp2(jax.random.normal(jax.random.key(0), (500,)) / 2)
-
-    def run(state, magnitudes):
-        def step(state, magnitude):
-            state = rule.update(state, True, magnitude)
-            return state, state.loss_scale
-
-        return jax.lax.scan(step, state, magnitudes)
-
-    state, scales = jax.jit(run)(rule.init(), noise)
-    found = scales[-1] / 64
-    by_hand = state._replace(loss_scale=found)
-    assert rule.update(by_hand, True, 1.0).loss_scale > 16 * found
-    by_retries = by_hand._replace(growth_tracker=jnp.int32(0))
-    _, scales = run(by_retries, noise[:50])
-    assert scales[0] > found / 2
-    np.testing.assert_array_less(scales, found * 1.0001)
-    # The limits of the rule hold, whatever retries found.
-    below = by_retries._replace(loss_scale=jnp.float32(2.0**-100))
-    assert rule.update(below, True, 1.0).loss_scale >= rule.min_scale

@@ -29,19 +29,6 @@ def cast(tree, dtype):
 HALF = cast(PARAMS, jnp.float16)
 
 
-WAYS_TO_INIT = {
-    "eager": lambda tx: tx.init(HALF),
-    "eval_shape": lambda tx: jax.eval_shape(tx.init, HALF),
-    "abstract": lambda tx: tx.init(jax.eval_shape(lambda: HALF)),
-}
-
-
-@pytest.mark.parametrize("init", WAYS_TO_INIT.values(), ids=WAYS_TO_INIT)
-def test_every_way_to_init_makes_float16_moments_float32(init):
-    state = init(ls.with_loss_scaling(ADAM)).inner_state
-    assert_same_types(state, ADAM.init(PARAMS))
-
-
 def test_types_asked_for_are_kept():
     tx = ls.with_loss_scaling(optax.adam(1e-3, mu_dtype=jnp.bfloat16))
     moments = tx.init(HALF).inner_state[0]
@@ -79,27 +66,19 @@ def test_narrow_gradients_of_wide_parameters_are_squared_in_float32():
     chex.assert_trees_all_close(updates, jnp.full(8, -1e-3), rtol=1e-3)
 
 
-SIZES = 0.0, 1e-5, 1e-3, 1.0
 # They divide 0 by 0 in float32, too.
 NAN_OF_ZEROS = {"optax.contrib.dadapt_adamw", "optax.contrib.prodigy"}
 
 
-def finite(name, size):
-    """Whether two updates are, of float16 parameters and gradients of a size."""
-    tx, params = ls.with_loss_scaling(make(name)), params_for(name, jnp.float16)
-    grads = jax.tree.map(lambda g: jnp.full_like(g, size), grads_for(name, params))
-    state = tx.init(params)
-    for _ in range(2):
-        updates, state = every_optimizer.update(name, tx, grads, state, params)
-    return ls.all_finite(updates)
-
-
 @pytest.mark.parametrize("name", slow_but(["optax.adafactor"], OPTIMIZERS))
 @pytest.mark.filterwarnings("ignore")
-def test_every_optimizer_makes_finite_updates_of_float16_parameters(name):
-    ours = jax.jit(functools.partial(finite, name))
-    found = [bool(ours(size)) for size in SIZES]
-    assert found == [name not in NAN_OF_ZEROS, True, True, True]
+def test_every_optimizer_makes_finite_updates_of_float16_zeros(name):
+    tx, params = ls.with_loss_scaling(make(name)), params_for(name, jnp.float16)
+    zeros = jax.tree.map(jnp.zeros_like, grads_for(name, params))
+    step = jax.jit(functools.partial(every_optimizer.update, name, tx))
+    updates, state = step(zeros, tx.init(params), params)
+    updates, _ = step(zeros, state, params)
+    assert ls.all_finite(updates) == (name not in NAN_OF_ZEROS)
 
 
 def test_plain_adam_makes_nan_of_zero_gradients_in_float16():
@@ -135,15 +114,19 @@ def test_types_never_change_and_one_trace_serves_the_whole_run(rule):
 
 @pytest.mark.parametrize("rule", [SKIPS, NEVER_SKIPS], ids=["skips", "never skips"])
 @pytest.mark.parametrize(
-    ("first", "update"),
-    [(jnp.int32(0), lambda s: 0.5 * s + 0.3), (0.0, lambda s: s + 0.5j)],
-    ids=["integer to float", "float to complex"],
+    ("first", "new", "kept"),
+    [
+        (jnp.int32(0), 0.3, r"types of .* at \[0\]"),
+        (0.0, 0.5j, r"types of .* at \[0\]"),
+        (jnp.zeros(1), jnp.ones(2), "structure and"),
+        (jnp.zeros(1), (), "structure and"),
+    ],
 )
-def test_a_state_that_becomes_another_kind_of_number_is_refused(first, update, rule):
-    inner = transformation(lambda u, s: (u, (update(s),)), first)
+def test_a_state_that_becomes_another_kind_is_refused(first, new, kept, rule):
+    inner = transformation(lambda u, s: (u, (new,)), first)
     tx = ls.with_loss_scaling(inner, rule)
     for step in (tx.update, jax.jit(tx.update)):
-        with pytest.raises(ValueError, match=r"must keep the types of .* at \[0\]"):
+        with pytest.raises(ValueError, match=f"must keep the {kept}"):
             step(GRADS, tx.init(PARAMS), PARAMS)
 
 
@@ -180,17 +163,6 @@ def test_gradients_parameters_and_state_of_several_models_are_refused(
     for update in (tx.update, jax.jit(tx.update)):
         with pytest.raises(ValueError, match=match):
             update(grads, tx.init(PARAMS), params)
-
-
-@pytest.mark.parametrize("new", [jnp.ones(()), jnp.ones(2)], ids=["structure", "shape"])
-def test_a_state_that_changes_is_refused(new):
-    first = () if new.ndim == 0 else (jnp.zeros(1),)
-    inner = optax.GradientTransformation(
-        lambda params: first, lambda grads, state, params=None: (grads, (new,))
-    )
-    tx = ls.with_loss_scaling(inner)
-    with pytest.raises(ValueError, match="`inner` must keep the structure and"):
-        tx.update(GRADS, tx.init(PARAMS), PARAMS)
 
 
 def test_an_error_of_the_inner_transformation_is_its_own():

@@ -5,29 +5,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from asserts import assert_no_update, assert_same_bits, assert_same_types
+from asserts import assert_same_bits
 from shared import slow_but
-from training import normal
+from training import float16_loss, normal
 
 import optax_lossscale as ls
 
-WEIGHTS = {"w": 0.3 * normal(8, 16), "b": np.zeros(16), "out": 0.2 * normal(16, 4)}
-WEIGHTS = jax.tree.map(np.float16, WEIGHTS)
+WEIGHTS = {"w": np.float16(0.3 * normal(8, 4)), "b": np.zeros(4, np.float16)}
 HALF, FLOAT32 = (jax.tree.map(t, WEIGHTS) for t in (jnp.float16, jnp.float32))
-GRADS = jax.tree.map(lambda p: jnp.float32(np.cos(np.float32(100 * p))), WEIGHTS)
-BATCHES = normal(30, 16, 8), normal(30, 16, 4, seed=1)
-BATCHES[0][7, 3, 2] = np.inf
+GRADS = {"w": jnp.cos(100 * FLOAT32["w"]), "b": jnp.ones(4)}
+BATCHES = normal(30, 16, 8)
+BATCHES[7, 3, 2] = np.inf
 
 
 def as_half(tree):
     return jax.tree.map(lambda p: p.astype(jnp.float16), tree)
-
-
-def loss_fn(params, batch):
-    """Computes in float16, whatever the parameters are."""
-    params, (x, y) = as_half(params), batch
-    hidden = jax.nn.relu(x.astype(jnp.float16) @ params["w"] + params["b"])
-    return jnp.mean((hidden @ params["out"] - y.astype(jnp.float16)) ** 2, dtype="f4")
 
 
 def trained(inner, params):
@@ -35,11 +27,10 @@ def trained(inner, params):
 
     def step(carry, batch):
         params, state = carry
-        value, grads = ls.value_and_grad(loss_fn, state)(params, batch)
-        updates, state = tx.update(
-            *(grads, state, params),
-            **{"value": value, "grad": grads, "value_fn": lambda p: loss_fn(p, batch)},
-        )
+        value, grads = ls.value_and_grad(float16_loss, state)(params, batch)
+        extra_args = {"value": value, "grad": grads}
+        extra_args["value_fn"] = lambda params: float16_loss(params, batch)
+        updates, state = tx.update(grads, state, params, **extra_args)
         return (optax.apply_updates(params, updates), state), None
 
     scan = jax.jit(lambda carry: jax.lax.scan(step, carry, BATCHES))
@@ -50,12 +41,11 @@ ADAM, SGD = optax.adam(1e-2), optax.sgd(0.1)
 
 # With copies made by ``m``, inside of wrappers and around them.
 RUNS = {
-    "adamw scheduled": lambda m: m(optax.adamw(optax.cosine_decay_schedule(1e-2, 30))),
     "clipped adam": lambda m: m(optax.chain(optax.clip_by_global_norm(0.1), ADAM)),
     "line search": lambda m: m(optax.lbfgs()),
     "MultiSteps": lambda m: m(optax.MultiSteps(ADAM, 2)),
     "partition": lambda m: optax.partition(
-        {"a": m(ADAM), "b": m(SGD)}, {"w": "a", "b": "b", "out": "a"}
+        {"a": m(ADAM), "b": m(SGD)}, {"w": "a", "b": "b"}
     ),
     "schedule_free": lambda m: m(optax.contrib.schedule_free_adamw(0.01)),
 }
@@ -73,21 +63,6 @@ def test_a_run_equals_that_of_float32_parameters_cast_in_the_loss(name):
     assert_same_bits(half_state.scale_state, state.scale_state)
     if isinstance(half_state.inner_state, ls.MasterWeightsState):
         assert_same_bits(tuple(half_state.inner_state), (params, state.inner_state))
-
-
-def test_the_parameters_are_the_rounded_master_weights_after_every_step():
-    tx = ls.with_loss_scaling(ls.with_master_weights(optax.adam(0.1)))
-    params, state = HALF, tx.init(HALF)
-    bad = {**GRADS, "b": GRADS["b"].at[2].set(jnp.nan)}
-    for grads in (GRADS, bad, as_half(GRADS)):
-        old = params, state
-        updates, state = jax.jit(tx.update)(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        assert_same_bits(params, as_half(state.inner_state.master_weights))
-        assert_same_types(state, old[1])
-        if grads is bad:
-            assert_no_update(updates)
-            assert_same_bits((params, state.inner_state), (old[0], old[1].inner_state))
 
 
 MIXED = {
@@ -168,7 +143,7 @@ def test_moments_beside_the_copies_are_made_as_for_float32():
     tx = ls.with_loss_scaling(
         optax.partition(
             {"copied": ls.with_master_weights(ADAM), "not": ADAM},
-            {"w": "copied", "b": "not", "out": "not"},
+            {"w": "copied", "b": "not"},
         )
     )
     floats = {x.dtype.name for x in jax.tree.leaves(tx.init(HALF)) if x.ndim}
@@ -188,7 +163,7 @@ def test_parameters_that_become_float16_later_are_warned_of_when_they_do():
     tx = ls.with_loss_scaling(ADAM)
     state, step = tx.init(FLOAT32), jax.jit(tx.update)
     _, state = step(GRADS, state, FLOAT32)  # warnings are errors
-    with pytest.warns(UserWarning, match="3 of 3 parameters are float16") as record:
+    with pytest.warns(UserWarning, match="2 of 2 parameters are float16") as record:
         for _ in range(2):
             _, state = step(GRADS, state, HALF)
     assert len(record) == 1 and record[0].filename == __file__
@@ -212,9 +187,6 @@ def test_a_frozen_float16_base_with_float32_adapters_is_not_warned_of(trained):
 
 CHAINS = {
     "after": lambda m: optax.chain(m(ADAM), optax.scale(0.5)),
-    "in a chain of its own": lambda m: optax.chain(
-        optax.chain(m(ADAM)), optax.add_decayed_weights(0.1)
-    ),
     "in a wrapper": lambda m: optax.MultiSteps(
         optax.chain(m(ADAM), optax.scale(0.5)), 2
     ),
@@ -227,18 +199,6 @@ def test_updates_that_lead_to_master_weights_may_not_be_changed(chain):
     with pytest.raises(ValueError, match="`with_master_weights` must come last"):
         tx.init(HALF)
     tx.init(FLOAT32)  # of which there are no copies
-
-
-@pytest.mark.parametrize(
-    ("params", "inner"),
-    [
-        (HALF, optax.chain(optax.trace(0.9), ls.with_master_weights(SGD))),
-        (jax.tree.map(lambda p: p.astype(jnp.bfloat16), HALF), ADAM),
-        ({"steps": jnp.arange(3), "none": None}, optax.set_to_zero()),
-    ],
-)
-def test_other_parameters_are_not_warned_of(params, inner):
-    ls.with_loss_scaling(inner).init(params)  # warnings are errors
 
 
 def test_what_is_no_optimizer_or_no_type_is_refused():

@@ -12,8 +12,8 @@ PROGRAM = Path(__file__).parents[1] / "random_optimizers.py"
 @pytest.mark.parametrize(
     ("first", "number", "masks"),
     [
-        # Early masks that write rows, or that a loop reads, fail at 46, 56, 112, 180.
-        (46, 12, []),
+        # With early masks in loops, seed 2 never ends; 8, if NaN reach the optimizer.
+        (0, 12, []),
         *(pytest.param(x, 100, [], marks=pytest.mark.slow) for x in (0, 100, 200)),
         pytest.param(0, 100, ["--late"], marks=pytest.mark.slow),
     ],

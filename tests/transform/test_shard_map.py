@@ -18,30 +18,9 @@ from devices import (
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, on_mesh
-from shared import slow_but
 from training import train, transformation
 
 import optax_lossscale as ls
-
-
-@pytest.mark.parametrize("axes", slow_but([{"d": 8}], [{"d": 8}, {"d": 2, "e": 4}]))
-def test_data_parallel_shard_map_equals_one_device(axes):
-    names = tuple(axes)
-    tx = ls.with_loss_scaling(ADAM, RULE, axis_name=names)
-
-    def step(params, state, x):
-        _, grads = ls.value_and_grad(loss_fn, state)(vary(params, names), x)
-        # The flag of this device alone, which the transformation joins.
-        flag = ls.all_finite(grads)
-        grads = jax.tree.map(lambda g: jnp.where(flag, g, 0.0), grads)
-        grads = jax.lax.pmean(grads, names)
-        updates, state = tx.update(grads, state, params, grads_finite=flag)
-        return optax.apply_updates(params, updates), state
-
-    step = on_mesh(step, (P(), P(), P(names)), P(), make_mesh(**axes))
-    params, state = train(step, PARAMS, tx.init(PARAMS), BAD_X)
-    assert int(state.scale_state.skipped_steps) == 1
-    assert_agree((params, state), alone(BAD_X))
 
 
 def test_parameters_and_moments_in_shards_equal_one_device():

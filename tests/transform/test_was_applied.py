@@ -71,17 +71,6 @@ def test_values_that_do_not_match_and_states_of_many_are_refused():
         ls.keep_if_applied(many, 1.0, 2.0)
 
 
-def test_several_steps_in_a_row_are_each_asked_about_their_own_state():
-    def two_steps(opt_state, count):
-        for grads in (GOOD, BAD, GOOD):
-            _, opt_state = TX.update(grads, opt_state, PARAMS)
-            count = ls.keep_if_applied(opt_state, count + 1, count)
-        return count
-
-    for run in (two_steps, jax.jit(two_steps)):
-        assert int(run(TX.init(PARAMS), jnp.int32(0))) == 2
-
-
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("copied", [False, True])
 def test_statistics_that_were_not_copied_before_they_changed_are_told(copied, compiled):
