@@ -52,3 +52,16 @@ def test_effects_happen_once_in_a_step(check_updates):
     jax.effects_barrier()
     expected = [(kind, m) for m in (1.0, 1.0, 2.0) for kind in ("debug", "io")]
     assert sorted(seen) == sorted(expected)
+
+
+def test_two_leaves_of_one_value_keep_the_old_value_of_each():
+    def update(g, a, b):
+        total = a + b + g
+        return total, (total, total)
+
+    tx = ls.with_loss_scaling(transformation(update, ONE, 2 * ONE))
+    state = tx.init(ONE)
+    _, skipped = jax.jit(tx.update)(BAD, state)
+    assert_same_bits(skipped.inner_state, state.inner_state)
+    _, applied = jax.jit(tx.update)(ONE, state)
+    assert_same_bits(applied.inner_state, (4 * ONE, 4 * ONE))
