@@ -25,7 +25,7 @@ class FixedLossScale(LossScale):
         loss_scale: the scale, from 1 to 2**126. Use a power of two: scaling is then
             exact.
         skip_nonfinite: whether to skip steps with non-finite gradients. If False,
-            nothing is checked or masked.
+            nothing is checked or masked, as with TensorFlow's ``FixedLossScale``.
 
     Raises:
         ValueError: if an argument is out of range or traced.
