@@ -17,8 +17,7 @@ from ._state import (
     canonical,
     check_state,
 )
-from ._validation import describe
-from ._warn import warn
+from ._validation import describe, warn
 
 # What may be around `with_loss_scaling`, beside a state with an ``opt_state``: Flax's
 # `TrainState` and `nnx.Optimizer`, or one that users write.

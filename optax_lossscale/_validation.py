@@ -1,8 +1,10 @@
-"""Checks of the arguments that users pass. Each error says what to do instead."""
+"""Checks of the arguments that users pass, and warnings. Each says what to do."""
 
 import itertools
 import math
 import numbers
+import sys
+import warnings
 from typing import Any
 
 import jax
@@ -10,6 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._precision import LARGEST_SCALE, SMALLEST_SCALE
+
+_POWERS = {SMALLEST_SCALE: "2**-126", LARGEST_SCALE: "2**126"}
+
+# Frames of these stand between the line of the user and the reason.
+_SKIPPED = {__name__.partition(".")[0], "jax", "optax", "flax", "equinox", "contextlib"}
 
 
 def check_number(
@@ -123,10 +130,23 @@ def check_flag(name: str, value: Any) -> None:
 
 def check_concrete(name: str, tree: Any, advice: str) -> None:
     """Raise if a leaf of ``tree`` is being traced."""
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree)):
+    if is_traced(tree):
         raise ValueError(
             f"`{name}` must hold concrete numbers, got a traced value. {advice}"
         )
+
+
+def is_traced(tree: Any) -> bool:
+    """Return whether a leaf of ``tree`` is being traced."""
+    return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
+
+
+def warn(message: str) -> None:
+    """Warn at the first line outside of this package and of those that call it back."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back and _package(frame.f_globals) in _SKIPPED:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
 
 
 def describe(value: Any) -> str:
@@ -163,4 +183,6 @@ def _is_real(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
 
 
-_POWERS = {SMALLEST_SCALE: "2**-126", LARGEST_SCALE: "2**126"}
+def _package(names: dict[str, object]) -> str:
+    # Code that is run by `exec` may have no name.
+    return str(names.get("__name__")).partition(".")[0]

@@ -12,8 +12,7 @@ from .._devices import AxisName, check_axis_name
 from .._find import get_loss_scale_state
 from .._finite import all_finite
 from .._state import LossScaleState
-from .._validation import check_count, check_function, check_real
-from .._warn import warn
+from .._validation import check_count, check_function, check_real, is_traced, warn
 from .gradient_report import check_gradients, gradient_report
 from .stop_message import EVENTS, WARNINGS, message
 
@@ -97,8 +96,7 @@ def check_loss_scale(
         check_real("value", value, "It is the unscaled loss of this step.")
     if axis_name is not None:
         check_axis_name(axis_name)
-    leaves = jax.tree.leaves((state, grads, value))
-    eager = not any(isinstance(x, jax.core.Tracer) for x in leaves)
+    eager = not is_traced((state, grads, value))
     tell = functools.partial(_tell, limit, on_error)
     scale_state, grads, value = jax.lax.stop_gradient((scale_state, grads, value))
 

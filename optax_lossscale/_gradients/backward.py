@@ -15,9 +15,8 @@ from .._find import scale_state_in_use
 from .._jax_internals import COLLECTIVE, DEBUGGING, effect_names, zeros_like_aval
 from .._precision import exact_power, is_inexact, is_narrow, wide_dtype
 from .._rules import fields
-from .._validation import check_dtype, check_function, check_scale, describe
-from .._warn import warn
-from .flax import finite_overwrite
+from .._validation import check_dtype, check_function, check_scale, describe, warn
+from .flax_only import finite_overwrite
 from .scaled_losses import note_scaled
 from .scaling import rescale
 from .traced_call import check_axes, evaluate, refuse_effects, traced_call

@@ -14,13 +14,13 @@ from .._finite import all_finite
 from .._jax_internals import MUTABLE_ARRAYS, effect_names, waiting_for, zeros_like_aval
 from .._precision import SMALLEST_SCALE
 from .._rules import fields
-from .._validation import check_count, check_function
+from .._validation import check_count
 from .derivatives import call_with_derivatives_of
-from .flax import update_objects
+from .flax_only import update_objects
 from .scaled_losses import note_scaled
 from .scaling import warn_of_narrow_loss
 from .traced_call import check_axes, evaluate, refuse_effects, traced_call
-from .value_and_grad import differentiate_at
+from .value_and_grad import check_functions, differentiate_at
 
 
 def value_and_grad_with_retries(
@@ -84,9 +84,7 @@ def value_and_grad_with_retries(
         >>> print(grads, ls.get_loss_scale(state))
         [8.] 4096.0
     """
-    check_function("fun", fun, "It comes first: `value_and_grad(loss_fn, opt_state)`.")
-    advice = "Pass `nnx.value_and_grad` or another library's."
-    check_function("value_and_grad", value_and_grad, advice)
+    check_functions(fun, value_and_grad)
     options = dict(argnums=argnums, holomorphic=holomorphic, allow_int=allow_int)
     advice = "It is how many times a step may be retried."
     max_retries = check_count("max_retries", max_retries, advice, least=0)

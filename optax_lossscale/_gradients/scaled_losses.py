@@ -14,7 +14,7 @@ import numpy as np
 
 from .._find import find_nodes
 from .._state import WithLossScalingState
-from .._warn import warn
+from .._validation import warn
 
 Shapes = tuple[tuple[int, ...], ...]
 

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 
 from .._find import scale_state_in_use
 from .._precision import dtype_of, grad_dtype, is_inexact, wide_dtype
-from .._validation import describe
-from .._warn import warn
-from .flax import is_overwritten
+from .._validation import describe, warn
+from .flax_only import is_overwritten
 from .scaled_losses import note_scale_loss, note_unscale_grads
 
 

@@ -8,7 +8,7 @@ import jax
 
 from .._find import scale_state_in_use
 from .._validation import check_function, describe
-from .flax import check_no_modules, with_finite_overwrites
+from .flax_only import check_no_modules, with_finite_overwrites
 from .scaled_losses import differentiating, note_scaled
 from .scaling import scale_loss_by, unscale, warn_of_narrow_loss
 
@@ -69,9 +69,7 @@ def value_and_grad(
         >>> print(grads * 2.0**30)
         [1. 1.]
     """
-    check_function("fun", fun, "It comes first: `value_and_grad(loss_fn, opt_state)`.")
-    advice = "Pass `nnx.value_and_grad` or another library's."
-    check_function("value_and_grad", value_and_grad, advice)
+    check_functions(fun, value_and_grad)
     options = dict(argnums=argnums, holomorphic=holomorphic, allow_int=allow_int)
 
     @functools.wraps(fun, updated=())
@@ -134,6 +132,12 @@ def grad(
         return (grads, value[1]) if has_aux else grads
 
     return grad_fun
+
+
+def check_functions(fun: Any, value_and_grad: Any) -> None:
+    check_function("fun", fun, "It comes first: `value_and_grad(loss_fn, opt_state)`.")
+    advice = "Pass `nnx.value_and_grad` or another library's."
+    check_function("value_and_grad", value_and_grad, advice)
 
 
 def differentiate_at(

@@ -26,6 +26,7 @@ from .._gradients.derivatives import call_with_derivatives_of
 from .._jax_internals import as_varying, is_staging, waiting_for, without_constants
 from .._precision import dtype_of
 from .._tree import choose, select
+from .._validation import is_traced
 from .mask import Arrays, Sanitize, masked, split
 
 # Operations that end on any numbers, and have no effect but to wait for other devices.
@@ -91,9 +92,8 @@ def masked_update(
     if staging and isinstance(apply, jax.core.Tracer):
         outputs = masked_early(*given, is_checked=is_checked)
     if outputs is None:
-        leaves = jax.tree.leaves((arrays, old_state))
         # Eager derivatives are those of the last evaluation. No callback happens twice.
-        again = is_checked and not staging and any(map(_is_traced, leaves))
+        again = is_checked and not staging and is_traced((arrays, old_state))
         outputs = masked(*given, again=again)
     applied, updates, new_state = outputs
     # Shaped like the output: the inner transformation may return another tree.
@@ -216,7 +216,3 @@ def _zeros_like(x: Any) -> Any:
     # float0 and PRNG keys have no zero, and nothing is added to them.
     has_zero = dtype == jnp.bool_ or jnp.issubdtype(dtype, np.integer)
     return jnp.zeros_like(x) if has_zero else x
-
-
-def _is_traced(x: Any) -> bool:
-    return isinstance(x, jax.core.Tracer)

@@ -11,8 +11,7 @@ from .._find import has_frozen, has_master_weights
 from .._precision import as_type, dtype_of, is_inexact
 from .._state import MasterWeightsState
 from .._tree import mismatch, same_structure
-from .._validation import check_dtype
-from .._warn import warn
+from .._validation import check_dtype, warn
 from .rounding import update_to
 from .wrapped import check_inner, with_extra_args
 

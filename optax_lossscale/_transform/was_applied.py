@@ -11,7 +11,7 @@ from .._finite import all_finite
 from .._precision import is_inexact
 from .._state import check_state
 from .._tree import as_sharded, choose, same_structure, select
-from .._warn import warn
+from .._validation import warn
 
 
 def was_applied(state: Any) -> jax.Array:

@@ -13,8 +13,7 @@ from .._precision import dtype_of, is_inexact, is_narrow, widened
 from .._rules.base import LossScale
 from .._state import strongly_typed
 from .._tree import at_paths_of, cast_like, mismatch, same_structure, shape_mismatch
-from .._validation import describe
-from .._warn import warn
+from .._validation import describe, warn
 
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
 

@@ -83,8 +83,7 @@ def with_finite_overwrites(tree: Any) -> Any:
 
     In a skipped step, nothing else keeps it from being stored.
     """
-    paths = dict(jax.tree.leaves_with_path(tree))
-    if not any(map(is_overwritten, paths)):
+    if not any(is_overwritten(path) for path, _ in jax.tree.leaves_with_path(tree)):
         return tree  # NNX objects would be copied
     return jax.tree_util.tree_map_with_path(
         lambda path, x: finite_overwrite(x) if is_overwritten(path) else x, tree
