@@ -1,5 +1,6 @@
 """README and book are complete, and their tables and numbers are those of the code."""
 
+import ast
 import importlib
 import inspect
 import re
@@ -11,6 +12,7 @@ from flax import nnx
 from shared import ROOT
 
 import optax_lossscale as ls
+from optax_lossscale._diagnostics.stop_message import WARNINGS
 
 METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TEXTS = {path: path.read_text() for path in [*PAGES.rglob("*.md"), ROOT / "README.md"]}
@@ -48,6 +50,20 @@ def test_the_names_in_the_prose_exist():
             found = importlib.import_module(modules[root])
             for part in parts:
                 found = getattr(found, part)
+
+
+def test_every_warning_is_in_the_table_of_warnings():
+    """By the beginning of its first fixed part, which a search would be for."""
+    first_words = [text[:20] for text in WARNINGS.values()]
+    for path in (ROOT / "optax_lossscale").rglob("*.py"):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "warn":
+                fixed = [x.value for x in ast.walk(call) if isinstance(x, ast.Constant)]
+                texts = [x for x in fixed if isinstance(x, str) and len(x) >= 20]
+                first_words += [text[:20] for text in texts[:1]]
+    rows = table(page("troubleshooting"), "warning")
+    assert [x for x in first_words if not any(x in row[0] for row in rows)] == []
+    assert len(first_words) == 14
 
 
 def test_every_public_name_is_in_the_reference_once():

@@ -13,7 +13,10 @@ from shared import recordings
 
 import optax_lossscale as ls
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:. of . parameters are float16"),
+]
 jmp, mpx = pytest.importorskip("jmp"), pytest.importorskip("mpx")
 
 COLUMNS = ["this package", "Flax", "jmp", "mpx", "`apply_if_finite`"]
@@ -138,6 +141,20 @@ def after(steps, grad, name, **numbers):
     return run.scale()
 
 
+def of_zeros(name):
+    def loss_fn(params, batch):
+        return linear_loss({"w": jnp.float32(params["w"])}, batch)
+
+    params = {"w": jnp.ones(2, jnp.float16)}
+    run = Run(name, loss_fn, optax.adam(1e-3), params)
+    try:
+        run.step({"w": jnp.zeros(2)})
+    except TypeError:
+        return "TypeError"
+    [w] = run.state[0].values()
+    return f"{w[0] - 1:g}".replace("nan", "NaN")
+
+
 CHECKS = {
     "scales the loss": scales,
     "a skipped step keeps weights, moments and schedule": keeps,
@@ -152,6 +169,7 @@ CHECKS = {
     "a smallest scale of 8, under `jit`": lambda name: after(
         20, jnp.nan, name, floor=8
     ),
+    "Adam's update of a float16 parameter whose gradient is 0": of_zeros,
     "the largest scale": lambda name: after(300, 1e-30, name, interval=1),
 }
 

@@ -1,6 +1,7 @@
 """The wrapped transformation: the types of its state, and what is refused of it."""
 
 import functools
+import re
 
 import chex
 import every_optimizer
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from asserts import assert_same_types
+from book import page, table
 from every_optimizer import OPTIMIZERS, grads_for, make, params_for
 from shared import slow_but
 from training import transformation
@@ -74,16 +76,20 @@ NAN_OF_ZEROS = {"optax.contrib.dadapt_adamw", "optax.contrib.prodigy"}
 @pytest.mark.filterwarnings("ignore")
 def test_every_optimizer_makes_finite_updates_of_float16_zeros(name):
     tx, params = ls.with_loss_scaling(make(name)), params_for(name, jnp.float16)
-    zeros = jax.tree.map(jnp.zeros_like, grads_for(name, params))
+    zeros = optax.tree.zeros_like(grads_for(name, params), dtype=jnp.float16)
     step = jax.jit(functools.partial(every_optimizer.update, name, tx))
     updates, state = step(zeros, tx.init(params), params)
     updates, _ = step(zeros, state, params)
     assert ls.all_finite(updates) == (name not in NAN_OF_ZEROS)
 
 
-def test_plain_adam_makes_nan_of_zero_gradients_in_float16():
-    zeros = jax.tree.map(jnp.zeros_like, HALF)
-    assert jnp.isnan(ADAM.update(zeros, ADAM.init(HALF))[0]["w"]).all()
+def test_plain_optimizers_make_nan_of_zero_gradients_in_float16():
+    cell = table(page("guides/float16_parameters"), "float16 parameters, grad")[0][1]
+    names = re.findall(r"`(\w+)`", cell)
+    assert names.pop() == "eps" and len(names) == 8
+    for name in names:
+        tx, zeros = make(f"optax.{name}"), jax.tree.map(jnp.zeros_like, HALF)
+        assert jnp.isnan(tx.update(zeros, tx.init(HALF), HALF)[0]["w"]).all(), name
 
 
 WEAK = optax.GradientTransformation(
