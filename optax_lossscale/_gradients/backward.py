@@ -73,7 +73,7 @@ def scale_backward(
         >>> jax.grad(ls.scale_backward(loss_fn, state))(jnp.ones(2)) * 2.0**30
         Array([1., 1.], dtype=float32)
     """
-    check_function("fun", fun, "It comes first: `value_and_grad(loss_fn, opt_state)`.")
+    check_function("fun", fun, "It comes first: `scale_backward(loss_fn, opt_state)`.")
     if scale is None:
         raise TypeError(
             "`scale` must be an optimizer state or a number, got None. Pass the state "

@@ -51,7 +51,7 @@ class LossScale(abc.ABC):
 
     Attributes:
         skip_nonfinite: whether steps with non-finite gradients are skipped. If False,
-            gradients are not checked_update, and ``update`` is always given True.
+            gradients are not checked, and ``update`` is always given True.
         uses_max_magnitude: whether ``update`` takes a third argument, see there.
 
     Examples:

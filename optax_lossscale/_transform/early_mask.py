@@ -175,8 +175,8 @@ def evaluate_early(
     - inputs that are passed through, and constants: no equation defines them;
     - a variable that is two leaves of the state: it has two old values;
     - a variable whose type the mask would change;
-    - scalars: this costs nothing, and a step may divide by a count whose old value is
-      still 0.
+    - scalars: this costs nothing, and arrays that are computed from one need not wait
+      for the flag. In `schedule_free` they would be computed twice.
     """
     first = len(jaxpr.outvars) - len(old)
     uses = collections.Counter(map(id, jaxpr.outvars[first:]))
