@@ -41,7 +41,8 @@ def select(pred: jax.typing.ArrayLike, on_true: Any, on_false: Any) -> Any:
         raise ValueError(
             "`on_true` and `on_false` must have the same structure, got "
             f"{jax.tree.structure(on_true)} and {jax.tree.structure(on_false)}. "
-            "Select before adding or removing entries."
+            "Select before adding or removing entries, and between containers of one "
+            "type: a FrozenDict is no dict."
         )
 
     def leaf(path: Any, t: Any, f: Any) -> Any:
