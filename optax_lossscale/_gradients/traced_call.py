@@ -127,6 +127,5 @@ def _check_unchanged(before: dict[str, Any], after: dict[str, Any]) -> None:
                 "`fun` must not change its arguments, because it gets copies of them, "
                 f"got {describe(pair[1])} at `(args, kwargs){path}` instead of "
                 f"{describe(pair[0])}. Return new values, such as BatchNorm statistics "
-                "or dropout counters, next to the output. Put `nnx.jit` and "
-                "`nnx.remat` around the block, not inside it."
+                "or dropout counters, next to the output."
             )
