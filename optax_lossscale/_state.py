@@ -15,7 +15,7 @@ _DTYPES = (jnp.float32, _INT, _INT, jnp.bool_, _INT, _INT, jnp.float32)
 
 
 class LossScaleState(NamedTuple):
-    """The loss scale, its counters, and whether the last step was applied.
+    """The loss scale and its counters.
 
     Every rule returns one. Every field except ``rule_state`` is a strongly typed array
     of shape ``()``. The names are unique among optax states, so

@@ -46,8 +46,10 @@ def check_loss_scale(
 
     It warns
 
-    - if no step was ever skipped, and the scale has been 2**24 or more for 500 steps;
-    - if the scale has fallen to 1, and more than 5 % of the steps are skipped of late;
+    - if no step was ever skipped, the scale is 2**24 or more, and ``growth_tracker`` is
+      500 or more;
+    - if the scale is 1, or below 1 after more than 64 skips, and more than 5 % of the
+      steps are skipped of late;
     - if ``grads`` are not finite, but the step counts as applied: the update is left
       out or undone. A fixed scale, which may never skip, must have skipped before.
 

@@ -56,7 +56,8 @@ optimizer state, as steps with Flax's `DynamicScale` do. Or `grads` are not what
 
 WARNINGS = {
     "unused": "The loss scale is 2**24 or more. None of the steps was skipped.",
-    "losing": "The scale has fallen to 1, and more than 5 % of the steps are skipped.",
+    "losing": "The scale has fallen to 1 or below, and more than 5 % of the steps are "
+    "skipped.",
     "undone": "The gradients are not finite, but the step counts as applied.",
 }
 _ERRORS = {

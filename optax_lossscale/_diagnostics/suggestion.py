@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from .._precision import limits_of
 from .._rules import fields
 from .._rules.headroom import HeadroomLossScale
+from .._validation import check_order
 from .counting import measure, summed
 from .gradient_report import check_gradients
 
@@ -81,6 +82,7 @@ def suggest_loss_scale(
     """
     min_scale = fields.scale("min_scale", min_scale)
     max_scale = fields.scale("max_scale", max_scale)
+    check_order(min_scale=min_scale, max_scale=max_scale)
     first = min(max(HeadroomLossScale.init_scale, min_scale), max_scale)
     rule = HeadroomLossScale(
         first, headroom=headroom, dtype=dtype, min_scale=min_scale, max_scale=max_scale

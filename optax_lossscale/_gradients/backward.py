@@ -55,8 +55,8 @@ def scale_backward(
     Raises:
         TypeError: if ``fun`` is not a function, or ``scale`` is left out; when called,
             if ``fun`` has effects; when differentiated in forward mode.
-        ValueError: when called, if ``scale`` has no loss scale, or ``fun`` changes its
-            arguments.
+        ValueError: when called, if ``scale`` has no loss scale, or ``fun`` changes an
+            array in its arguments.
 
     Warns:
         UserWarning: when differentiated, if gradients enter or leave in float16 or
@@ -131,8 +131,8 @@ def scale_block(
     Raises:
         TypeError: as `scale_backward`.
         ValueError: if ``dtype`` or ``headroom`` is out of range; when called, if
-            ``fun`` changes its arguments; when differentiated, if ``axis_name`` is not
-            bound or lacks an axis.
+            ``fun`` changes an array in its arguments; when differentiated, if
+            ``axis_name`` is not bound or lacks an axis.
 
     Warns:
         UserWarning: when differentiated, if gradients enter or leave in float16 or

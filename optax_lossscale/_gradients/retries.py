@@ -74,6 +74,9 @@ def value_and_grad_with_retries(
         TypeError: as `value_and_grad`; when called, if ``fun`` reads or changes a
             ``jax.Ref`` from outside.
 
+    Warns:
+        UserWarning: as `value_and_grad`.
+
     Examples:
         >>> import jax.numpy as jnp
         >>> import optax_lossscale as ls

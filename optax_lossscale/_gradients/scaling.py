@@ -59,7 +59,8 @@ def unscale_grads(grads: Any, state: Any) -> Any:
         ValueError: as `value_and_grad`.
 
     Warns:
-        UserWarning: if ``grads`` are true already, as `value_and_grad` returns them.
+        UserWarning: as `value_and_grad`; if ``grads`` are true already, as far as that
+            can be seen.
 
     Examples:
         >>> import jax.numpy as jnp

@@ -116,6 +116,9 @@ def grad(
     Raises:
         ValueError, TypeError: as `value_and_grad`.
 
+    Warns:
+        UserWarning: as `value_and_grad`.
+
     Examples:
         >>> import optax_lossscale as ls
         >>> ls.grad(lambda w: w**2, ls.DynamicLossScale().init())(3.0)

@@ -38,8 +38,8 @@ class HeadroomState(NamedTuple):
 class HeadroomLossScale(LossScale):
     """Keep the largest gradient a fixed number of octaves below overflow.
 
-    Use it if the scale should follow the gradients without delay. After each step it
-    does the following, and clips the scale to ``min_scale`` and ``max_scale``::
+    Use it if the scale should fall before a larger gradient overflows. After each step
+    it does the following, and clips the scale to ``min_scale`` and ``max_scale``::
 
         if grads_finite:
             max_magnitude = max(max_magnitude * 0.5**(1 / half_life), largest gradient)

@@ -45,8 +45,8 @@ def with_master_weights(
         TypeError: if ``inner`` is not an Optax transformation.
         ValueError: if ``dtype`` is not a floating-point type, or not enabled; from
             ``init``, if a parameter is float8, to which updates cannot lead; from
-            ``update``, if ``params`` is None or differs in structure, shapes or types
-            from what ``init`` was given.
+            ``update``, if ``params`` is None or differs in structure, in shapes, or in
+            which parameters are narrow, from what ``init`` was given.
 
     Examples:
         >>> import jax.numpy as jnp

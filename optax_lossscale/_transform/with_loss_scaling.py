@@ -79,7 +79,8 @@ def with_loss_scaling(
         UserWarning: if parameters are float16, not frozen, and ``inner`` keeps no
             master weights; from ``update``, if the types of the state round the new
             one; from the first ``update`` of a state of these shapes if no loss was
-            scaled, unless the scale is 1; if ``loss`` is passed, but not ``value``.
+            scaled, unless the rule is ``FixedLossScale(1.0)``, or if gradients were not
+            unscaled; if ``loss`` or ``values`` is passed, but not ``value``.
 
     Examples:
         >>> import jax.numpy as jnp
