@@ -64,7 +64,7 @@ def faults_of(node: ast.AST, definitions: dict[str, int]) -> Iterator[tuple]:
 
 
 def faults_in(node: ast.AST, definitions: dict[str, int]) -> Iterator[tuple]:
-    """Yield the faults of a tree, without those in messages and annotations."""
+    """Yield the faults of a tree, without those that change no result."""
     if isinstance(node, ast.FunctionDef):
         inside = list(ast.walk(node))
         names = [x.arg for x in inside if isinstance(x, ast.arg)]
@@ -74,9 +74,10 @@ def faults_in(node: ast.AST, definitions: dict[str, int]) -> Iterator[tuple]:
     yield from faults_of(node, definitions)
     for name, value in ast.iter_fields(node):
         for child in value if isinstance(value, list) else [value]:
-            is_text = isinstance(child, ast.Raise | ast.JoinedStr)
-            is_text |= name in ("annotation", "returns")
-            if isinstance(child, ast.AST) and not is_text:
+            is_idle = isinstance(child, ast.Raise | ast.JoinedStr)
+            is_idle |= name in ("annotation", "returns")
+            is_idle |= getattr(child, "arg", None) == "strict"  # only ever checks
+            if isinstance(child, ast.AST) and not is_idle:
                 yield from faults_in(child, definitions)
 
 

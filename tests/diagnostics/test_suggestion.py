@@ -74,6 +74,11 @@ def test_a_number_outside_its_range_or_traced_is_refused(name, value):
         jax.jit(lambda x: ls.suggest_loss_scale([jnp.ones(2)], **{name: x}))(1.0)
 
 
+def test_bounds_in_the_wrong_order_are_refused_under_their_names():
+    with pytest.raises(ValueError, match="`min_scale` must not exceed `max_scale`"):
+        ls.suggest_loss_scale([jnp.ones(2)], min_scale=8.0, max_scale=2.0)
+
+
 def test_several_batches_are_taken_together_compiled_or_not():
     batches = [{"w": x * jnp.array([1e-9, 1e-6])} for x in (1.0, 1e3, 0.0)]
     suggested = ls.suggest_loss_scale(batches)
