@@ -13,7 +13,7 @@ PROGRAM = Path(__file__).parents[1] / "random_optimizers.py"
     ("first", "number", "masks"),
     [
         # With early masks in loops, seed 2 never ends; 8, if NaN reach the optimizer.
-        (0, 12, []),
+        (0, 9, []),
         *(pytest.param(x, 100, [], marks=pytest.mark.slow) for x in (0, 100, 200)),
         pytest.param(0, 100, ["--late"], marks=pytest.mark.slow),
     ],
