@@ -77,6 +77,10 @@ def oldest(session: nox.Session) -> None:
 @nox.session
 def colab(session: nox.Session) -> None:
     """All programs of the book on the versions that Colab has."""
+    cpu = Path("/proc/cpuinfo")
+    if cpu.exists() and "avx512_fp16" in cpu.read_text():
+        # Colab's CPUs have none of it. The notebooks would take a quarter of an hour.
+        session.skip("jax 0.7 is slow and adds in float16 on a CPU with AVX512-FP16")
     versions = ("jax==0.7.2", "jaxlib==0.7.2", "numpy==2.1.3", "matplotlib==3.10.0")
     # This matplotlib uses names that pyparsing 3.3 warns of.
     install(session, "test", "slow", pins=(*versions, "pyparsing<3.3"))
