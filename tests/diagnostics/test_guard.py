@@ -190,7 +190,7 @@ def test_a_scale_that_is_rightly_below_1_is_not_warned_of_but_bad_batches_are():
     state = functools.reduce(step, 200 * [2.0**22], rule.init())
     assert state.loss_scale < 2.0**-5 and state.consecutive_skips == 0
     batches = 60 * [*9 * [2.0**22], jnp.nan]
-    with pytest.warns(UserWarning, match="fallen to 1 or below, and more"):
+    with pytest.warns(UserWarning, match="fallen to 1 or below, and more than 5 %"):
         functools.reduce(step, batches, state)
 
 
