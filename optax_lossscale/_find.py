@@ -5,19 +5,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from ._jax_internals import is_staging
-from ._precision import is_inexact
 from ._state import (
     LossScaleState,
     MasterWeightsState,
     WithLossScalingState,
     canonical,
-    check_state,
 )
-from ._validation import describe, warn
+from ._validation import describe
+
+CHAINS = (tuple, collections.OrderedDict)  # the types of the states of chains
 
 # What may be around `with_loss_scaling`, beside a state with an ``opt_state``: Flax's
 # `TrainState` and `nnx.Optimizer`, or one that users write.
@@ -43,19 +41,7 @@ def get_loss_scale_state(state: Any) -> LossScaleState:
         >>> int(ls.get_loss_scale_state(state).skipped_steps)
         0
     """
-    found = find_nodes(state, LossScaleState)
-    if not found:
-        raise ValueError(
-            f"`state` must contain a LossScaleState, got {describe(state)} without "
-            f"one. {_advice(state)}"
-        )
-    if len(found) > 1:
-        raise ValueError(
-            f"`state` must contain only one LossScaleState, got {len(found)}, at "
-            f"{list(found)}. A loss is multiplied by one scale. Pass the part of the "
-            "state that belongs to this loss, or wrap the whole optimizer once."
-        )
-    return canonical(_unwrapped(*found.values()))
+    return canonical(raw_scale_state(state))
 
 
 def get_loss_scale(state: Any) -> jax.Array:
@@ -78,61 +64,60 @@ def get_loss_scale(state: Any) -> jax.Array:
     return get_loss_scale_state(state).loss_scale
 
 
-def scale_state_in_use(state: Any) -> LossScaleState:
-    """Return the state whose scale multiplies a loss, and warn if it never changes."""
-    scale_state = check_state(get_loss_scale_state(state))
-    _check_outermost(state)
-    is_constant = not isinstance(scale_state.loss_scale, jax.core.Tracer)
-    if is_constant and is_staging() and not jax.device_get(scale_state.is_fixed):
-        warn(
-            f"The loss scale, {jax.device_get(scale_state.loss_scale):g}, is a "
-            "constant of the function being compiled, because `state` is not one of "
-            "its arguments. Once this scale overflows, every step is skipped. Call "
-            "`value_and_grad(loss_fn, opt_state)` inside the compiled function, with "
-            "the `opt_state` that is passed to it. If the scale should never change, "
-            "use `FixedLossScale`."
+def raw_scale_state(state: Any) -> LossScaleState:
+    """Return the `LossScaleState` of an optimizer state with the very arrays in it."""
+    found = find_nodes(state, LossScaleState)
+    if not found:
+        raise ValueError(
+            f"`state` must contain a LossScaleState, got {describe(state)} without "
+            f"one. {_advice(state)}"
         )
-    return scale_state
+    if len(found) > 1:
+        raise ValueError(
+            f"`state` must contain only one LossScaleState, got {len(found)}, at "
+            f"{list(found)}. A loss is multiplied by one scale. Pass the part of the "
+            "state that belongs to this loss, or wrap the whole optimizer once."
+        )
+    return _unwrapped(*found.values())
 
 
-def _check_outermost(state: Any) -> None:
-    """Raise if an optimizer is around `with_loss_scaling`, or chained with it."""
+def check_outermost(state: Any) -> None:
+    """Raise if a transformation of Optax is around `with_loss_scaling` or beside it."""
     if isinstance(state, LossScaleState):
         return
     children = jax.tree.leaves(state, is_leaf=lambda x: x is not state)
     outside = []
-    if type(state) in (tuple, collections.OrderedDict):
-        outside = [node for x in children for node in _moments_in(x)]
+    if type(state) in CHAINS:
+        scaling = [bool(find_nodes(x, LossScaleState)) for x in children]
+        pairs = zip(children, scaling, strict=True)
+        outside = [node for x, is_in in pairs if not is_in for node in transforming(x)]
     elif _is_of_optax(state) or not hasattr(state, "opt_state"):
         outside = [] if isinstance(state, _CONTAINERS) else [state]
     if outside:
         raise ValueError(
             "`state` must have its loss scale outside of all optimizers, got a "
-            f"{type(outside[0]).__name__} around it or chained with it. A skipped step "
-            "would change the weights, or leave a NaN in that state. Put "
-            "`with_loss_scaling` around the whole optimizer, as in "
+            f"{type(outside[0]).__name__} around it or chained with it. Before the "
+            "check it may hide inf and NaN, and after it a skipped step would change "
+            "the weights. Put `with_loss_scaling` around the whole optimizer, as in "
             "`with_loss_scaling(optax.chain(...))`. If a trainer adds "
             "`optax.MultiSteps`, turn off its accumulation. Of a state of your own, "
             "pass the part that `init(params)` returned."
         )
     for x in children:
         if find_nodes(x, LossScaleState):
-            _check_outermost(x)
+            check_outermost(x)
+
+
+def transforming(member: Any) -> Iterator[Any]:
+    """Yield the states of Optax in a member of a chain that do not only observe."""
+    for node in jax.tree.leaves(member, is_leaf=_is_of_optax):
+        observes = type(node).__name__ in ("MonitorState", "SnapshotState")
+        if _is_of_optax(node) and not observes:
+            yield node
 
 
 def _is_of_optax(node: Any) -> bool:
     return type(node).__module__.startswith("optax.")
-
-
-def _moments_in(member: Any) -> Iterator[Any]:
-    """Yield the states in a member of a chain that remember gradients."""
-    if find_nodes(member, LossScaleState):
-        return
-    for node in jax.tree.leaves(member, is_leaf=_is_of_optax):
-        arrays = [x for x in jax.tree.leaves(node) if is_inexact(x) and jnp.ndim(x)]
-        observes = type(node).__name__ in ("MonitorState", "SnapshotState")
-        if _is_of_optax(node) and arrays and not observes:
-            yield node
 
 
 def find_nodes(tree: Any, kind: type | tuple[type, ...]) -> dict[str, Any]:

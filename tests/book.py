@@ -7,11 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 from shared import ROOT
-
-import optax_lossscale as ls
-from optax_lossscale._gradients.scaled_losses import SCALED
 
 PAGES = ROOT / "notebooks"
 README = (ROOT / "README.md").read_text()
@@ -59,16 +55,9 @@ def run_page(path: Path) -> dict[str, Any]:
 
 def run_blocks(blocks: list[str], name: str, namespace: Any) -> dict[str, Any]:
     """What the blocks define and print, one after the other."""
-    before = dict(SCALED)
-    SCALED.clear()  # as in a process of its own
-    if "opt_state" in namespace:
-        ls.value_and_grad(jnp.sum, namespace["opt_state"])(0.0)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        try:
-            for block in blocks:
-                exec(compile(block, name, "exec"), namespace)
-        finally:
-            SCALED.update(before)
+        for block in blocks:
+            exec(compile(block, name, "exec"), namespace)
     return {**namespace, "printed": printed.getvalue()}
 
 

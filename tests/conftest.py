@@ -19,23 +19,18 @@ import chex  # noqa: E402
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
-from optax_lossscale._gradients.scaled_losses import SCALED  # noqa: E402
+from optax_lossscale._gradients import forgotten  # noqa: E402
 
 # Programs, with dependencies of their own.
 collect_ignore = ["benchmarks", "late_masks.py"]
 
 chex.set_n_cpu_devices(8)
-# Tests of an update alone scale no loss.
-SCALED[None].add("value_and_grad")
 
 
 @pytest.fixture
 def new_process():
-    """As if the package had just been imported, and no loss been scaled."""
-    before = dict(SCALED)
-    SCALED.clear()
-    yield
-    SCALED.update(before)
+    """As if the package had just been imported."""
+    forgotten._histories.clear()
 
 
 hypothesis.settings.register_profile(

@@ -84,12 +84,16 @@ OUTSIDE = {
     "beside moments inside": optax.chain(SCALED(ADAM), optax.ema(0.9)),
     "injected": optax.chain(SCALED(CLIP), optax.inject_hyperparams(optax.adam)(1e-3)),
     "master weights": optax.chain(SCALED(CLIP), ls.with_master_weights(ADAM)),
+    # Of states without arrays.
+    "clipping before": optax.chain(CLIP, SCALED(ADAM)),
+    "weight decay after": optax.chain(SCALED(ADAM), optax.add_decayed_weights(0.1)),
+    "named": optax.named_chain(("clip", CLIP), ("adam", SCALED(ADAM))),
+    "schedules": optax.chain(SCALED(CLIP), optax.sgd(lambda count: 0.1)),
+    "noise": optax.chain(SCALED(ADAM), optax.add_noise(0.1, 0.5, 0)),
+    "reduce on plateau": optax.chain(SCALED(ADAM), contrib.reduce_on_plateau()),
 }
 HARMLESS = {
     "all inside": SCALED(optax.chain(CLIP, ADAM)),
-    "clipping before": optax.chain(CLIP, SCALED(ADAM)),
-    "schedules": optax.chain(SCALED(CLIP), optax.sgd(lambda count: 0.1)),
-    "reduce on plateau": optax.chain(SCALED(ADAM), contrib.reduce_on_plateau()),
 }
 if hasattr(optax, "snapshot"):  # not in optax 0.2.5
     HARMLESS["monitors"] = optax.chain(
@@ -113,4 +117,5 @@ def test_what_may_be_around_the_scale_or_beside_it(tx):
     state = tx.init(PARAMS)
     ls.grad(loss_fn, state)(PARAMS)
     ls.grad(loss_fn, (PARAMS, state))(PARAMS)
+    ls.grad(loss_fn, (state, {"mean": jnp.zeros(3)}, jnp.int32(0)))(PARAMS)
     ls.grad(loss_fn, [PARAMS, {"opt_state": state, "ema": PARAMS}])(PARAMS)

@@ -1,7 +1,8 @@
 """A backward pass at a scale that is given, or that each block chooses."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -11,13 +12,12 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Jaxpr
 
 from .._devices import AxisName, across
-from .._find import scale_state_in_use
 from .._jax_internals import COLLECTIVE, DEBUGGING, effect_names, zeros_like_aval
 from .._precision import exact_power, is_inexact, is_narrow, wide_dtype
 from .._rules import fields
 from .._validation import check_dtype, check_function, check_scale, describe, warn
 from .flax_only import finite_overwrite
-from .scaled_losses import note_scaled
+from .forgotten import differentiating_at, note_number
 from .scaling import rescale
 from .traced_call import check_axes, evaluate, refuse_effects, traced_call
 
@@ -83,12 +83,10 @@ def scale_backward(
     @functools.wraps(fun, updated=())
     def fun_scaled_backward(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
         # Read now: a Flax NNX optimizer may have changed since.
-        number = jax.lax.stop_gradient(_number(scale))
-        note_scaled(scale, "value_and_grad")
-        with traced_call(fun, args, kwargs) as call:
+        with _number(scale) as number, traced_call(fun, args, kwargs) as call:
             jaxpr, overwritten = call.jaxpr, call.overwritten
             program = _scaled("scale_backward", jaxpr, overwritten, lambda x, *_: x)
-            return call.put_back(program(number, *call.inputs))
+            return call.put_back(program(jax.lax.stop_gradient(number), *call.inputs))
 
     return fun_scaled_backward
 
@@ -175,12 +173,16 @@ def scale_block(
     return fun_scaled_backward
 
 
-def _number(scale: Any) -> jax.Array:
-    """Return a scale that is a number, or that of a state."""
+@contextlib.contextmanager
+def _number(scale: Any) -> Iterator[jax.Array]:
+    """Give a scale that is a number, or that of a state, while a loss is traced."""
     if isinstance(scale, float | int | np.generic | jax.Array):
         check_scale("scale", scale)
-        return jnp.asarray(scale, jnp.float32)
-    return scale_state_in_use(scale).loss_scale
+        note_number()
+        yield jnp.asarray(scale, jnp.float32)
+    else:
+        with differentiating_at(scale) as scale_state:
+            yield scale_state.loss_scale
 
 
 def _scaled(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
 from .._devices import AxisName, check_agreement
-from .._find import replace_loss_scale_state, scale_state_in_use
+from .._find import replace_loss_scale_state
 from .._finite import all_finite
 from .._jax_internals import MUTABLE_ARRAYS, effect_names, waiting_for, zeros_like_aval
 from .._precision import SMALLEST_SCALE
@@ -17,7 +17,7 @@ from .._rules import fields
 from .._validation import check_count
 from .derivatives import call_with_derivatives_of
 from .flax_only import update_objects
-from .scaled_losses import note_scaled
+from .forgotten import differentiating_at, note_same_use, note_true
 from .scaling import warn_of_narrow_loss
 from .traced_call import check_axes, evaluate, refuse_effects, traced_call
 from .value_and_grad import check_functions, differentiate_at
@@ -96,8 +96,6 @@ def value_and_grad_with_retries(
     @functools.wraps(fun, updated=())
     def fun_with_retries(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
         # A Flax NNX optimizer may have changed since.
-        scale_state = scale_state_in_use(state)
-        note_scaled(state, "value_and_grad")
 
         def attempt(
             scale: jax.Array, *args: Any, **kwargs: Any
@@ -110,18 +108,23 @@ def value_and_grad_with_retries(
             finite, sound = is_finite(grads), is_finite(value)
             return sound & ~finite, output, grads
 
-        with traced_call(attempt, args, kwargs, [scale_state.loss_scale]) as call:
+        with (
+            differentiating_at(state) as scale_state,
+            traced_call(attempt, args, kwargs, [scale_state.loss_scale]) as call,
+        ):
             check_axes(call.jaxpr, axis_name)
             refuse_effects(effect_names(call.jaxpr) & MUTABLE_ARRAYS)
             attempts, scale, *outputs = _retried(
                 call.jaxpr, call.inputs, max_retries, backoff_factor, axis_name
             )
             _, output, grads = call.put_back(outputs)
+        note_true(grads)
         warn_of_narrow_loss(output[0] if has_aux else output)
         tracker = jnp.where(attempts > 1, 0, scale_state.growth_tracker)
         new = scale_state._replace(loss_scale=scale, growth_tracker=tracker)
-        new_state = replace_loss_scale_state(state, new)
-        return output, grads, update_objects(state, new_state)
+        new_state = update_objects(state, replace_loss_scale_state(state, new))
+        note_same_use(scale_state.loss_scale, new_state)
+        return output, grads, new_state
 
     return fun_with_retries
 

@@ -6,11 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._find import scale_state_in_use
 from .._precision import dtype_of, grad_dtype, is_inexact, wide_dtype
 from .._validation import describe, warn
 from .flax_only import is_overwritten
-from .scaled_losses import note_scale_loss, note_unscale_grads
+from .forgotten import note_true, use_scale, warn_if_divided_twice
 
 
 def scale_loss(loss: Any, state: Any) -> Any:
@@ -37,8 +36,7 @@ def scale_loss(loss: Any, state: Any) -> Any:
         >>> ls.scale_loss(3.0, ls.FixedLossScale(1024.0).init())
         Array(3072., dtype=float32)
     """
-    scale = scale_state_in_use(state).loss_scale
-    note_scale_loss(state)
+    scale = use_scale(state, "scale_loss").loss_scale
     scaled = jax.tree.map(lambda x: scale_loss_by(x, scale), loss)
     jax.tree.map(warn_of_narrow_loss, loss)
     return scaled
@@ -68,8 +66,9 @@ def unscale_grads(grads: Any, state: Any) -> Any:
         >>> ls.unscale_grads(jnp.float16([512.0]), ls.FixedLossScale(1024.0).init())
         Array([0.5], dtype=float32)
     """
-    true_grads = unscale(grads, scale_state_in_use(state).loss_scale)
-    note_unscale_grads(grads, true_grads, state)
+    warn_if_divided_twice(grads)
+    true_grads = unscale(grads, use_scale(state, "unscale_grads").loss_scale)
+    note_true(true_grads)
     return true_grads
 
 

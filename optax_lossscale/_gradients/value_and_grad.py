@@ -6,10 +6,9 @@ from typing import Any
 
 import jax
 
-from .._find import scale_state_in_use
 from .._validation import check_function, describe
 from .flax_only import check_no_modules, with_finite_overwrites
-from .scaled_losses import differentiating, note_scaled
+from .forgotten import differentiating_at, note_true
 from .scaling import scale_loss_by, unscale, warn_of_narrow_loss
 
 
@@ -75,11 +74,12 @@ def value_and_grad(
     @functools.wraps(fun, updated=())
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         # A Flax NNX optimizer may have changed since.
-        scale = scale_state_in_use(state).loss_scale
-        note_scaled(state, "value_and_grad")
-        output, grads = differentiate_at(
-            scale, fun, args, kwargs, has_aux, value_and_grad, options
-        )
+        with differentiating_at(state) as scale_state:
+            output, grads = differentiate_at(
+                scale_state.loss_scale,
+                *(fun, args, kwargs, has_aux, value_and_grad, options),
+            )
+        note_true(grads)
         warn_of_narrow_loss(output[0] if has_aux else output)
         return output, grads
 
@@ -161,11 +161,7 @@ def differentiate_at(
 
     @functools.wraps(fun, updated=())
     def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
-        token = differentiating.set(True)
-        try:
-            output = fun(*with_finite_overwrites(args), **kwargs)
-        finally:
-            differentiating.reset(token)
+        output = fun(*with_finite_overwrites(args), **kwargs)
         # Only the derivative of the product is used, so XLA removes the product.
         if not has_aux:
             return scale_loss_by(output, scale), output

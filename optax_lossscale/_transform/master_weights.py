@@ -1,5 +1,6 @@
 """The Optax transformation that keeps float32 copies of narrow parameters."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._find import has_frozen, has_master_weights
+from .._find import CHAINS, has_frozen, has_master_weights, transforming
 from .._precision import as_type, dtype_of, is_inexact
 from .._state import MasterWeightsState
 from .._tree import mismatch, same_structure
@@ -124,8 +125,11 @@ def check_last(state: Any) -> None:
     """Raise if a chain changes the updates that lead to master weights."""
 
     def goes_on(node: Any) -> bool:
-        # The state of a chain is a plain tuple.
-        return type(node) is tuple and any(map(has_master_weights, node[:-1]))
+        if type(node) not in CHAINS:
+            return False
+        members = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
+        rest = itertools.dropwhile(lambda x: not has_master_weights(x), members)
+        return any(list(transforming(x)) for x in itertools.islice(rest, 1, None))
 
     if any(map(goes_on, jax.tree.leaves(state, is_leaf=goes_on))):
         raise ValueError(

@@ -8,7 +8,7 @@ import optax
 from .._devices import AxisName, check_agreement, everywhere
 from .._find import find_nodes
 from .._finite import all_finite
-from .._gradients.scaled_losses import warn_if_not_scaled
+from .._gradients.forgotten import warn_if_forgotten
 from .._rules.base import LossScale, check_rule, matching_state, next_state
 from .._rules.dynamic import DynamicLossScale
 from .._state import LossScaleState, WithLossScalingState, check_state
@@ -129,7 +129,7 @@ def with_loss_scaling(
         **extra_args: Any,
     ) -> tuple[optax.Updates, WithLossScalingState]:
         _check_state(state)
-        warn_if_not_scaled(state, rule)
+        warn_if_forgotten(state, rule)
         warn_of_float16(params, state.inner_state)
         scale_state = matching_state(rule, state.scale_state)
         old = state.inner_state

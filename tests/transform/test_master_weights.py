@@ -166,7 +166,9 @@ def test_parameters_that_become_float16_later_are_warned_of_when_they_do():
     with pytest.warns(UserWarning, match="2 of 2 parameters are float16") as record:
         for _ in range(2):
             _, state = step(GRADS, state, HALF)
-    assert len(record) == 1 and record[0].filename == __file__
+    assert [w.filename for w in record if "of 2 parameters" in str(w.message)] == [
+        __file__
+    ]
 
 
 @pytest.mark.parametrize("trained", [ADAM, SGD], ids=["adam", "sgd"])
@@ -199,6 +201,20 @@ def test_updates_that_lead_to_master_weights_may_not_be_changed(chain):
     with pytest.raises(ValueError, match="`with_master_weights` must come last"):
         tx.init(HALF)
     tx.init(FLOAT32)  # of which there are no copies
+
+
+def test_a_state_of_ones_own_may_stand_beside_master_weights():
+    masters = ls.with_master_weights(SGD)
+
+    def update(grads, state, params):
+        updates, inner_state = masters.update(grads, state[0], params)
+        return updates, (inner_state, state[1] + 1)
+
+    inner = optax.GradientTransformation(
+        lambda params: (masters.init(params), jnp.zeros((), jnp.int32)), update
+    )
+    state = ls.with_loss_scaling(inner).init(HALF).inner_state
+    assert inner.update(HALF, state, HALF)[1][1] == 1
 
 
 def test_what_is_no_optimizer_or_no_type_is_refused():

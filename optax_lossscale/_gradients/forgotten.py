@@ -1,0 +1,233 @@
+"""Warn of a train step that forgets to scale or unscale, or does either twice.
+
+In one step, the function that scales the loss and ``update`` get the same object as
+``loss_scale``, an array or a tracer. So it is noted what has happened to each object,
+as long as it lives. If the parts of a step are traced apart, the objects differ. Only
+then it counts whether a loss was scaled for states of these shapes.
+"""
+
+import collections
+import contextlib
+import contextvars
+import dataclasses
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._find import check_outermost, find_nodes, raw_scale_state
+from .._jax_internals import is_staging
+from .._state import LossScaleState, WithLossScalingState, check_state
+from .._validation import warn
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(eq=False)
+class _History:
+    """What happened to optimizer states of some shapes.
+
+    Attributes:
+        waiting: how many scales were given to each function since the last update.
+        apart: whether the objects of the last complete step differed.
+        constant: the scale of the last loss, if a compiled function holds it.
+    """
+
+    waiting: collections.Counter[str]
+    apart: bool = False
+    constant: float | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class _Use:
+    """What happened to one loss scale.
+
+    Attributes:
+        history: that of its optimizer state.
+        by: the names of the functions that were given the scale.
+        waits_as: under which name it waits in the history for its update.
+    """
+
+    history: _History
+    by: set[str]
+    waits_as: str = ""
+
+
+class _Noted:
+    """Notes on objects, by their identity. They live as long as the objects."""
+
+    def __init__(self) -> None:
+        self._notes: dict[int, tuple[weakref.ref[Any], Any]] = {}
+
+    def get(self, x: Any) -> Any:
+        ref, note = self._notes.get(id(x), (None, None))
+        return note if ref and ref() is x else None
+
+    def put(self, x: Any, note: Any) -> None:
+        key = id(x)
+        # A Python number has no weak references, and is nobody's own.
+        if isinstance(x, jax.Array | np.ndarray):
+            ref = weakref.ref(x, lambda _: self._notes.pop(key, None))
+            self._notes[key] = ref, note
+
+
+_uses, _true_grads = _Noted(), _Noted()
+# A scale without its optimizer, whose shapes are None, may be that of any.
+_histories: dict[Shapes | None, _History] = collections.defaultdict(
+    lambda: _History(collections.Counter())
+)
+# The uses of the scales at which the surrounding functions differentiate.
+_around: contextvars.ContextVar[tuple[_Use, ...]] = contextvars.ContextVar(
+    "around", default=()
+)
+
+
+def use_scale(state: Any, by: str) -> LossScaleState:
+    """Return the state whose scale a function uses, and note that."""
+    return _used(state, by)[0]
+
+
+@contextlib.contextmanager
+def differentiating_at(state: Any) -> Iterator[LossScaleState]:
+    """Give the state whose scale multiplies a loss while that is differentiated."""
+    scale_state, use = _used(state, "value_and_grad")
+    token = _around.set((*_around.get(), use))
+    try:
+        yield scale_state
+    finally:
+        _around.reset(token)
+
+
+def note_number() -> None:
+    """Note that a loss is scaled by a number, which may be the scale of any state."""
+    _histories[None].waiting["value_and_grad"] += 1
+
+
+def note_same_use(scale: jax.Array, new_state: Any) -> None:
+    """Note that a new state takes the place of the one that had this scale."""
+    _uses.put(raw_scale_state(new_state).loss_scale, _uses.get(scale))
+
+
+def note_true(grads: Any) -> None:
+    """Note that gradients are true, so that nobody divides them again."""
+    for x in jax.tree.leaves(grads):
+        _true_grads.put(x, True)
+
+
+def warn_if_divided_twice(grads: Any) -> None:
+    if any(map(_true_grads.get, jax.tree.leaves(grads))):
+        warn(
+            "The gradients are divided by the loss scale twice: `value_and_grad`, "
+            "`scale_backward` and `unscale_grads` return true gradients, ready for "
+            "clipping and for `update`. Leave out this `unscale_grads`."
+        )
+
+
+def warn_if_forgotten(state: WithLossScalingState, rule: Any) -> None:
+    """Warn at the update of a step whose loss was not scaled, or not unscaled."""
+    if getattr(rule, "loss_scale", None) == 1:  # it is fixed
+        return _forget(_histories[None])  # the scale may be kept beside this state
+    history = _histories[_shapes_inside(state)]
+    use = _uses.get(state.scale_state.loss_scale)
+    if use is None:
+        _warn_if_not_scaled(history, rule)
+    else:
+        _warn_if_not_unscaled(use, history)
+
+
+def _used(state: Any, by: str) -> tuple[LossScaleState, _Use]:
+    raw = raw_scale_state(state)
+    scale_state = check_state(raw)
+    check_outermost(state)
+    use = _uses.get(raw.loss_scale)
+    if use is None:
+        # In `shard_map`, shapes are those of a shard. The update may be outside.
+        use = _Use(_histories[None if _is_sharded() else _shapes_inside(state)], set())
+        for x in (raw.loss_scale, scale_state.loss_scale):
+            _uses.put(x, use)
+    if by == "unscale_grads" and not use.by:
+        # Perhaps a loss was scaled for it in another function.
+        use.history.apart |= use.history.waiting["scale_loss"] > 0
+    if by == "scale_loss" and use in _around.get():
+        warn(
+            "The loss is scaled twice: `scale_loss` is called in a function that "
+            "`value_and_grad` of this package differentiates. Leave out `scale_loss`."
+        )
+    if not use.waits_as:
+        use.waits_as = by
+        use.history.waiting[by] += 1
+        use.history.constant = _constant_scale(scale_state)
+    use.by.add(by)
+    return scale_state, use
+
+
+def _constant_scale(state: LossScaleState) -> float | None:
+    """Return the scale if the function being compiled holds it, but it changes."""
+    if isinstance(state.loss_scale, jax.core.Tracer) or not is_staging():
+        return None
+    scale, is_fixed = jax.device_get((state.loss_scale, state.is_fixed))
+    return None if is_fixed else float(scale)
+
+
+def _warn_if_not_unscaled(use: _Use, history: _History) -> None:
+    """Warn if a function was given the scale of an update, but only to multiply."""
+    if use.waits_as:
+        use.history.waiting -= collections.Counter([use.waits_as])
+        use.waits_as = ""
+    if "value_and_grad" in use.by or use.by >= {"scale_loss", "unscale_grads"}:
+        history.apart = False
+    elif "scale_loss" not in use.by:  # the loss was scaled elsewhere
+        _forget(history)
+    elif not history.apart:
+        warn(
+            "`scale_loss` has scaled a loss, but `unscale_grads` has divided no "
+            "gradients. Call `grads = unscale_grads(grads, opt_state)` before `update`."
+        )
+
+
+def _warn_if_not_scaled(history: _History, rule: Any) -> None:
+    """Warn if no function was given the scale of an update, as far as can be seen."""
+    others = _histories.values() if _is_sharded() else [_histories[None]]
+    related = [history, *others]
+    constant = next((x.constant for x in related if x.constant is not None), None)
+    scaled = any(+x.waiting for x in related)
+    for x in related:
+        _forget(x)
+    if constant is not None:
+        warn(
+            f"The loss scale, {constant:g}, is a constant of a compiled function, or "
+            "of the body of a `scan`, because `state` is not one of its arguments. "
+            "Whenever that runs again without being traced, it uses this scale. Once "
+            "the scale overflows, every step is skipped. Call "
+            "`value_and_grad(loss_fn, opt_state)` inside the compiled function, with "
+            "the `opt_state` that is passed to it. If the scale should never change, "
+            "use `FixedLossScale`."
+        )
+    elif scaled:
+        history.apart = True
+    elif not history.apart:
+        warn(
+            "No loss has been scaled for this optimizer state, whose rule is "
+            f"{rule!r}. Write "
+            "`loss, grads = ls.value_and_grad(loss_fn, opt_state)(params, ...)` "
+            "instead of `jax.value_and_grad(loss_fn)(params, ...)`. If you multiply "
+            "the loss yourself, use `ls.scale_loss` and `ls.unscale_grads`. If nothing "
+            "should be scaled, pass the rule `FixedLossScale(1.0)`."
+        )
+
+
+def _is_sharded() -> bool:
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def _forget(history: _History) -> None:
+    history.waiting.clear()
+    history.constant = None
+
+
+def _shapes_inside(state: Any) -> Shapes | None:
+    for x in find_nodes(state, WithLossScalingState).values():
+        return tuple(map(np.shape, jax.tree.leaves(x.inner_state)))
+    return None
