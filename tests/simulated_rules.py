@@ -21,6 +21,7 @@ class Simulated:
     in_a_row: int = 0
     skip_rate: float = 0.0
     largest: float = 0.0
+    was_fixed: bool = False
 
     def __post_init__(self):
         self.scale = getattr(self.rule, "init_scale", None) or self.rule.loss_scale
@@ -37,7 +38,17 @@ class Simulated:
         np.testing.assert_allclose(numbers, expected, rtol=1e-5)
         assert bool(state.applied) == (self.in_a_row == 0)
 
+    def _start(self) -> None:
+        """A fixed scale is not continued, and a fixed rule does not continue one."""
+        fixed = isinstance(self.rule, ls.FixedLossScale)
+        if fixed or self.was_fixed:
+            first = Simulated(self.rule)
+            self.scale, self.growth = first.scale, 0
+            self.hysteresis, self.largest = first.hysteresis, 0.0
+        self.was_fixed = fixed
+
     def record(self, applied: bool) -> None:
+        self._start()
         self.skipped += not applied
         self.in_a_row = 0 if applied else self.in_a_row + 1
         if self.in_a_row <= 25:

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 
 from .._devices import AxisName
 from .._finite import finite_max_magnitude
-from .._state import LossScaleState, canonical, check_state
-from .._tree import mismatch
+from .._state import LossScaleState, check_state
+from .._tree import cast_like, mismatch, select
 from .._validation import check_flag, check_order, check_real, describe
 
 UpdateT = TypeVar("UpdateT", bound=Callable[..., Any])
@@ -170,6 +170,19 @@ def check_rule(rule: Any) -> None:
             f"{describe(rule)}. Pass one, such as "
             "`FixedLossScale(128.0)` or `DynamicLossScale(init_scale=128.0)`."
         )
+    try:
+        hash(rule)
+    except TypeError as error:
+        raise TypeError(
+            f"`rule` must be hashable, got {describe(rule)}. Compiled functions are "
+            "kept by their rule. Make its class a `dataclasses.dataclass(frozen=True)` "
+            "whose fields are plain numbers."
+        ) from error
+    if type(rule).__hash__ is None:
+        raise TypeError(
+            f"`rule` must be hashable, got {describe(rule)}. Compiled functions are "
+            "kept by their rule. Make its class a `dataclasses.dataclass(frozen=True)`."
+        )
 
 
 def matching_state(rule: LossScale, state: Any) -> LossScaleState:
@@ -186,7 +199,7 @@ def matching_state(rule: LossScale, state: Any) -> LossScaleState:
             f"which needs {old}. To switch to another rule, start with its first "
             "state: `opt_state._replace(scale_state=rule.init())`."
         )
-    return state
+    return _started(rule, state)
 
 
 def next_state(
@@ -215,7 +228,28 @@ def next_state(
             "Return `state.record(grads_finite)._replace(...)`."
         )
     # A user's rule may return a Python number for a counter.
-    return canonical(new_state)
+    kept: LossScaleState = cast_like(new_state, state)
+    return kept
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _started(rule: LossScale, state: LossScaleState) -> LossScaleState:
+    """Return the state, in which a rule does not continue the scale of another one.
+
+    A fixed rule has its own scale. A rule that changes its scale starts from its first
+    state if the scale was fixed. Only the counters of skipped steps go on.
+    """
+    own = rule.init()
+    remembers = bool(jax.tree.leaves(own.rule_state))
+    own = own._replace(
+        skipped_steps=state.skipped_steps,
+        consecutive_skips=state.consecutive_skips,
+        skip_rate=state.skip_rate,
+        rule_state=own.rule_state if remembers else state.rule_state,
+    )
+    own = cast_like(own, state)
+    started: LossScaleState = select(state.is_fixed | own.is_fixed, own, state)
+    return started
 
 
 def _is_rule(x: Any) -> bool:

@@ -124,8 +124,7 @@ def counted(
     grows = grads_finite & (growth_tracker >= rule.growth_interval)
     growth_tracker = jnp.where(grows, 0, growth_tracker)
 
-    tracker = jnp.minimum(state.hysteresis_tracker, rule.hysteresis)
-    hysteresis_tracker = jnp.where(state.is_fixed, rule.hysteresis, tracker)
+    hysteresis_tracker = jnp.minimum(state.hysteresis_tracker, rule.hysteresis)
     left = jnp.maximum(hysteresis_tracker - 1, 0)
     backs_off = ~grads_finite & (left == 0)
     refills = {
@@ -135,7 +134,6 @@ def counted(
     }[rule.hysteresis_refill]
     hysteresis_tracker = jnp.where(grads_finite, hysteresis_tracker, left)
     new_state = state._replace(
-        is_fixed=jnp.zeros((), jnp.bool_),
         growth_tracker=jnp.where(grads_finite, growth_tracker, restart),
         hysteresis_tracker=jnp.where(refills, rule.hysteresis, hysteresis_tracker),
     )

@@ -4,7 +4,6 @@ import dataclasses
 from typing import final
 
 import jax
-import jax.numpy as jnp
 
 from .._state import LossScaleState
 from . import fields
@@ -55,6 +54,4 @@ class FixedLossScale(LossScale):
     def update(
         self, state: LossScaleState, grads_finite: jax.typing.ArrayLike
     ) -> LossScaleState:
-        # Another rule may have left a state whose scale changes.
-        state = state._replace(is_fixed=jnp.ones((), jnp.bool_))
         return state.record(grads_finite) if self.skip_nonfinite else state

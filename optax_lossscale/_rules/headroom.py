@@ -140,7 +140,6 @@ class HeadroomLossScale(LossScale):
         finite_steps = optax.safe_increment(state.growth_tracker)
         return new_state._replace(
             loss_scale=loss_scale,
-            is_fixed=jnp.zeros((), jnp.bool_),
             growth_tracker=jnp.where(new_state.applied, finite_steps, 0),
             rule_state=HeadroomState(magnitude),
         )

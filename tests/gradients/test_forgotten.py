@@ -348,7 +348,7 @@ def eager_scan_by_closure(net, way):
         net.params, net.state = net.apply(net.params, state, grads)
 
 
-def constant(net, step):
+def constant(net, way):
     """A gradient function that was built once holds the first scale."""
     fun = ls.grad(loss_fn, net.state)
 
@@ -367,9 +367,11 @@ def random_programs(rng):
     for number in range(rng.randint(2, 5)):
         net = Network(rng.choice([2, 3]), rng.choice(OPTIMIZERS))
         way = rng.choice(RIGHT_WAYS)
-        kind = rng.choice(["step", "apart", "other", "wrong", "wrong"])
+        kind = rng.choice(["step", "apart", "other", "wrong", "wrong", "constant"])
         if kind == "wrong":
             (way, message), place = rng.choice(WRONG_WAYS), rng.choice(WRONG_PLACES)
+        elif kind == "constant":
+            message, place = CONSTANT, constant
         elif kind == "step":
             message, place = None, rng.choice(RIGHT_PLACES)
         else:
@@ -381,7 +383,7 @@ def random_programs(rng):
         yield f"{kind}, {place.__name__}, {way}", run, [message] if message else []
 
 
-OF_NET = ("apart", "other")
+OF_NET = ("apart", "other", "constant")
 
 
 @pytest.mark.parametrize("seed", slow_but(range(30), range(400)))

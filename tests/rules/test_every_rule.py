@@ -1,5 +1,6 @@
 """What holds of every rule: any state is carried on, in the types of its own."""
 
+import dataclasses
 import inspect
 
 import jax
@@ -73,6 +74,7 @@ def test_numbers_of_other_types_are_converted(rule):
     assert_same_bits(again, step(rule, state, True, 2.0**-10))
 
 
+X = jnp.ones(2)
 HEADROOM = ls.HeadroomLossScale()
 STATE = HEADROOM.init()
 SEVERAL = jax.tree.map(lambda x: jnp.stack([x, x]), STATE)
@@ -99,6 +101,52 @@ def test_a_rule_that_remembers_nothing_leaves_what_another_remembered():
     rule = ls.DynamicLossScale()
     for update in (rule.update, jax.jit(rule.update)):
         assert_same_bits(update(state, True).rule_state, state.rule_state)
+
+
+@dataclasses.dataclass(frozen=True)
+class UsersRule(ls.LossScale):
+    """It remembers the steps since it began."""
+
+    def init(self):
+        return ls.LossScaleState.create(2.0**11, rule_state=jnp.int32(0))
+
+    def update(self, state, grads_finite):
+        state = state._replace(rule_state=state.rule_state + 1)
+        return state.record(grads_finite)
+
+
+MOVING = [ls.DynamicLossScale(2.0**13), HEADROOM, presets.deepspeed(), UsersRule()]
+
+
+@pytest.mark.parametrize("value", [1.0, jnp.nan], ids=["good", "bad"])
+@pytest.mark.parametrize("rule", MOVING, ids=lambda rule: type(rule).__name__)
+def test_a_rule_that_takes_over_begins_as_itself(rule, value):
+    """A fixed scale is not continued, and a fixed rule continues none."""
+    first = rule.init()._replace(skipped_steps=jnp.int32(7))
+    fixed_rule = ls.FixedLossScale(2.0**10)
+
+    def opt_state_after(rule, state):
+        tx = ls.with_loss_scaling(optax.sgd(0.1), rule)
+        state = tx.init(X)._replace(scale_state=state)
+        return tx.update(jnp.zeros_like(X), state, X, value=value)[1].scale_state
+
+    expected = opt_state_after(rule, first)
+    moved = step(rule, first, True, 2.0**-10)._replace(skipped_steps=jnp.int32(7))
+    fixed = opt_state_after(fixed_rule, moved)
+    assert float(fixed.loss_scale) == 2.0**10 and bool(fixed.is_fixed)
+    before = {"skipped_steps": jnp.int32(7), "skip_rate": first.skip_rate}
+    before["consecutive_skips"] = first.consecutive_skips
+    again = opt_state_after(rule, fixed._replace(**before))
+    assert_same_bits(again, expected)
+
+
+def test_a_rule_that_has_no_hash_is_refused():
+    @dataclasses.dataclass(frozen=True)
+    class Unhashable(UsersRule):
+        limits: list = dataclasses.field(default_factory=list)
+
+    with pytest.raises(TypeError, match=r"`rule` must be hashable.*frozen=True"):
+        ls.with_loss_scaling(optax.sgd(0.1), Unhashable())
 
 
 CONSTANT = [ls.FixedLossScale(), ls.FixedLossScale(128.0, skip_nonfinite=False)]

@@ -99,7 +99,7 @@ def test_integer_leaves_with_allow_int():
     assert int(state.scale_state.skipped_steps) == 1
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class UsersRule(ls.LossScale):
     """A rule that makes and changes its state as it is told."""
 
