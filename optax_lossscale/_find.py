@@ -1,6 +1,7 @@
 """Find the loss scale in an optimizer state."""
 
 import collections
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,7 +79,8 @@ def raw_scale_state(state: Any) -> LossScaleState:
             f"{list(found)}. A loss is multiplied by one scale. Pass the part of the "
             "state that belongs to this loss, or wrap the whole optimizer once."
         )
-    return _unwrapped(*found.values())
+    (scale_state,) = map(unwrapped, found.values())
+    return scale_state
 
 
 def check_outermost(state: Any) -> None:
@@ -152,12 +154,15 @@ def replace_loss_scale_state(state: Any, new: LossScaleState) -> Any:
     return jax.tree.map(leaf, state, is_leaf=lambda x: isinstance(x, LossScaleState))
 
 
-def _unwrapped(state: LossScaleState) -> LossScaleState:
-    """Take the arrays of a state out of the variables that Flax NNX wraps them in."""
-    leaves = jax.tree.leaves(state, is_leaf=lambda x: x is None)
-    structure = jax.tree.structure(state, is_leaf=lambda x: not isinstance(x, tuple))
-    unwrapped: LossScaleState = jax.tree.unflatten(structure, leaves)
-    return unwrapped
+def unwrapped(state: Any) -> Any:
+    """Take the arrays of a state out of the variables that Flax NNX wraps them in.
+
+    They are those that ``nnx.Optimizer`` gives to ``update``. Flax is not imported.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return state
+    return (getattr(nnx, "as_pure", None) or nnx.pure)(state)
 
 
 def _advice(state: Any) -> str:

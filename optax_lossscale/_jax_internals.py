@@ -69,6 +69,13 @@ def waiting_for(other: jax.Array, x: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier((x, as_varying(other, x)))[0]
 
 
+def in_memory_of(other: Any, x: jax.Array) -> jax.Array:
+    """Return ``x`` in the memory that holds another array: host or device."""
+    # jax 0.7.0 has no spaces of memory.
+    here, there = (getattr(jax.typeof(a), "memory_space", None) for a in (x, other))
+    return x if here == there else jax.device_put(x, there)
+
+
 def effect_names(of: Jaxpr | JaxprEqn) -> set[str]:
     return {type(effect).__name__ for effect in of.effects}
 

@@ -91,5 +91,11 @@ def is_inexact(x: Any) -> bool:
 
 
 def dtype_of(x: Any) -> Any:
-    """Return a leaf's dtype, also that of PRNG keys and of ``float0``."""
-    return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+    """Return a leaf's dtype in JAX, also that of PRNG keys and of ``float0``."""
+    if not hasattr(x, "dtype"):
+        return jnp.result_type(x)
+    # Unless it is enabled, float64 of NumPy becomes float32.
+    of_numpy = isinstance(x, np.ndarray | np.generic) and np.issubdtype(
+        x.dtype, np.number
+    )
+    return jax.dtypes.canonicalize_dtype(x.dtype) if of_numpy else x.dtype

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ._jax_internals import in_memory_of
 from ._precision import dtype_of
 from ._validation import check_flag, describe
 
@@ -46,9 +47,9 @@ def select(pred: jax.typing.ArrayLike, on_true: Any, on_false: Any) -> Any:
         )
 
     def leaf(path: Any, t: Any, f: Any) -> Any:
-        if _is_array(t) and _is_array(f) and jnp.shape(t) == jnp.shape(f):
+        if is_array(t) and is_array(f) and jnp.shape(t) == jnp.shape(f):
             return choose(pred, t, f)
-        if not _is_array(t) and not _is_array(f) and (t is f or t == f):
+        if not is_array(t) and not is_array(f) and (t is f or t == f):
             return t
         raise ValueError(
             "`on_true` and `on_false` must have the same shapes, and equal leaves "
@@ -61,8 +62,11 @@ def select(pred: jax.typing.ArrayLike, on_true: Any, on_false: Any) -> Any:
 
 
 def choose(pred: Any, new: Any, old: Any) -> jax.Array:
-    """Return ``jnp.where`` of two arrays, sharded like the new one."""
-    return jnp.where(pred, new, as_sharded(old, new))
+    """Return ``jnp.where`` of two arrays, sharded like the new one.
+
+    It is in the memory of the old one, from which ``jnp.where`` takes a scalar away.
+    """
+    return in_memory_of(old, jnp.where(pred, new, as_sharded(old, new)))
 
 
 def as_sharded(x: Any, like: Any) -> Any:
@@ -73,7 +77,7 @@ def as_sharded(x: Any, like: Any) -> Any:
     return jax.sharding.reshard(x, new)
 
 
-def _is_array(x: Any) -> bool:
+def is_array(x: Any) -> bool:
     return hasattr(x, "dtype") or isinstance(x, bool | int | float | complex)
 
 
@@ -82,7 +86,7 @@ def cast_like(tree: Any, like: Any) -> Any:
 
     def leaf(x: Any, like: Any) -> Any:
         same = hasattr(x, "dtype") and x.dtype == getattr(like, "dtype", None)
-        if same and not getattr(x, "weak_type", False):
+        if not is_array(x) or same and not getattr(x, "weak_type", False):
             return x
         return jnp.asarray(x, dtype_of(like))
 
@@ -127,5 +131,5 @@ def _shapes(tree: Any) -> dict[str, str]:
     return {
         jax.tree_util.keystr(path): f"an array of shape {jnp.shape(leaf)}"
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        if _is_array(leaf)
+        if is_array(leaf)
     }

@@ -37,12 +37,21 @@ def leaves_with_objects(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): x for path, x in leaves}
 
 
-def check_no_modules(arguments: Any) -> None:
-    """Raise if jax would differentiate a copy of a module, whose changes are lost."""
+def check_no_modules(differentiated: Any, others: Any) -> None:
+    """Raise if changes of a module would be lost, since jax differentiates a copy.
+
+    Of a module that is not differentiated, parameters do not change.
+    """
     if (nnx := _nnx()) is None:
         return
-    for x in jax.tree.leaves(arguments, is_leaf=is_object):
-        if isinstance(x, nnx.Module):
+
+    def changes(module: Any) -> bool:
+        return bool(jax.tree.leaves(nnx.state(module, nnx.Not(nnx.Param))))
+
+    given = [(x, True) for x in jax.tree.leaves(differentiated, is_leaf=is_object)]
+    given += [(x, False) for x in jax.tree.leaves(others, is_leaf=is_object)]
+    for x, is_copied in given:
+        if isinstance(x, nnx.Module) and (is_copied or changes(x)):
             raise TypeError(
                 "`value_and_grad` must be `nnx.value_and_grad` for an `nnx.Module`, "
                 f"got `jax.value_and_grad` for a {type(x).__name__}, whose statistics "

@@ -98,7 +98,7 @@ def value_and_grad_with_retries(
         # A Flax NNX optimizer may have changed since.
 
         def attempt(
-            scale: jax.Array, *args: Any, **kwargs: Any
+            scale: jax.Array, /, *args: Any, **kwargs: Any
         ) -> tuple[jax.Array, Any, Any]:
             output, grads = differentiate_at(
                 scale, fun, args, kwargs, has_aux, value_and_grad, options

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from .._validation import check_function, describe
 from .flax_only import check_no_modules, with_finite_overwrites
@@ -153,11 +154,18 @@ def differentiate_at(
     options: Mapping[str, Any],
 ) -> tuple[Any, Any]:
     """Return the output of a loss, a tuple if ``has_aux``, and its true gradients."""
+    argnums = options["argnums"]
+    if isinstance(argnums, np.ndarray):
+        argnums = jax.tree.map(int, argnums.tolist(), is_leaf=np.isscalar)
     # Not every function that differentiates takes these. All default to 0 or False.
-    options = {name: x for name, x in options.items() if x != 0}
+    options = {k: x for k, x in {**options, "argnums": argnums}.items() if x != 0}
     if value_and_grad is jax.value_and_grad:
-        check_no_modules((args, kwargs))
-        _check_no_functions(args, options.get("argnums", 0))
+        numbers = argnums if isinstance(argnums, tuple | list) else [argnums]
+        chosen = {i % max(len(args), 1) for i in numbers}
+        differentiated = {i: x for i, x in enumerate(args) if i in chosen}
+        others = [x for i, x in enumerate(args) if i not in chosen]
+        check_no_modules(differentiated, (others, kwargs))
+        _check_no_functions(differentiated)
 
     @functools.wraps(fun, updated=())
     def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
@@ -177,11 +185,10 @@ def differentiate_at(
     return output, unscale(scaled_grads, scale)
 
 
-def _check_no_functions(args: Sequence[Any], argnums: Any) -> None:
+def _check_no_functions(differentiated: Mapping[int, Any]) -> None:
     """Raise if jax would differentiate a model that has functions among its leaves."""
-    numbers = argnums if isinstance(argnums, tuple | list) else [argnums]
-    for path, x in jax.tree.leaves_with_path(tuple(args)):
-        if callable(x) and path[0].idx in numbers:
+    for path, x in jax.tree.leaves_with_path(differentiated):
+        if callable(x):
             raise TypeError(
                 "`value_and_grad` must be a function that leaves out what is no array, "
                 f"got `jax.value_and_grad` for {describe(x)} at "

@@ -89,7 +89,9 @@ def masked_update(
 
     given = update_arrays, apply, arrays, sanitizers, old_state
     outputs = None
-    if staging and isinstance(apply, jax.core.Tracer):
+    # Early masks of a checked update evaluate it twice, and then `grad_fn` as well.
+    once = "grad_fn" in extra_args
+    if staging and isinstance(apply, jax.core.Tracer) and not once:
         outputs = masked_early(*given, is_checked=is_checked)
     if outputs is None:
         # Eager derivatives are those of the last evaluation. No callback happens twice.

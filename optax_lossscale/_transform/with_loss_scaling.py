@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -9,6 +10,7 @@ from .._devices import AxisName, check_agreement, everywhere
 from .._find import find_nodes
 from .._finite import all_finite
 from .._gradients.forgotten import warn_if_forgotten
+from .._jax_internals import in_memory_of
 from .._rules.base import LossScale, check_rule, matching_state, next_state
 from .._rules.dynamic import DynamicLossScale
 from .._state import LossScaleState, WithLossScalingState, check_state
@@ -151,18 +153,23 @@ def with_loss_scaling(
         finite = grads_finite & value_finite
         check_agreement(finite, scale_state.loss_scale, axis_name)
 
+        # A derivative that the optimizer takes itself may overflow, too.
+        checks = check_updates or "grad_fn" in extra_args
+
         def checked_update(grads: optax.Updates, extra_args: dict[str, Any]) -> Any:
             new_updates, new = inner.update(grads, old, params, **extra_args)
             usable = jnp.ones((), jnp.bool_)
-            if check_updates:
+            if checks:
                 usable = outcome_finite(new_updates, new, old, params)
                 usable = everywhere(usable, axis_name)
                 check_agreement(usable, scale_state.loss_scale, axis_name)
             return usable, new_updates, new
 
         applied, new_updates, inner_state = masked_update(
-            checked_update, finite, updates, extra_args, old, is_checked=check_updates
+            checked_update, finite, updates, extra_args, old, is_checked=checks
         )
+        if "grad_fn" in extra_args:
+            grads_finite = applied
         # No scale cures a loss that is not finite before it is scaled, nor an optimizer
         # that turns finite gradients into NaN or inf.
         scale_at_fault = value_finite & (applied | ~grads_finite)
@@ -171,6 +178,7 @@ def with_loss_scaling(
             next_state(rule, scale_state, grads_finite, updates, axis_name),
             scale_state.record(False),
         )
+        new_scale_state = jax.tree.map(in_memory_of, scale_state, new_scale_state)
         return new_updates, WithLossScalingState(new_scale_state, inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

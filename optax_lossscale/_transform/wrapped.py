@@ -12,7 +12,14 @@ from .._find import has_master_weights
 from .._precision import dtype_of, is_inexact, is_narrow, widened
 from .._rules.base import LossScale
 from .._state import strongly_typed
-from .._tree import at_paths_of, cast_like, mismatch, same_structure, shape_mismatch
+from .._tree import (
+    at_paths_of,
+    cast_like,
+    is_array,
+    mismatch,
+    same_structure,
+    shape_mismatch,
+)
 from .._validation import describe, warn
 
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
@@ -56,14 +63,7 @@ def with_extra_args(
         # A line search would pass `grads_finite` on to the loss.
         dropped = {"grads_finite"} if takes_all else extra_args.keys()
         taken = {k: x for k, x in extra_args.items() if k in known or k not in dropped}
-        try:
-            return inner.update(updates, state, params, **taken)
-        except TypeError as error:
-            # A member of a chain may refuse the loss, which it was never meant for.
-            if "unexpected keyword argument 'value'" not in str(error):
-                raise
-            del taken["value"]
-            return inner.update(updates, state, params, **taken)
+        return inner.update(updates, state, params, **taken)
 
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
@@ -159,6 +159,8 @@ def _check_types(new_state: optax.OptState, state: optax.OptState) -> None:
     rounded = ""
     pairs = jax.tree_util.tree_leaves_with_path(new_state)
     for (path, new), old in zip(pairs, jax.tree.leaves(state), strict=True):
+        if not is_array(new):
+            continue
         dtype, old_dtype = dtype_of(new), dtype_of(old)
         if dtype == old_dtype:
             continue

@@ -130,10 +130,32 @@ def test_a_function_that_is_kept_follows_an_optimizer_that_changes(make):
 
 
 @pytest.mark.parametrize("make", [ls.value_and_grad, ls.value_and_grad_with_retries])
-def test_a_module_that_jax_would_copy_is_refused(make):
+def test_a_module_whose_changes_jax_would_lose_is_refused(make):
     fun = make(lambda w, models: jnp.zeros(()), HIGH)
     with pytest.raises(TypeError, match="Pass `value_and_grad=nnx.value_and_grad`"):
         fun(jnp.ones(3), models=[Changing()])
+    linear = nnx.Linear(8, 1, use_bias=False, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="Pass `value_and_grad=nnx.value_and_grad`"):
+        fun([linear], models=[])
+    # One that has nothing but parameters, and is not differentiated, loses nothing.
+    beside = make(lambda x, model: jnp.sum(model(x)), HIGH)
+    slopes = jnp.broadcast_to(linear.kernel[:, 0], X.shape)
+    assert_same_bits(beside(X, linear)[1], slopes)
+    last = make(lambda model, x: jnp.sum(model(x)), HIGH, argnums=-1)
+    assert_same_bits(last(linear, X)[1], slopes)
+
+
+@pytest.mark.parametrize("kind", ["hijax", "ref"])
+def test_the_scale_is_read_from_variables_of_the_new_kinds(kind):
+    if not hasattr(nnx, "var_defaults"):
+        pytest.skip("this Flax has no such variables")
+    with nnx.var_defaults(**{kind: True}):
+        model = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+    assert float(ls.get_loss_scale(optimizer)) == 2.0**15
+    assert bool(ls.was_applied(optimizer))
+    assert float(ls.grad(lambda w: w**2, optimizer)(3.0)) == 6.0
+    assert float(jax.jit(ls.get_loss_scale)(optimizer)) == 2.0**15
 
 
 def test_what_jax_differentiates_well_is_accepted():

@@ -197,3 +197,16 @@ def test_a_function_that_changes_mutable_arrays_is_refused():
     with pytest.raises(TypeError, match="`fun` must be free of effects"):
         fun(W)
     assert calls[...] == 0
+
+
+@pytest.mark.parametrize("name", ["scale", "state", "fun", "args", "loss", "tree"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        *(lambda f: ls.grad(f, RULE.init()), ls.scale_block),
+        lambda f: ls.value_and_grad_with_retries(f, RULE.init()),
+        lambda f: ls.scale_backward(f, RULE.init()),
+    ],
+)
+def test_a_loss_may_have_keywords_of_any_name(wrap, name):
+    wrap(lambda w, **named: named[name] * w)(2.0, **{name: 3.0})

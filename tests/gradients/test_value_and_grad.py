@@ -171,3 +171,28 @@ def test_value_and_grad_calls_the_function_as_jax_does():
     jax.effects_barrier()
     np.testing.assert_array_equal(grads, 2 * X**3)
     assert seen == [0.5, 7.0] and calls[...] == 1
+
+
+def test_argnums_may_be_an_array_of_numpy():
+    def loss(a, b, c):
+        return a * b * c
+
+    for argnums in (np.array([0, 2]), np.int64(2), np.array(2), (0, -1)):
+        ours = ls.grad(loss, STATE, argnums=argnums)(2.0, 3.0, 4.0)
+        theirs = jax.grad(loss, argnums=jax.tree.map(int, np.asarray(argnums).tolist()))
+        assert_same_bits(
+            list(np.atleast_1d(ours)), list(np.atleast_1d(theirs(2.0, 3.0, 4.0)))
+        )
+
+
+def test_float64_of_numpy_is_float32_without_a_warning():
+    """Warnings are errors."""
+    x, tx = np.ones(2), ls.with_loss_scaling(optax.adam(1e-3))
+    assert ls.scale_loss(np.float64(3.0), STATE).dtype == jnp.float32
+    assert ls.unscale_grads(x, STATE).dtype == jnp.float32
+    assert ls.max_magnitude(x).dtype == jnp.float32
+    updates, _ = tx.update(x, tx.init(jnp.ones(2)), value=np.float64(1.0))
+    assert updates.dtype == jnp.float32
+    jax.grad(ls.scale_backward(jnp.sum, np.float64(3.0)))(x)
+    ls.check_loss_scale(RULE.init(), grads=x, value=np.float64(1.0))
+    assert ls.gradient_report(x).size == 2 and ls.all_finite(x)

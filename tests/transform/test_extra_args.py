@@ -80,13 +80,16 @@ def test_a_transformation_is_given_what_it_takes(takes, taken):
 SAM = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1))
 
 
+PLAIN_SAM = optax.GradientTransformation(SAM.init, SAM.update)
+
+
 @pytest.mark.parametrize(
-    "inner",
-    [optax.chain(optax.clip(1.0), SAM), optax.MultiSteps(SAM, 2)],
+    "wrap",
+    [lambda tx: optax.chain(optax.clip(1.0), tx), lambda tx: optax.MultiSteps(tx, 2)],
     ids=["chain", "MultiSteps"],
 )
-def test_the_loss_decides_beside_an_optimizer_that_does_not_take_it(inner):
-    tx = ls.with_loss_scaling(inner)
+def test_the_loss_decides_beside_an_optimizer_that_does_not_take_it(wrap):
+    tx = ls.with_loss_scaling(wrap(PLAIN_SAM))
     state = tx.init(PARAMS)
     for step in (tx.update, jax.jit(tx.update)):
         assert_same_bits(
@@ -94,8 +97,72 @@ def test_the_loss_decides_beside_an_optimizer_that_does_not_take_it(inner):
         )
         _, skipped = step(GRADS, state, PARAMS, value=jnp.nan)
         assert not ls.was_applied(skipped)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'other'"):
-        tx.update(GRADS, state, PARAMS, value=3.0, other=3.0)
+    refusing = ls.with_loss_scaling(wrap(SAM))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'value'"):
+        refusing.update(GRADS, refusing.init(PARAMS), PARAMS, value=3.0)
+
+
+def test_an_error_of_the_optimizers_own_reaches_the_user():
+    def update(updates, state, params=None):
+        return dict(updates, missing=len(value=3))
+
+    tx = ls.with_loss_scaling(inner_of(update))
+    for given in ({}, {"value": 3.0}):
+        with pytest.raises(TypeError, match=r"len\(\) takes no keyword arguments"):
+            tx.update(GRADS, tx.init(PARAMS), PARAMS, **given)
+
+
+def steep_loss(params, steepness):
+    """Its gradients overflow in float16 at a scale of 2**16 / ``steepness``."""
+    half = jax.tree.map(lambda x: x.astype(jnp.float16), params)
+    total = sum(jnp.sum(x * jnp.float16(steepness)) for x in jax.tree.leaves(half))
+    return total.astype(jnp.float32)
+
+
+@pytest.mark.parametrize("check_updates", [False, True])
+@pytest.mark.parametrize("around", [jax.jit, lambda step: step], ids=["jit", "eager"])
+def test_a_gradient_that_the_optimizer_takes_itself_may_overflow(around, check_updates):
+    """The gradients are finite, but those at the adversarial parameters are not."""
+    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True)
+    tx = ls.with_loss_scaling(sam, check_updates=check_updates)
+
+    def step(params, state):
+        grads = ls.grad(steep_loss, state)(params, 1.0)
+        scaled = ls.scale_backward(lambda params, _: steep_loss(params, 16.0), state)
+        updates, state = tx.update(grads, state, params, grad_fn=jax.grad(scaled))
+        return optax.apply_updates(params, updates), state
+
+    params, state, step = PARAMS, tx.init(PARAMS), around(step)
+    scales = []
+    for _ in range(6):
+        old = params, state.inner_state
+        params, state = step(params, state)
+        scales.append(float(ls.get_loss_scale(state)))
+        if not ls.was_applied(state):
+            assert_same_bits((params, state.inner_state), old)
+    assert scales == [2.0**14, 2.0**13, 2.0**12, 2.0**11, 2.0**11, 2.0**11]
+    assert ls.all_finite((params, state.inner_state)) and ls.was_applied(state)
+
+
+def test_a_loss_that_an_optimizer_evaluates_is_scaled_as_well():
+    """Line searches and Sophia take the function: `scale_backward` scales it."""
+    tiny = 2.0**-30
+    solvers = {
+        "value_fn": optax.lbfgs(),
+        "obj_fn": optax.contrib.sophia(0.1, update_interval=1),
+    }
+    for name, inner in solvers.items():
+        tx = ls.with_loss_scaling(inner)
+        results = []
+        for loss in (steep_loss, lambda p, s: s * sum(map(jnp.sum, p.values()))):
+            state = tx.init(PARAMS)
+            fun = lambda p, loss=loss: tiny * loss(p, 1.0)  # noqa: E731
+            value, grads = ls.value_and_grad(fun, state)(PARAMS)
+            given = {name: ls.scale_backward(fun, state), "value": value}
+            given |= {"grad": grads} if name == "value_fn" else {}
+            results.append(tx.update(grads, state, PARAMS, **given)[0])
+        assert all(map(jnp.any, jax.tree.leaves(results)))
+        assert_same_bits(*results)
 
 
 def test_with_an_axis_name_one_member_decides_for_all():

@@ -181,3 +181,15 @@ def test_an_error_of_the_inner_transformation_is_its_own():
     for step in (tx.update, jax.jit(tx.update)):
         with pytest.raises(ZeroDivisionError, match="its own"):
             step(GRADS, tx.init(PARAMS))
+
+
+def test_a_string_in_the_state_passes_through():
+    inner = optax.GradientTransformation(
+        lambda params: ("name", jnp.zeros(2)),
+        lambda updates, state, params=None: (updates, (state[0], state[1] + updates)),
+    )
+    tx = ls.with_loss_scaling(inner)
+    for grads, expected in ((jnp.ones(2), 1.0), (jnp.full(2, jnp.nan), 0.0)):
+        _, state = tx.update(grads, tx.init(jnp.ones(2)))
+        assert state.inner_state[0] == "name"
+        assert state.inner_state[1].tolist() == [expected] * 2

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from asserts import assert_same_bits
 from devices import (
     ADAM,
     BAD_X,
@@ -18,7 +19,7 @@ from devices import (
     like_params,
     loss_fn,
 )
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from meshes import AUTO, EXPLICIT, make_mesh, set_mesh
 from shared import slow_but
@@ -117,3 +118,44 @@ def test_master_weights_may_be_sharded_where_parameters_are_replicated(axis_type
     actual = jax.jit(tx.update)(grads, state, params)
     assert actual[1].inner_state.master_weights.sharding.spec == P("x")
     assert_agree(actual, expected)
+
+
+@pytest.mark.parametrize(
+    "rule", [RULE, ls.HeadroomLossScale()], ids=["dynamic", "headroom"]
+)
+@pytest.mark.parametrize("check_updates", [False, True])
+def test_a_state_in_host_memory_stays_there(rule, check_updates):
+    if not hasattr(jax, "memory"):
+        pytest.skip("this jax has no spaces of memory")
+    inner = optax.adam(0.1)
+
+    def fetching_update(grads, state, params=None):
+        """Fetch the state, and put it back, as offloading does."""
+        state = jax.device_put(state, jax.memory.Space.Device)
+        updates, state = inner.update(grads, state, params)
+        return updates, jax.device_put(state, jax.memory.Space.Host)
+
+    def trained(update, kind):
+        place = SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
+        tx = optax.GradientTransformation(inner.init, update)
+        tx = ls.with_loss_scaling(tx, rule, check_updates=check_updates)
+
+        def step(carry, factor):
+            params, state = carry
+            grads = ls.grad(lambda p: jnp.sum(factor * p**2), state)(params)
+            updates, state = tx.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        def run(state):
+            factors = jnp.array([1.0, jnp.nan, 2.0])
+            return jax.lax.scan(step, (jnp.ones(3), state), factors)[0]
+
+        state = jax.device_put(tx.init(jnp.ones(3)), place)
+        results = jax.jit(run)(state)
+        eager = step((jnp.ones(3), state), 1.0)[0]
+        leaves = jax.tree.leaves((results[1], eager[1]))
+        assert {x.sharding.memory_kind for x in leaves} == {kind}
+        return jax.device_get(results)
+
+    kinds = {"device": inner.update, "pinned_host": fetching_update}
+    assert_same_bits(*(trained(update, kind) for kind, update in kinds.items()))
