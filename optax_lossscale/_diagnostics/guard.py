@@ -11,6 +11,7 @@ import numpy as np
 from .._devices import AxisName, check_axis_name
 from .._find import get_loss_scale_state
 from .._finite import all_finite
+from .._precision import is_inexact
 from .._state import LossScaleState
 from .._validation import check_count, check_function, check_real, is_traced, warn
 from .gradient_report import check_gradients, gradient_report
@@ -51,7 +52,8 @@ def check_loss_scale(
     - if the scale is 1, or below 1 after more than 64 skips, and more than 5 % of the
       steps are skipped of late;
     - if ``grads`` are not finite, but the step counts as applied: the update is left
-      out or undone. A fixed scale, which may never skip, must have skipped before.
+      out or undone. A fixed scale, which may never skip, must have skipped before;
+    - if ``grads`` are all exactly 0.
 
     Args:
         state: the optimizer state after the update, as for `get_loss_scale_state`.
@@ -106,7 +108,8 @@ def check_loss_scale(
         scale = scale_state.loss_scale
         return None if grads is None else gradient_report(grads, loss_scale=scale)
 
-    due = _is_due(scale_state, all_finite(grads), limit, every, eager)
+    inexact = list(filter(is_inexact, jax.tree.leaves(grads)))
+    due = _is_due(scale_state, inexact, limit, every, eager)
     if eager:
         if (fetched := jax.device_get(due)).any():
             tell(fetched, scale_state, report(), value)
@@ -137,7 +140,7 @@ def _tell(limit: int, on_error: Any, due: Any, *seen: Any) -> None:
 
 @functools.partial(jax.jit, static_argnames=("limit", "every", "eager"))
 def _is_due(
-    state: LossScaleState, finite: Any, limit: int, every: int, eager: bool
+    state: LossScaleState, grads: Any, limit: int, every: int, eager: bool
 ) -> jax.Array:
     """Return whether each event is due, of each member of an ensemble.
 
@@ -159,10 +162,15 @@ def _is_due(
         losing &= (skips == 1) & (skipped % every == 0)
     # A state that has not skipped and does not change its scale may be one that never
     # skips.
-    undone = ~finite & jnp.all((skips == 0) & (changes | (skipped > 0)))
+    undone = ~all_finite(grads) & jnp.all((skips == 0) & (changes | (skipped > 0)))
+    zero = jnp.array(bool(grads))
+    for x in grads:
+        zero &= jnp.all(x == 0)
+    if not eager:
+        zero &= jnp.all(tracker % 500 <= 1)
     right = (scale > 0) & (scale < jnp.inf)
     in_a_row = right & (skips > limit) & ((skips - limit - 1) % every == 0)
     # Only a fault skips more: a rule overflows once in its growth interval.
     often = right & (skips <= limit) & (rate > 0.25) & (skipped % every == 0)
-    due = (unused, losing, undone, ~right, in_a_row, often)
+    due = (unused, losing, undone, zero, ~right, in_a_row, often)
     return jnp.stack(jnp.broadcast_arrays(*due))

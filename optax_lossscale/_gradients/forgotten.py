@@ -30,7 +30,8 @@ class _History:
     """What happened to optimizer states of some shapes.
 
     Attributes:
-        waiting: how many scales were given to each function since the last update.
+        waiting: how many scales were given to each function since the last update, and
+            how many of them are constants.
         apart: whether the objects of the last complete step differed.
         constant: the scale of the last loss, if a compiled function holds it.
     """
@@ -47,7 +48,7 @@ class _Use:
     Attributes:
         history: that of its optimizer state.
         by: the names of the functions that were given the scale.
-        waits_as: under which name it waits in the history for its update.
+        waits_as: the key under which it waits in the history for its update.
     """
 
     history: _History
@@ -156,9 +157,9 @@ def _used(state: Any, by: str) -> tuple[LossScaleState, _Use]:
             "`value_and_grad` of this package differentiates. Leave out `scale_loss`."
         )
     if not use.waits_as:
-        use.waits_as = by
-        use.history.waiting[by] += 1
         use.history.constant = _constant_scale(scale_state)
+        use.waits_as = by if use.history.constant is None else "constant"
+        use.history.waiting[use.waits_as] += 1
     use.by.add(by)
     return scale_state, use
 
@@ -191,11 +192,14 @@ def _warn_if_not_scaled(history: _History, rule: Any) -> None:
     """Warn if no function was given the scale of an update, as far as can be seen."""
     others = _histories.values() if _is_sharded() else [_histories[None]]
     related = [history, *others]
-    constant = next((x.constant for x in related if x.constant is not None), None)
-    scaled = any(+x.waiting for x in related)
+    scaled = any((+x.waiting).keys() - {"constant"} for x in related)
+    constants = [x.constant for x in (history, _histories[None])]
+    constant = next((x for x in constants if x is not None), None)
     for x in related:
         _forget(x)
-    if constant is not None:
+    if scaled:
+        history.apart = True
+    elif constant is not None:
         warn(
             f"The loss scale, {constant:g}, is a constant of a compiled function, or "
             "of the body of a `scan`, because `state` is not one of its arguments. "
@@ -205,8 +209,6 @@ def _warn_if_not_scaled(history: _History, rule: Any) -> None:
             "the `opt_state` that is passed to it. If the scale should never change, "
             "use `FixedLossScale`."
         )
-    elif scaled:
-        history.apart = True
     elif not history.apart:
         warn(
             "No loss has been scaled for this optimizer state, whose rule is "

@@ -56,8 +56,7 @@ def value_and_grad(
             when called, if ``jax.value_and_grad`` is given an ``nnx.Module``.
 
     Warns:
-        UserWarning: if the loss is float16, in which a scale above 65504 is infinite,
-            or if ``state`` is a constant of a compiled function but its rule changes.
+        UserWarning: if the loss is float16, in which a scale above 65504 is infinite.
 
     Examples:
         >>> import jax.numpy as jnp

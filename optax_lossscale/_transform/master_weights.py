@@ -152,11 +152,12 @@ def warn_of_float16(params: optax.Params, inner_state: optax.OptState) -> None:
     where = jax.tree_util.keystr(paths[0])
     warn(
         f"{len(paths)} of {len(leaves)} parameters are float16"
-        f"{f', the first one at {where}' if where else ''}, and the optimizer keeps no "
-        "float32 copies of them. Updates smaller than a 4,000th of a weight are lost. "
+        f"{f', the first one at {where}' if where else ''}, and the optimizer has no "
+        "`with_master_weights`. Updates smaller than a 4,000th of a weight are lost. "
         "Keep parameters in float32 and cast them inside the loss, or keep float32 "
         "copies in the optimizer: `with_loss_scaling(with_master_weights(inner))`. "
-        "Frozen parameters need neither."
+        "Frozen parameters need neither, nor does an optimizer with copies of its own: "
+        'then `warnings.filterwarnings("ignore", ".* parameters are float16")`.'
     )
 
 
@@ -207,5 +208,6 @@ def _check_params(params: Any, masters: Any, dtype: Any) -> None:
             f"but the master weights of `params` have {new} at {path}, "
             f"and those in `state` have {old}. Pass the parameters of this state, as "
             "`optax.apply_updates(params, updates)` returns them: the parameters come "
-            "first. If they are others now, call `init` again."
+            "first, and keep their types. `eqx.apply_updates` makes float16 parameters "
+            "float32. If they are others now, call `init` again."
         )

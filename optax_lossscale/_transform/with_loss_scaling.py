@@ -45,7 +45,8 @@ def with_loss_scaling(
     use `with_master_weights`.
 
     Args:
-        inner: the optimizer, any Optax transformation.
+        inner: the optimizer, any Optax transformation. It must not donate its state,
+            which a skipped step returns; donate that of the whole step.
         rule: how the loss scale changes; ``FixedLossScale(1.0)`` only skips.
         axis_name: inside ``shard_map``, ``pmap`` or ``vmap``, the name of the mapped
             axis, or a tuple of names, along which gradients differ. A step is applied
@@ -78,11 +79,19 @@ def with_loss_scaling(
             devices of a ``shard_map`` would decide differently.
 
     Warns:
-        UserWarning: if parameters are float16, not frozen, and ``inner`` keeps no
-            master weights; from ``update``, if the types of the state round the new
-            one; from the first ``update`` of a state of these shapes if no loss was
-            scaled, unless the rule is ``FixedLossScale(1.0)``, or if gradients were not
-            unscaled; if ``loss`` or ``values`` is passed, but not ``value``.
+        UserWarning: from ``init`` and ``update``,
+
+            - if parameters are float16, not frozen, and ``inner`` has no
+              `with_master_weights`;
+
+            and from ``update``,
+
+            - if no loss was scaled in this step, unless the rule is
+              ``FixedLossScale(1.0)``;
+            - if a compiled function holds the scale as a constant;
+            - if ``scale_loss`` was called in this step, but not ``unscale_grads``;
+            - if the types of the state round the new one;
+            - if ``loss`` or ``values`` is passed, but not ``value``.
 
     Examples:
         >>> import jax.numpy as jnp

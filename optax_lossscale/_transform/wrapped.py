@@ -149,8 +149,9 @@ def _check_belongs(
             f"`{name}` and `params` must belong together, but `{name}` has {given} at "
             f"{path or 'the root'}, and `params` need {own}. Pass gradients, "
             "parameters and state of one model and one optimizer. If either has "
-            "changed, call `init` again. A parameter without a gradient needs zeros, "
-            "not None."
+            "changed, or what is frozen, call `init` again, and keep the scale: "
+            "`init(params)._replace(scale_state=old.scale_state)`. A parameter without "
+            "a gradient needs zeros, not None."
         ) from cause
 
 

@@ -245,3 +245,22 @@ def test_of_an_ensemble_one_member_may_skip():
     state = jax.vmap(TX.init)(jnp.ones((2, 2)))
     _, state = jax.vmap(TX.update)(jnp.stack([GOOD, BAD]), state)
     ls.check_loss_scale(state, grads=jnp.stack([GOOD, BAD]))
+
+
+ZEROS = {"w": jnp.zeros(3), "b": jnp.zeros(2, jnp.float16), "count": jnp.ones((), int)}
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_that_are_all_zero_are_warned_of(compiled):
+    def check(state, grads):
+        ls.check_loss_scale(state, grads=grads, value=jnp.float32(1.0))
+
+    run_check = functools.partial(run, check) if compiled else check
+    first = RULE.update(RULE.init(), True)
+    message = r"^All gradients are exactly 0.\n1. The loss does not reach"
+    with pytest.warns(UserWarning, match=message):
+        run_check(first, ZEROS)
+    for x in (2.0**-24, jnp.nan):
+        not_zero = {**ZEROS, "b": ZEROS["b"].at[1].set(x)}
+        run_check(RULE.update(first, bool(jnp.isfinite(x))), not_zero)
+    run_check(first, {"count": ZEROS["count"], "w": jnp.ones(1)})

@@ -18,6 +18,9 @@ from optax_lossscale._diagnostics import stop_message
 FORWARD, LAYER, DATA = "The forward pass", "The backward pass", "The batch or"
 TOO_HIGH, OLD_STATE = "The scale is", "The gradient function"
 OUTSIDE, RESULTS = "A wrapper outside", "If you use"
+LABEL, MASKED, FLAG = "A label is", "A mask multiplies", "If you pass"
+UNREACHED, COUNT = "The loss does", "A mean divides"
+FLUSHED = "All gradients underflow"
 BATCHES, GROWS, FLOOR = "Some batches hold", "The scale grows", "The gradients overflow"
 DERIVATIVE, EMPTY = "The derivative of", "A mean over"
 
@@ -50,7 +53,7 @@ def test_the_message_says_what_happened_then_the_likeliest_causes_in_80_columns(
 def test_every_cause_leads_to_a_page_and_heading_that_exist():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     book = project["urls"]["Documentation"].removesuffix("index.md")
-    texts = [x for x in vars(stop_message).values() if isinstance(x, str)]
+    texts = [str(x) for x in vars(stop_message).values() if isinstance(x, str | tuple)]
     addresses = {*re.findall(r"https:\S+", "\n".join(texts))} - {book}
     assert len(addresses) > 10
     for address in addresses:
@@ -59,7 +62,7 @@ def test_every_cause_leads_to_a_page_and_heading_that_exist():
 
 
 def test_the_page_has_the_sentences_so_that_a_search_for_them_leads_there():
-    sentences = [*stop_message.WARNINGS.values(), DERIVATIVE, EMPTY, FLOOR]
+    sentences = [*stop_message.WARNINGS.values(), DERIVATIVE, EMPTY, FLOOR, LABEL]
     assert all(sentence in page("troubleshooting") for sentence in sentences)
 
 
@@ -74,12 +77,13 @@ FINITE, NAN, INF = ([jnp.ones(2), jnp.full(2, x)] for x in (1.0, jnp.nan, jnp.in
         (1.0, NAN, None, [DATA, FORWARD, FLOOR]),
         # A loss that is not finite is a fault of the forward pass, a finite one is not.
         *((1.0, grads, jnp.nan, [DATA, FORWARD, EMPTY]) for grads in (None, NAN)),
-        (1.0, None, 1.0, [FLOOR, LAYER, DERIVATIVE]),
-        (1.0, INF, 1.0, [FLOOR, LAYER, DERIVATIVE]),
-        (2.0**9, INF, None, [TOO_HIGH, LAYER, DERIVATIVE]),
+        (1.0, FINITE, jnp.nan, [LABEL, MASKED, DATA]),
+        (1.0, None, 1.0, [FLOOR, LAYER, OLD_STATE]),
+        (1.0, INF, 1.0, [FLOOR, LAYER, OLD_STATE]),
+        (2.0**9, INF, None, [TOO_HIGH, LAYER, OLD_STATE]),
         (1.0, NAN, 1.0, [DERIVATIVE, EMPTY, LAYER]),
         (2.0**9, NAN, 1.0, [TOO_HIGH, DERIVATIVE, EMPTY]),
-        *((1.0, FINITE, value, [RESULTS, OUTSIDE, OLD_STATE]) for value in (None, 1.0)),
+        *((1.0, FINITE, value, [RESULTS, FLAG, OUTSIDE]) for value in (None, 1.0)),
     ],
 )
 def test_the_causes_fit_the_scale_the_gradients_and_the_loss(

@@ -4,7 +4,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from asserts import assert_same_bits
@@ -19,8 +18,6 @@ INF = {**GOOD, "b": jnp.array(jnp.inf)}
 MASK, REST = {"w": True, "b": False}, {"w": False, "b": True}
 SGD, ADAM, CLIP = optax.sgd(0.1), optax.adam(0.1), optax.clip_by_global_norm(1.0)
 SCALED = ls.with_loss_scaling(SGD)
-# What the guide says of wrappers around ours: how optax behaves, so not the default.
-slow = pytest.mark.slow
 
 
 @functools.cache
@@ -85,46 +82,6 @@ def test_a_wrapper_around_loss_scaling_is_refused(name):
         gradient(around)
     assert float(ls.get_loss_scale(around.init(start_for(name)))) == 2.0**15
     gradient(ls.with_loss_scaling(wrap(ADAM)))
-
-
-# What the guide says of the other order: how many steps are skipped, and what follows.
-WRONG_ORDERS = {
-    "clip_by_global_norm": (lambda tx: optax.chain(CLIP, tx), BAD, 2, "trains"),
-    "clip": (lambda tx: optax.chain(optax.clip(1.0), tx), INF, 0, "trains"),
-    "zero_nans": (lambda tx: optax.chain(optax.zero_nans(), tx), BAD, 0, "trains"),
-    "momentum": (lambda tx: optax.chain(optax.trace(0.9), tx), BAD, 8, "is stuck"),
-    "MultiSteps": (AROUND["MultiSteps"], BAD, 4, "is stuck"),
-    "MultiSteps that skips": (AROUND["MultiSteps that skips"], BAD, 0, "trains"),
-    "apply_if_finite": (AROUND["apply_if_finite"], BAD, 0, "trains"),
-    "masked": (AROUND["masked"], BAD, 0, "is NaN"),
-    "transform": (AROUND["conditionally_transform"], BAD, 1, "is NaN"),
-    "mechanize": (AROUND["contrib.mechanize"], BAD, 2, "is NaN"),
-    "sam": (AROUND["contrib.sam"], BAD, 1, "is NaN"),
-}
-
-
-@slow
-@pytest.mark.parametrize(
-    ("wrap", "bad", "skips", "then"), WRONG_ORDERS.values(), ids=WRONG_ORDERS
-)
-def test_a_wrong_order_hides_bad_gradients_or_keeps_them(wrap, bad, skips, then):
-    params, state = run(wrap(SCALED), [bad] * 2 + [GOOD] * 6)
-    assert skipped_steps(state) == skips
-    assert ls.all_finite(params) == (then != "is NaN")
-    assert np.array_equal(params["w"], PARAMS["w"]) == (then == "is stuck")
-
-
-@slow
-def test_reduce_on_plateau_outside_counts_a_loss_that_is_not_finite_as_no_progress():
-    def scale(tx):
-        params, state = PARAMS, tx.init(PARAMS)
-        for grads, value in ((GOOD, 1.0), (BAD, jnp.nan), (GOOD, 0.5)):
-            _, state = tx.update(grads, state, params, value=value)
-        return float(optax.tree.get(state, "scale"))
-
-    plateau = contrib.reduce_on_plateau(factor=0.5, patience=1)
-    assert scale(optax.chain(SCALED, plateau)) == 0.5
-    assert scale(ls.with_loss_scaling(optax.chain(SGD, plateau))) == 1.0
 
 
 def test_inject_hyperparams_may_stand_outside():

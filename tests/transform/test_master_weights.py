@@ -235,6 +235,6 @@ def test_what_is_no_optimizer_or_no_type_is_refused():
 def test_parameters_must_be_given_and_those_of_the_state(params):
     tx = ls.with_master_weights(ADAM)
     grads = jax.tree.map(jnp.ones_like, HALF if params is None else params)
-    remedy = "" if params is None else "`optax.apply_updates.params, updates.`"
+    remedy = "" if params is None else "`optax.apply_updates.*`eqx.apply_updates` makes"
     with pytest.raises(ValueError, match=f"`params` must .*{remedy}"):
         tx.update(grads, tx.init(HALF), params)
