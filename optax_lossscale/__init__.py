@@ -17,6 +17,7 @@ Two lines of a train step change::
 gradients by it afterward. `with_loss_scaling` skips a step whose gradients are not
 finite, and lets a rule change the scale.
 
+- For a float32 program: `autocast` computes its products in float16.
 - Rules decide how the scale changes: `DynamicLossScale` (the default),
   `FixedLossScale`, `HeadroomLossScale`, the rules of other systems in `presets`, and
   your own, derived from `LossScale`.
@@ -44,6 +45,7 @@ from ._gradients.backward import scale_backward, scale_block
 from ._gradients.retries import value_and_grad_with_retries
 from ._gradients.scaling import scale_loss, unscale_grads
 from ._gradients.value_and_grad import grad, value_and_grad
+from ._programs.autocast import autocast
 from ._public import set_module as _set_module
 from ._rules.base import LossScale
 from ._rules.dynamic import DynamicLossScale
@@ -70,6 +72,7 @@ __all__ = [
     "SuggestedLossScale",
     "WithLossScalingState",
     "all_finite",
+    "autocast",
     "check_loss_scale",
     "format_report",
     "get_loss_scale",

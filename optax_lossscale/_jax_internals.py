@@ -1,10 +1,12 @@
 """Uses of jax internals. Only this file handles differences between jax versions."""
 
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from jax.interpreters import ad
 
 # The names of effect classes, which jax does not export.
@@ -21,6 +23,36 @@ def without_constants(closed_jaxpr: ClosedJaxpr) -> Jaxpr:
     """
     jaxpr = closed_jaxpr.jaxpr
     return jaxpr.replace(constvars=[], invars=[*jaxpr.invars, *jaxpr.constvars])
+
+
+def with_eqns(
+    program: Jaxpr | ClosedJaxpr, change: Callable[[JaxprEqn], Iterable[JaxprEqn]]
+) -> Any:
+    """Return a program in which equations have taken the place of each one."""
+    jaxpr: Any = program.jaxpr if isinstance(program, ClosedJaxpr) else program
+    new = jaxpr.replace(eqns=[*itertools.chain.from_iterable(map(change, jaxpr.eqns))])
+    # In jax 0.12 there is one class, whose attribute ``jaxpr`` is the program itself.
+    return new if jaxpr is program else ClosedJaxpr(new, cast(Any, program).consts)
+
+
+def var_of_dtype(var: Var | Literal, dtype: Any) -> Var:
+    """Return a new variable of another type, for a program."""
+    aval: Any = var.aval
+    return Var(aval.update(dtype=jnp.dtype(dtype), weak_type=False))
+
+
+def converted(eqn: JaxprEqn, x: Var | Literal, y: Var) -> JaxprEqn:
+    """Return an equation in the place of ``eqn`` that converts to another type."""
+    old, new = cast(Any, x.aval), cast(Any, y.aval)
+    like = jax.ShapeDtypeStruct((), old.dtype)
+    program = jax.make_jaxpr(lambda x: jax.lax.convert_element_type(x, new.dtype))(like)
+    (conversion,) = program.jaxpr.eqns
+    return eqn.replace(
+        primitive=conversion.primitive,
+        invars=[x],
+        outvars=[y],
+        params=conversion.params,
+    )
 
 
 def is_staging() -> bool:

@@ -13,13 +13,13 @@ from .._find import replace_loss_scale_state
 from .._finite import all_finite
 from .._jax_internals import MUTABLE_ARRAYS, effect_names, waiting_for, zeros_like_aval
 from .._precision import SMALLEST_SCALE
+from .._programs.derivatives import call_with_derivatives_of
+from .._programs.flax import update_objects
+from .._programs.traced_call import check_axes, evaluate, refuse_effects, traced_call
 from .._rules import fields
 from .._validation import check_count
-from .derivatives import call_with_derivatives_of
-from .flax_only import update_objects
 from .forgotten import differentiating_at, note_same_use, note_true
 from .scaling import warn_of_narrow_loss
-from .traced_call import check_axes, evaluate, refuse_effects, traced_call
 from .value_and_grad import check_functions, differentiate_at
 
 

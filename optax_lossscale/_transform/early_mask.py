@@ -22,9 +22,9 @@ import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
-from .._gradients.derivatives import call_with_derivatives_of
 from .._jax_internals import as_varying, is_staging, waiting_for, without_constants
 from .._precision import dtype_of
+from .._programs.derivatives import call_with_derivatives_of
 from .._tree import choose, select
 from .._validation import is_traced
 from .mask import Arrays, Sanitize, masked, split

@@ -1,0 +1,1 @@
+"""Programs: trace a call, change its equations, evaluate it."""

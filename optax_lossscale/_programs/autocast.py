@@ -1,0 +1,150 @@
+"""Compute the products of a function in a narrower type, and nothing else."""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from .._jax_internals import (
+    MUTABLE_ARRAYS,
+    converted,
+    effect_names,
+    var_of_dtype,
+    with_eqns,
+)
+from .._validation import check_dtype, check_function
+from .traced_call import evaluate, refuse_effects, traced_call
+
+Arguments = ParamSpec("Arguments")
+Output = TypeVar("Output")
+
+_PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
+# Equations whose programs are evaluated and differentiated as they stand. Others, such
+# as ``custom_vjp_call``, have a derivative that was written for their types.
+_TRANSPARENT = {
+    *("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"),
+    *("scan", "while", "cond", "shard_map"),
+}
+
+# The programs that were cast before, so that JAX compiles each only once.
+_known: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+
+def autocast(
+    fun: Callable[Arguments, Output], dtype: Any = jnp.float16
+) -> Callable[Arguments, Output]:
+    """Create a function that computes its products in float16, all else as written.
+
+    Use it to train a float32 program in float16, without a cast in the model::
+
+        loss, grads = ls.value_and_grad(ls.autocast(loss_fn), opt_state)(params, batch)
+
+    Each matrix product and convolution of two float32 arrays rounds its operands to
+    ``dtype``, is computed in ``dtype``, and its result is converted back to float32. So
+    are the products of the backward pass, which is why the loss needs a scale. Sums,
+    norms, softmax, exponentials, lookups and losses stay in float32.
+
+    These products are left as they are:
+
+    - of other types than float32;
+    - with a ``precision`` other than the default, and so all that are traced under
+      ``jax.default_matmul_precision("highest")``. This keeps a part of ``fun`` in
+      float32;
+    - in functions with a derivative of their own (``jax.custom_jvp``,
+      ``jax.custom_vjp``, Pallas). Put `autocast` inside of these, as in
+      ``scale_backward(autocast(fun), scale)``.
+
+    Args:
+        fun: a function of pytrees, traced as under ``jax.jit``. It must not change its
+            arguments, except for Flax NNX modules, or use a ``jax.Ref`` from outside.
+        dtype: the type of the products, float16 or bfloat16, or its name.
+
+    Returns:
+        A function with the arguments of ``fun``, whose results and gradients have the
+        types of those of ``fun``. It can be differentiated, vectorized and compiled as
+        ``fun`` can.
+
+    Raises:
+        TypeError: if ``fun`` is not a function; when called, if it uses a ``jax.Ref``.
+        ValueError: if ``dtype`` is neither float16 nor bfloat16; when called, if
+            ``fun`` changes an array in its arguments.
+
+    Examples:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import optax_lossscale as ls
+        >>> def loss_fn(w, x):
+        ...     return jnp.sum(x @ w) + 2.0**-12
+        >>> w, x = jnp.full(2, 1 + 2.0**-12), jnp.ones((3, 2))
+        >>> print(loss_fn(w, x) - 6, ls.autocast(loss_fn)(w, x) - 6)
+        0.0017089844 0.00024414062
+
+        In float16, 1 + 2**-12 rounds to 1. The sum, which is float32, does not round.
+
+    References:
+        Micikevicius et al., `Mixed Precision Training
+        <https://arxiv.org/abs/1710.03740>`_, 2017, section 4; PyTorch,
+        `torch.autocast <https://docs.pytorch.org/docs/stable/amp.html>`_, which casts
+        more: there, float16 flows on through additions and activations
+    """
+    check_function("fun", fun, "Pass it as in `autocast(loss_fn)`.")
+    name = check_dtype("dtype", dtype)
+    if name not in ("float16", "bfloat16"):
+        raise ValueError(
+            f"`dtype` must be float16 or bfloat16, got {name}. Wider types are no "
+            "cast, and float8 needs a scale for each array, as in Flax's "
+            "`Fp8DotGeneral`."
+        )
+
+    @functools.wraps(fun, updated=())
+    def cast_fun(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
+        with traced_call(fun, args, kwargs) as call:
+            refuse_effects(effect_names(call.jaxpr) & MUTABLE_ARRAYS)
+            return call.put_back(evaluate(_cast(call.jaxpr, name), *call.inputs))
+
+    return cast_fun
+
+
+def _cast(program: Any, dtype: str) -> Any:
+    """Return a program with cast products; anything else is unchanged."""
+    if isinstance(program, tuple | list):
+        return type(program)([_cast(x, dtype) for x in program])
+    if not isinstance(program, ClosedJaxpr | Jaxpr):
+        return program
+    known = _known.setdefault(program, {})
+    if dtype not in known:
+        known[dtype] = with_eqns(program, lambda eqn: _cast_eqn(eqn, dtype))
+    return known[dtype]
+
+
+def _cast_eqn(eqn: JaxprEqn, dtype: str) -> Iterator[JaxprEqn]:
+    """Yield the equations that take the place of one. They define the same types."""
+    if eqn.primitive.name in _TRANSPARENT:
+        params = {name: _cast(x, dtype) for name, x in eqn.params.items()}
+        yield eqn.replace(params=params)
+    elif eqn.primitive.name in _PRODUCTS and _is_float32(eqn):
+        operands, (result,) = eqn.invars[:2], eqn.outvars
+        narrow = [var_of_dtype(x, dtype) for x in operands]
+        narrow_result = var_of_dtype(result, dtype)
+        yield from (converted(eqn, x, y) for x, y in zip(operands, narrow, strict=True))
+        yield eqn.replace(
+            invars=[*narrow, *eqn.invars[2:]],
+            outvars=[narrow_result],
+            params={**eqn.params, "preferred_element_type": jnp.dtype(dtype)},
+        )
+        yield converted(eqn, narrow_result, result)
+    else:
+        yield eqn
+
+
+def _is_float32(eqn: JaxprEqn) -> bool:
+    """Return whether a product is float32, and its author asks for no precision."""
+    precision = eqn.params["precision"]
+    asked = precision if isinstance(precision, tuple) else [precision]
+    avals: list[Any] = [x.aval for x in (*eqn.invars[:2], *eqn.outvars)]
+    is_default = all(x in (None, jax.lax.Precision.DEFAULT) for x in asked)
+    return is_default and all(x.dtype == jnp.float32 for x in avals)
