@@ -20,7 +20,7 @@ CHAINS = (tuple, collections.OrderedDict)  # the types of the states of chains
 
 # What may be around `with_loss_scaling`, beside a state with an ``opt_state``: Flax's
 # `TrainState` and `nnx.Optimizer`, or one that users write.
-_CONTAINERS = (WithLossScalingState, optax.InjectStatefulHyperparamsState, list, dict)
+_CONTAINERS = (WithLossScalingState, optax.InjectStatefulHyperparamsState)
 
 
 def get_loss_scale_state(state: Any) -> LossScaleState:
@@ -89,7 +89,7 @@ def check_outermost(state: Any) -> None:
         return
     children = jax.tree.leaves(state, is_leaf=lambda x: x is not state)
     outside = []
-    if type(state) in CHAINS:
+    if type(state) in (*CHAINS, dict, list):  # in older Optax, named chains are dicts
         scaling = [bool(find_nodes(x, LossScaleState)) for x in children]
         pairs = zip(children, scaling, strict=True)
         outside = [node for x, is_in in pairs if not is_in for node in transforming(x)]
