@@ -43,8 +43,9 @@ def autocast(
 
         loss, grads = ls.value_and_grad(ls.autocast(loss_fn), opt_state)(params, batch)
 
-    Each matrix product and convolution of two float32 arrays rounds its operands to
-    ``dtype``, is computed in ``dtype``, and its result is converted back to float32. So
+    Each matrix product and convolution of two float32 arrays, or of one and an array in
+    ``dtype``, rounds its operands to ``dtype``, is computed in ``dtype``, and its
+    result is converted back to float32. So
     are the products of the backward pass, which is why the loss needs a scale. Sums,
     norms, softmax, exponentials, lookups and losses stay in float32.
 
@@ -126,13 +127,16 @@ def _cast_eqn(eqn: JaxprEqn, dtype: str) -> Iterator[JaxprEqn]:
     if eqn.primitive.name in _TRANSPARENT:
         params = {name: _cast(x, dtype) for name, x in eqn.params.items()}
         yield eqn.replace(params=params)
-    elif eqn.primitive.name in _PRODUCTS and _is_float32(eqn):
-        operands, (result,) = eqn.invars[:2], eqn.outvars
-        narrow = [var_of_dtype(x, dtype) for x in operands]
+    elif eqn.primitive.name in _PRODUCTS and _is_float32(eqn, dtype):
+        operands: list[Any] = list(eqn.invars)
+        for i, x in enumerate(operands[:2]):
+            if x.aval.dtype == jnp.float32:
+                operands[i] = var_of_dtype(x, dtype)
+                yield converted(eqn, x, operands[i])
+        (result,) = eqn.outvars
         narrow_result = var_of_dtype(result, dtype)
-        yield from (converted(eqn, x, y) for x, y in zip(operands, narrow, strict=True))
         yield eqn.replace(
-            invars=[*narrow, *eqn.invars[2:]],
+            invars=operands,
             outvars=[narrow_result],
             params={**eqn.params, "preferred_element_type": jnp.dtype(dtype)},
         )
@@ -141,10 +145,15 @@ def _cast_eqn(eqn: JaxprEqn, dtype: str) -> Iterator[JaxprEqn]:
         yield eqn
 
 
-def _is_float32(eqn: JaxprEqn) -> bool:
-    """Return whether a product is float32, and its author asks for no precision."""
+def _is_float32(eqn: JaxprEqn, dtype: str) -> bool:
+    """Return whether a product is float32, and its author asks for no precision.
+
+    One of its operands may have the narrower type already, as a float16 parameter has.
+    """
     precision = eqn.params["precision"]
     asked = precision if isinstance(precision, tuple) else [precision]
     avals: list[Any] = [x.aval for x in (*eqn.invars[:2], *eqn.outvars)]
+    *operands, result = (x.dtype.name for x in avals)
     is_default = all(x in (None, jax.lax.Precision.DEFAULT) for x in asked)
-    return is_default and all(x.dtype == jnp.float32 for x in avals)
+    fits = "float32" in operands and {*operands} <= {"float32", dtype}
+    return is_default and fits and result == "float32"

@@ -37,7 +37,9 @@ def test_a_step_trains_and_a_bad_one_changes_the_scale_alone(system):
     params = run()["params" if system in ("apex", "mpx") else "half_params"]
 
     def step(batch):
-        _, grads = ls.value_and_grad(run()["loss_fn"], state)(params, batch)
+        _, grads = ls.value_and_grad(ls.autocast(run()["loss_fn"]), state)(
+            params, batch
+        )
         updates, new_state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), new_state
 

@@ -1,0 +1,91 @@
+"""What float16 saves by hand and by autocast, on a GPU that is not there: counted.
+
+    pip install -e '.[plots]' --group cuda && python tests/benchmarks/casts.py
+
+A whole train step of three programs, by adamw at a dynamic loss scale, is compiled for
+each device: in float32, with casts by hand (all in float16 but norms, softmax and the
+loss), and the float32 program through `autocast`. ``--device`` names other devices.
+"""
+
+import argparse
+import itertools
+
+import jax
+import jax.numpy as jnp
+import optax
+import topology
+from compiled import transformer_on
+from count import count, place
+from recipes import lossscale
+
+import optax_lossscale as ls
+
+ROW = "{:6}  {:12}  {:8}  {:>8}  {:>12}  {:>9}"
+
+
+def network_on(sharding: jax.sharding.Sharding, dtype: jnp.dtype) -> tuple:
+    """A convolution network with normalization over the batch, of 3 x 3 filters."""
+    widths = [3, 64, 64, 128, 128, 256, 256, 256]
+
+    def init() -> list:
+        pairs = itertools.pairwise(widths)
+        return [(jnp.zeros((3, 3, i, o)), jnp.ones(o), jnp.zeros(o)) for i, o in pairs]
+
+    def loss_fn(params: list, batch: tuple) -> jax.Array:
+        images, targets = batch
+        x = images.astype(dtype)
+        for i, (kernel, gain, bias) in enumerate(params):
+            stride = (1 + i % 2,) * 2
+            x = jax.lax.conv_general_dilated(
+                *(x, kernel.astype(dtype), stride, "SAME"),
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            )
+            wide = x.astype(jnp.float32)
+            centered = wide - wide.mean((0, 1, 2))
+            normal = centered * jax.lax.rsqrt((centered**2).mean((0, 1, 2)) + 1e-5)
+            x = jax.nn.relu(normal * gain + bias).astype(dtype)
+        return jnp.mean((x.astype(jnp.float32).mean((1, 2)) - targets) ** 2)
+
+    batch = [
+        jax.ShapeDtypeStruct(shape, jnp.float32)
+        for shape in ((64, 64, 64, 3), (64, widths[-1]))
+    ]
+    return *place((jax.eval_shape(init), batch), sharding), loss_fn
+
+
+MODELS = {
+    "transformer": (transformer_on, optax.adamw(3e-4)),
+    "convolutions": (network_on, optax.sgd(0.1, momentum=0.9)),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", nargs="+", default=["T4", "H100"])
+    parser.add_argument("--model", nargs="+", default=list(MODELS), choices=MODELS)
+    args = parser.parse_args()
+    topology.prepare("cuda")
+    print(f"Counted, not timed: compiled for a GPU, jax {jax.__version__}")
+    print(
+        ROW.format("device", "model", "casts", "MB moved", "MB temporary", "/ float32")
+    )
+    for device in args.device:
+        sharding = topology.shardings("cuda", device)[-1]
+        for name in args.model:
+            make, optimizer = MODELS[name]
+            *shapes, plain = make(sharding, jnp.dtype("float32"))
+            *_, by_hand = make(sharding, jnp.dtype("float16"))
+            losses = {
+                "float32": plain,
+                "by hand": by_hand,
+                "autocast": ls.autocast(plain),
+            }
+            steps = {key: lossscale(optimizer, loss) for key, loss in losses.items()}
+            for x in count(steps, *shapes, sharding, "cuda"):
+                cells = [f"{x.bytes_moved / 1e6:.0f}", f"{x.temporary_bytes / 1e6:.0f}"]
+                cells.append(f"{x.bytes_ratio:.2f}")
+                print(ROW.format(device, name, x.recipe, *cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()
