@@ -4,7 +4,8 @@
 
 A whole train step of three programs, by adamw at a dynamic loss scale, is compiled for
 each device: in float32, with casts by hand (all in float16 but norms, softmax and the
-loss), and the float32 program through `autocast`. ``--device`` names other devices.
+loss), and the float32 program through `autocast`. ``--device`` names other devices, or
+a mesh such as ``H100:8``, for which only the transformer is meant.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from recipes import lossscale
 
 import optax_lossscale as ls
 
-ROW = "{:6}  {:12}  {:8}  {:>8}  {:>12}  {:>9}"
+ROW = "{:6}  {:12}  {:8}  {:>8}  {:>12}  {:>7}  {:>9}"
 
 
 def network_on(sharding: jax.sharding.Sharding, dtype: jnp.dtype) -> tuple:
@@ -66,9 +67,8 @@ def main() -> None:
     args = parser.parse_args()
     topology.prepare("cuda")
     print(f"Counted, not timed: compiled for a GPU, jax {jax.__version__}")
-    print(
-        ROW.format("device", "model", "casts", "MB moved", "MB temporary", "/ float32")
-    )
+    headings = "casts", "MB moved", "MB temporary", "MB sent", "/ float32"
+    print(ROW.format("device", "model", *headings))
     for device in args.device:
         sharding = topology.shardings("cuda", device)[-1]
         for name in args.model:
@@ -82,7 +82,8 @@ def main() -> None:
             }
             steps = {key: lossscale(optimizer, loss) for key, loss in losses.items()}
             for x in count(steps, *shapes, sharding, "cuda"):
-                cells = [f"{x.bytes_moved / 1e6:.0f}", f"{x.temporary_bytes / 1e6:.0f}"]
+                figures = x.bytes_moved, x.temporary_bytes, x.collective_bytes
+                cells = [f"{n / 1e6:.0f}" for n in figures]
                 cells.append(f"{x.bytes_ratio:.2f}")
                 print(ROW.format(device, name, x.recipe, *cells), flush=True)
 

@@ -78,6 +78,11 @@ def test_a_sharded_run_that_goes_on_equals_one_that_never_stopped(tmp_path):
     assert_same_bits(guide["resumed"], guide["train"](tmp_path, 20))
 
 
+def test_what_is_printed_stands_on_the_page():
+    (text,) = code_blocks(page("start/casts"), "text")
+    assert text in run("start/casts")["printed"]
+
+
 def test_the_tables_are_what_their_blocks_print_and_each_recipe_finds_the_block():
     printed = run("troubleshooting")["printed"]
     for table in code_blocks(page("troubleshooting"), "text"):
