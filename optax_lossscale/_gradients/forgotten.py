@@ -47,7 +47,7 @@ class _Use:
 
     Attributes:
         history: that of its optimizer state.
-        by: the names of the functions that were given the scale.
+        by: the names of the functions that were given the scale, "update" included.
         waits_as: the key under which it waits in the history for its update.
     """
 
@@ -156,7 +156,8 @@ def _used(state: Any, by: str) -> tuple[LossScaleState, _Use]:
             "The loss is scaled twice: `scale_loss` is called in a function that "
             "`value_and_grad` of this package differentiates. Leave out `scale_loss`."
         )
-    if not use.waits_as:
+    # After its update, a gradient function that was built once uses an old scale.
+    if not use.waits_as and "update" not in use.by:
         use.history.constant = _constant_scale(scale_state)
         use.waits_as = by if use.history.constant is None else "constant"
         use.history.waiting[use.waits_as] += 1
@@ -177,6 +178,7 @@ def _warn_if_not_unscaled(use: _Use, history: _History) -> None:
     if use.waits_as:
         use.history.waiting -= collections.Counter([use.waits_as])
         use.waits_as = ""
+    use.by.add("update")
     if "value_and_grad" in use.by or use.by >= {"scale_loss", "unscale_grads"}:
         history.apart = False
     elif "scale_loss" not in use.by:  # the loss was scaled elsewhere
@@ -214,7 +216,8 @@ def _warn_if_not_scaled(history: _History, rule: Any) -> None:
             "No loss has been scaled for this optimizer state, whose rule is "
             f"{rule!r}. Write "
             "`loss, grads = ls.value_and_grad(loss_fn, opt_state)(params, ...)` "
-            "instead of `jax.value_and_grad(loss_fn)(params, ...)`. If you multiply "
+            "instead of `jax.value_and_grad(loss_fn)(params, ...)`, in the step, with "
+            "the state of this step. If you multiply "
             "the loss yourself, use `ls.scale_loss` and `ls.unscale_grads`. If nothing "
             "should be scaled, pass the rule `FixedLossScale(1.0)`."
         )
