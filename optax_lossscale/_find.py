@@ -16,11 +16,13 @@ from ._state import (
 )
 from ._validation import describe
 
-CHAINS = (tuple, collections.OrderedDict)  # the types of the states of chains
+# The types of the states of chains. Those of named ones were dicts.
+CHAINS = (tuple, collections.OrderedDict)
+_NAMED_CHAIN = type(optax.named_chain(("", optax.identity())).init(()))
 
 # What may be around `with_loss_scaling`, beside a state with an ``opt_state``: Flax's
 # `TrainState` and `nnx.Optimizer`, or one that users write.
-_CONTAINERS = (WithLossScalingState, optax.InjectStatefulHyperparamsState)
+_CONTAINERS = (WithLossScalingState, optax.InjectStatefulHyperparamsState, list, dict)
 
 
 def get_loss_scale_state(state: Any) -> LossScaleState:
@@ -89,7 +91,7 @@ def check_outermost(state: Any) -> None:
         return
     children = jax.tree.leaves(state, is_leaf=lambda x: x is not state)
     outside = []
-    if type(state) in (*CHAINS, dict, list):  # in older Optax, named chains are dicts
+    if type(state) in (*CHAINS, _NAMED_CHAIN):
         scaling = [bool(find_nodes(x, LossScaleState)) for x in children]
         pairs = zip(children, scaling, strict=True)
         outside = [node for x, is_in in pairs if not is_in for node in transforming(x)]

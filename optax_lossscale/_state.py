@@ -202,9 +202,17 @@ def canonical(state: LossScaleState) -> LossScaleState:
                 f"`state` must hold numbers, got {describe(x)} for `{name}`. Pass what "
                 "`init(params)` returns, or a state restored from a checkpoint."
             )
-    fields = map(jnp.asarray, state[:-1], _DTYPES)
+    # The very array, if it has its type: `forgotten` knows it by its identity.
+    fields = [
+        x if isinstance(x, jax.Array) and _is_of(x, dtype) else jnp.asarray(x, dtype)
+        for x, dtype in zip(state, _DTYPES, strict=False)
+    ]
     rule_state = jax.tree.map(strongly_typed, state.rule_state)
     return LossScaleState._make([*fields, rule_state])
+
+
+def _is_of(x: jax.Array, dtype: Any) -> bool:
+    return x.dtype == dtype and not x.weak_type
 
 
 def strongly_typed(x: Any) -> Any:

@@ -118,4 +118,5 @@ def test_what_may_be_around_the_scale_or_beside_it(tx):
     ls.grad(loss_fn, state)(PARAMS)
     ls.grad(loss_fn, (PARAMS, state))(PARAMS)
     ls.grad(loss_fn, (state, {"mean": jnp.zeros(3)}, jnp.int32(0)))(PARAMS)
+    ls.grad(loss_fn, [state, ADAM.init(PARAMS)])(PARAMS)
     ls.grad(loss_fn, [PARAMS, {"opt_state": state, "ema": PARAMS}])(PARAMS)

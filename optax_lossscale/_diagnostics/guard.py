@@ -109,7 +109,7 @@ def check_loss_scale(
         return None if grads is None else gradient_report(grads, loss_scale=scale)
 
     inexact = list(filter(is_inexact, jax.tree.leaves(grads)))
-    due = _is_due(scale_state, inexact, limit, every, eager)
+    due = _is_due(scale_state, inexact, value, limit, every, eager)
     if eager:
         if (fetched := jax.device_get(due)).any():
             tell(fetched, scale_state, report(), value)
@@ -140,7 +140,7 @@ def _tell(limit: int, on_error: Any, due: Any, *seen: Any) -> None:
 
 @functools.partial(jax.jit, static_argnames=("limit", "every", "eager"))
 def _is_due(
-    state: LossScaleState, grads: Any, limit: int, every: int, eager: bool
+    state: LossScaleState, grads: Any, value: Any, limit: int, every: int, eager: bool
 ) -> jax.Array:
     """Return whether each event is due, of each member of an ensemble.
 
@@ -163,11 +163,13 @@ def _is_due(
     # A state that has not skipped and does not change its scale may be one that never
     # skips.
     undone = ~all_finite(grads) & jnp.all((skips == 0) & (changes | (skipped > 0)))
-    zero = jnp.array(bool(grads))
+    # A loss of 0 has no slope.
+    zero = jnp.all(skips == 0) & (True if value is None else value != 0)
+    zero &= any(jnp.size(x) for x in grads)
     for x in grads:
         zero &= jnp.all(x == 0)
     if not eager:
-        zero &= jnp.all(tracker % 500 <= 1)
+        zero &= jnp.all(tracker % 500 == 20)
     right = (scale > 0) & (scale < jnp.inf)
     in_a_row = right & (skips > limit) & ((skips - limit - 1) % every == 0)
     # Only a fault skips more: a rule overflows once in its growth interval.

@@ -178,7 +178,7 @@ def _number(scale: Any) -> Iterator[jax.Array]:
     """Give a scale that is a number, or that of a state, while a loss is traced."""
     if isinstance(scale, float | int | np.generic | jax.Array):
         check_scale("scale", scale)
-        note_number()
+        note_number(scale)
         yield jnp.asarray(scale, jnp.float32)
     else:
         with differentiating_at(scale) as scale_state:

@@ -20,7 +20,7 @@ import numpy as np
 from .._find import check_outermost, find_nodes, raw_scale_state, unwrapped
 from .._jax_internals import is_staging
 from .._state import LossScaleState, WithLossScalingState, check_state
-from .._validation import warn
+from .._validation import is_traced, warn
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -33,12 +33,12 @@ class _History:
         waiting: how many scales were given to each function since the last update, and
             how many of them are constants.
         apart: whether the objects of the last complete step differed.
-        constant: the scale of the last loss, if a compiled function holds it.
+        constant: the last scale that a compiled function held as a constant.
     """
 
     waiting: collections.Counter[str]
     apart: bool = False
-    constant: float | None = None
+    constant: float = 0.0
 
 
 @dataclasses.dataclass(eq=False)
@@ -79,10 +79,10 @@ _uses, _true_grads = _Noted(), _Noted()
 _histories: dict[Shapes | None, _History] = collections.defaultdict(
     lambda: _History(collections.Counter())
 )
-# The uses of the scales at which the surrounding functions differentiate.
-_around: contextvars.ContextVar[tuple[_Use, ...]] = contextvars.ContextVar(
-    "around", default=()
-)
+# The uses of the scales at which the surrounding functions differentiate, and which
+# functions they call with the same scale.
+_around: contextvars.ContextVar[tuple[tuple[_Use, collections.Counter[str]], ...]]
+_around = contextvars.ContextVar("around", default=())
 
 
 def use_scale(state: Any, by: str) -> LossScaleState:
@@ -94,16 +94,25 @@ def use_scale(state: Any, by: str) -> LossScaleState:
 def differentiating_at(state: Any) -> Iterator[LossScaleState]:
     """Give the state whose scale multiplies a loss while that is differentiated."""
     scale_state, use = _used(state, "value_and_grad")
-    token = _around.set((*_around.get(), use))
+    calls: collections.Counter[str] = collections.Counter()
+    token = _around.set((*_around.get(), (use, calls)))
     try:
         yield scale_state
     finally:
         _around.reset(token)
+    # An inner gradient, as for a penalty, may be scaled and divided by hand.
+    if calls["scale_loss"] > calls["unscale_grads"]:
+        warn(
+            "The loss is scaled twice: `scale_loss` is called in a function that "
+            "`value_and_grad` of this package differentiates. Leave out `scale_loss`."
+        )
 
 
-def note_number() -> None:
+def note_number(scale: Any) -> None:
     """Note that a loss is scaled by a number, which may be the scale of any state."""
-    _histories[None].waiting["value_and_grad"] += 1
+    use = _uses.get(scale) or _Use(_histories[None], set())
+    _wait(use, "value_and_grad", None)
+    _uses.put(scale, use)
 
 
 def note_same_use(scale: jax.Array, new_state: Any) -> None:
@@ -111,14 +120,19 @@ def note_same_use(scale: jax.Array, new_state: Any) -> None:
     _uses.put(raw_scale_state(new_state).loss_scale, _uses.get(scale))
 
 
-def note_true(grads: Any) -> None:
-    """Note that gradients are true, so that nobody divides them again."""
+def note_true(grads: Any, scale: jax.Array, scaled_grads: Any = None) -> None:
+    """Note that gradients are true, and of which scale: nobody divides them again.
+
+    Leaves of ``scaled_grads`` that were not divided stay as they are.
+    """
+    unchanged = set(map(id, jax.tree.leaves(scaled_grads)))
     for x in jax.tree.leaves(grads):
-        _true_grads.put(x, True)
+        if id(x) not in unchanged:
+            _true_grads.put(x, _uses.get(scale))
 
 
 def warn_if_divided_twice(grads: Any) -> None:
-    if any(map(_true_grads.get, jax.tree.leaves(grads))):
+    if _use_of(grads):
         warn(
             "The gradients are divided by the loss scale twice: `value_and_grad`, "
             "`scale_backward` and `unscale_grads` return true gradients, ready for "
@@ -126,16 +140,28 @@ def warn_if_divided_twice(grads: Any) -> None:
         )
 
 
-def warn_if_forgotten(state: WithLossScalingState, rule: Any) -> None:
+def warn_if_forgotten(state: WithLossScalingState, rule: Any, grads: Any) -> None:
     """Warn at the update of a step whose loss was not scaled, or not unscaled."""
-    if getattr(rule, "loss_scale", None) == 1:  # it is fixed
-        return _forget(_histories[None])  # the scale may be kept beside this state
-    history = _histories[_shapes_inside(state)]
     use = _uses.get(state.scale_state.loss_scale)
+    of_grads = _use_of(grads)
+    # A scale that is kept beside the optimizer, as one of several losses.
+    if use is None and of_grads and of_grads.history is _histories[None]:
+        use = of_grads if of_grads.waits_as not in ("", "constant") else None
+    if use is not None and use.waits_as:
+        use.history.waiting -= collections.Counter([use.waits_as])
+        use.waits_as = ""
+    if getattr(rule, "loss_scale", None) == 1:  # it is fixed
+        return
+    history = _histories[_shapes_inside(state)]
     if use is None:
         _warn_if_not_scaled(history, rule)
     else:
         _warn_if_not_unscaled(use, history)
+
+
+def _use_of(grads: Any) -> Any:
+    """Return the use of the scale by which gradients were divided, if that is known."""
+    return next(filter(None, map(_true_grads.get, jax.tree.leaves(grads))), None)
 
 
 def _used(state: Any, by: str) -> tuple[LossScaleState, _Use]:
@@ -150,24 +176,30 @@ def _used(state: Any, by: str) -> tuple[LossScaleState, _Use]:
             _uses.put(x, use)
     if by == "unscale_grads" and not use.by:
         # Perhaps a loss was scaled for it in another function.
-        use.history.apart |= use.history.waiting["scale_loss"] > 0
-    if by == "scale_loss" and use in _around.get():
-        warn(
-            "The loss is scaled twice: `scale_loss` is called in a function that "
-            "`value_and_grad` of this package differentiates. Leave out `scale_loss`."
-        )
-    # After its update, a gradient function that was built once uses an old scale.
+        is_any = use.history is _histories[None]
+        for history in [*_histories.values()] if is_any else [use.history]:
+            if history.waiting["scale_loss"] > 0:
+                history.apart = True
+                use.by |= {by, "update"} if is_any else set()
+    for other, calls in _around.get():
+        calls[by] += other is use
+    _wait(use, by, _constant_scale(raw))
+    return scale_state, use
+
+
+def _wait(use: _Use, by: str, constant: float | None) -> None:
+    """Note that the scale waits for its update, if it is not an old one already."""
     if not use.waits_as and "update" not in use.by:
-        use.history.constant = _constant_scale(scale_state)
-        use.waits_as = by if use.history.constant is None else "constant"
+        use.waits_as = by
+        if constant is not None:
+            use.waits_as, use.history.constant = "constant", constant
         use.history.waiting[use.waits_as] += 1
     use.by.add(by)
-    return scale_state, use
 
 
 def _constant_scale(state: LossScaleState) -> float | None:
     """Return the scale if the function being compiled holds it, but it changes."""
-    if isinstance(state.loss_scale, jax.core.Tracer) or not is_staging():
+    if is_traced((state.loss_scale, state.is_fixed)) or not is_staging():
         return None
     scale, is_fixed = jax.device_get((state.loss_scale, state.is_fixed))
     return None if is_fixed else float(scale)
@@ -175,14 +207,11 @@ def _constant_scale(state: LossScaleState) -> float | None:
 
 def _warn_if_not_unscaled(use: _Use, history: _History) -> None:
     """Warn if a function was given the scale of an update, but only to multiply."""
-    if use.waits_as:
-        use.history.waiting -= collections.Counter([use.waits_as])
-        use.waits_as = ""
     use.by.add("update")
     if "value_and_grad" in use.by or use.by >= {"scale_loss", "unscale_grads"}:
         history.apart = False
     elif "scale_loss" not in use.by:  # the loss was scaled elsewhere
-        _forget(history)
+        history.waiting.clear()
     elif not history.apart:
         warn(
             "`scale_loss` has scaled a loss, but `unscale_grads` has divided no "
@@ -192,26 +221,31 @@ def _warn_if_not_unscaled(use: _Use, history: _History) -> None:
 
 def _warn_if_not_scaled(history: _History, rule: Any) -> None:
     """Warn if no function was given the scale of an update, as far as can be seen."""
-    others = _histories.values() if _is_sharded() else [_histories[None]]
-    related = [history, *others]
-    scaled = any((+x.waiting).keys() - {"constant"} for x in related)
-    constants = [x.constant for x in (history, _histories[None])]
-    constant = next((x for x in constants if x is not None), None)
-    for x in related:
-        _forget(x)
-    if scaled:
-        history.apart = True
-    elif constant is not None:
+    of_any = _histories[None]
+    others = _histories.values() if _is_sharded() else [of_any]
+    constants = [x.constant for x in (history, of_any) if x.waiting["constant"] > 0]
+    for x in (history, *others):
+        scaled = (+x.waiting).keys() - {"constant"}
+        history.apart |= bool(scaled)
+        if x is history:
+            x.waiting.clear()
+        elif scaled:  # another optimizer may wait for another of them
+            x.waiting -= collections.Counter([min(scaled)])
+            break
+    del of_any.waiting["constant"]
+    if history.apart:
+        return
+    if constants:
         warn(
-            f"The loss scale, {constant:g}, is a constant of a compiled function, or "
-            "of the body of a `scan`, because `state` is not one of its arguments. "
+            f"The loss scale, {constants[0]:g}, is a constant of a compiled function, "
+            "or of the body of a `scan`, because `state` is not one of its arguments. "
             "Whenever that runs again without being traced, it uses this scale. Once "
             "the scale overflows, every step is skipped. Call "
             "`value_and_grad(loss_fn, opt_state)` inside the compiled function, with "
             "the `opt_state` that is passed to it. If the scale should never change, "
             "use `FixedLossScale`."
         )
-    elif not history.apart:
+    else:
         warn(
             "No loss has been scaled for this optimizer state, whose rule is "
             f"{rule!r}. Write "
@@ -225,11 +259,6 @@ def _warn_if_not_scaled(history: _History, rule: Any) -> None:
 
 def _is_sharded() -> bool:
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
-
-
-def _forget(history: _History) -> None:
-    history.waiting.clear()
-    history.constant = None
 
 
 def _shapes_inside(state: Any) -> Shapes | None:

@@ -118,7 +118,7 @@ def value_and_grad_with_retries(
                 call.jaxpr, call.inputs, max_retries, backoff_factor, axis_name
             )
             _, output, grads = call.put_back(outputs)
-        note_true(grads)
+        note_true(grads, scale_state.loss_scale)
         warn_of_narrow_loss(output[0] if has_aux else output)
         tracker = jnp.where(attempts > 1, 0, scale_state.growth_tracker)
         new = scale_state._replace(loss_scale=scale, growth_tracker=tracker)

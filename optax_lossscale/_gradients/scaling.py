@@ -67,8 +67,9 @@ def unscale_grads(grads: Any, state: Any) -> Any:
         Array([0.5], dtype=float32)
     """
     warn_if_divided_twice(grads)
-    true_grads = unscale(grads, use_scale(state, "unscale_grads").loss_scale)
-    note_true(true_grads)
+    scale = use_scale(state, "unscale_grads").loss_scale
+    true_grads = unscale(grads, scale)
+    note_true(true_grads, scale, grads)
     return true_grads
 
 

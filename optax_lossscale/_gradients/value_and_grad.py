@@ -79,7 +79,7 @@ def value_and_grad(
                 scale_state.loss_scale,
                 *(fun, args, kwargs, has_aux, value_and_grad, options),
             )
-        note_true(grads)
+        note_true(grads, scale_state.loss_scale)
         warn_of_narrow_loss(output[0] if has_aux else output)
         return output, grads
 

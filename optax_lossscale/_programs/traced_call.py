@@ -66,7 +66,10 @@ def traced_call(
             )
             before = flax.leaves_with_objects(arguments)
             output = fun(*first, *arguments[0], **arguments[1])
-            _check_unchanged(before, flax.leaves_with_objects(arguments))
+            after = before
+            with contextlib.suppress(ValueError):  # of an old `eqx.nn.State`
+                after = flax.leaves_with_objects(arguments)
+            _check_unchanged(before, after)
             objects = list(filter(flax.is_object, before.values()))
             changed = flax.as_arrays((output, objects))
             outputs, out_structure = jax.tree.flatten(changed)

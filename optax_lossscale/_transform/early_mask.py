@@ -90,7 +90,7 @@ def masked_update(
     given = update_arrays, apply, arrays, sanitizers, old_state
     outputs = None
     # Early masks of a checked update evaluate it twice, and then `grad_fn` as well.
-    once = "grad_fn" in extra_args
+    once = extra_args.get("grad_fn") is not None
     if staging and isinstance(apply, jax.core.Tracer) and not once:
         outputs = masked_early(*given, is_checked=is_checked)
     if outputs is None:

@@ -140,7 +140,7 @@ def with_loss_scaling(
         **extra_args: Any,
     ) -> tuple[optax.Updates, WithLossScalingState]:
         _check_state(state)
-        warn_if_forgotten(state, rule)
+        warn_if_forgotten(state, rule, updates)
         warn_of_float16(params, state.inner_state)
         scale_state = matching_state(rule, state.scale_state)
         old = state.inner_state
@@ -163,7 +163,8 @@ def with_loss_scaling(
         check_agreement(finite, scale_state.loss_scale, axis_name)
 
         # A derivative that the optimizer takes itself may overflow, too.
-        checks = check_updates or "grad_fn" in extra_args
+        takes_grads = extra_args.get("grad_fn") is not None
+        checks = check_updates or takes_grads
 
         def checked_update(grads: optax.Updates, extra_args: dict[str, Any]) -> Any:
             new_updates, new = inner.update(grads, old, params, **extra_args)
@@ -177,7 +178,7 @@ def with_loss_scaling(
         applied, new_updates, inner_state = masked_update(
             checked_update, finite, updates, extra_args, old, is_checked=checks
         )
-        if "grad_fn" in extra_args:
+        if takes_grads:
             grads_finite = applied
         # No scale cures a loss that is not finite before it is scaled, nor an optimizer
         # that turns finite gradients into NaN or inf.

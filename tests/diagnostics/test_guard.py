@@ -256,11 +256,14 @@ def test_gradients_that_are_all_zero_are_warned_of(compiled):
         ls.check_loss_scale(state, grads=grads, value=jnp.float32(1.0))
 
     run_check = functools.partial(run, check) if compiled else check
-    first = RULE.update(RULE.init(), True)
+    # In a compiled loop only every 500 steps.
+    first = RULE.init()._replace(growth_tracker=jnp.int32(520))
     message = r"^All gradients are exactly 0.\n1. The loss does not reach"
     with pytest.warns(UserWarning, match=message):
         run_check(first, ZEROS)
     for x in (2.0**-24, jnp.nan):
         not_zero = {**ZEROS, "b": ZEROS["b"].at[1].set(x)}
         run_check(RULE.update(first, bool(jnp.isfinite(x))), not_zero)
-    run_check(first, {"count": ZEROS["count"], "w": jnp.ones(1)})
+    for other in ({"w": jnp.ones(1)}, {"w": jnp.zeros((0, 3))}):
+        run_check(first, {"count": ZEROS["count"], **other})
+    ls.check_loss_scale(first, grads=ZEROS, value=jnp.float32(0.0))

@@ -321,6 +321,56 @@ def two_models(net, way):
     jax.eval_shape(step, *net.args)
 
 
+def two_models_at_bare_scales(net, way):
+    """A helper takes the scale alone; both gradients come before both updates."""
+    number = jax.jit(lambda p, s, x: jax.grad(ls.scale_backward(loss_fn, s))(p, x))
+    alone = jax.jit(lambda p, s, x: ls.grad(loss_fn, s)(p, x))
+    read = {number: ls.get_loss_scale, alone: ls.get_loss_scale_state}
+    for gradient, get in read.items():
+        nets = [Network(width, OPTIMIZERS[2]) for width in (8, 9)]
+        grads = [gradient(n.params, get(n.state), n.x) for n in nets]
+        for n, g in zip(nets, grads, strict=True):
+            n.apply(n.params, n.state, g)
+
+
+def penalty(net, way):
+    """An inner gradient is scaled and divided by hand, as PyTorch's recipe does."""
+
+    def step(params, state, x):
+        def penalized(params):
+            slope = by_hand(params, state, x)[0]
+            return loss_fn(params, x) + optax.tree.norm(slope, squared=True)
+
+        return net.apply(params, state, ls.grad(penalized, state)(params))
+
+    in_jit(step, net)
+
+
+def fixed_at_1_beside(net, way):
+    """Its update does not use up the scale of the other optimizer."""
+    other = ls.with_loss_scaling(optax.adam(0.1), ls.FixedLossScale(1.0))
+    grads = jax.jit(lambda p, s, x: ls.grad(loss_fn, s)(p, x))(
+        net.params, ls.get_loss_scale_state(net.state), net.x
+    )
+    other.update(jax.grad(loss_fn)(net.params, net.x), other.init(net.params))
+    net.apply(net.params, net.state, grads)
+
+
+def unscaled_in_jit_alone(net, way):
+    unscale = jax.jit(lambda *args: ls.unscale_grads(*args))
+    grads, state = scale_left_on(*net.args)
+    net.apply(net.params, state, unscale(grads, ls.get_loss_scale_state(state)))
+
+
+def with_an_integer(net, way):
+    count = jnp.int32(3)
+    for _ in range(2):
+        grads = {**scale_left_on(*net.args)[0], "count": count}
+        grads = ls.unscale_grads(grads, net.state)
+        del grads["count"]
+        net.apply(net.params, net.state, grads)
+
+
 def one_scale_beside(net, way):
     """One scale for several optimizers, which only skip."""
     rule = ls.DynamicLossScale()
@@ -359,7 +409,9 @@ def constant(net, way):
 
 
 OTHERS = [train_state, nnx_optimizer, two_models, one_scale_beside, at_scale_1]
-OTHERS += [eager_scan_by_closure]
+OTHERS += [eager_scan_by_closure, penalty, with_an_integer]
+# They are defined below the others.
+APART += [two_models_at_bare_scales, fixed_at_1_beside, unscaled_in_jit_alone]
 
 
 def random_programs(rng):
@@ -381,6 +433,11 @@ def random_programs(rng):
         step = functools.partial(net.step, way)
         run = functools.partial(place, *((net, way) if kind in OF_NET else (step, net)))
         yield f"{kind}, {place.__name__}, {way}", run, [message] if message else []
+
+
+@pytest.mark.parametrize("program", [*APART, *OTHERS])
+def test_right_programs_are_silent_by_themselves(program):
+    assert warned(lambda: program(Network(4, OPTIMIZERS[2]), by_value_and_grad)) == []
 
 
 def test_a_gradient_function_that_was_built_once_is_told_at_the_second_step():

@@ -105,7 +105,13 @@ def scanned(state, xs):
     return jax.lax.scan(lambda c, x: (c, ls.grad(square, state)(x)), 0, xs)
 
 
+def with_number(state, number):
+    return optax.tree.set(state, loss_scale=number)
+
+
 CONSTANTS = {
+    "a Python number": lambda s: jax.jit(ls.grad(square, with_number(s, 2.0**15)))(X),
+    "of NumPy": lambda s: jax.jit(ls.grad(square, jax.device_get(s)))(X),
     "value_and_grad": lambda s: jax.jit(ls.value_and_grad(square, s))(X),
     "retries": lambda s: jax.jit(ls.value_and_grad_with_retries(square, s))(X),
     "in a scan": lambda s: jax.jit(lambda xs: scanned(s, xs))(BATCH),
@@ -114,6 +120,9 @@ CONSTANTS = {
     "unscale_grads": lambda s: jax.jit(lambda g: ls.unscale_grads(g, s))(X),
 }
 NO_CONSTANTS = {
+    "a state that is traced but for its scale": lambda s: jax.jit(
+        lambda s: ls.grad(square, with_number(s, jnp.float32(2.0**15)))(X)
+    )(s),
     "eager": lambda s: ls.value_and_grad(square, s)(X),
     "jitted loss": lambda s: ls.value_and_grad(jax.jit(square), s)(X),
     "vmap": lambda s: jax.vmap(ls.grad(square, s))(BATCH),

@@ -455,6 +455,21 @@ def test_a_module_of_nnx_keeps_its_statistics(make):
     assert differ.any(), "the product was float16"
 
 
+def test_a_state_of_equinox_may_be_used_up():
+    """Once it is set, the old one cannot be read."""
+    linear = eqx.nn.Linear(N, N, key=jax.random.key(0))
+    model = eqx.nn.SpectralNorm(linear, "weight", key=jax.random.key(1))
+
+    def loss_fn(model, state):
+        y, state = model(X[0], state)
+        return jnp.sum(y), state
+
+    (loss, _), _ = eqx.filter_value_and_grad(ls.autocast(loss_fn), has_aux=True)(
+        model, eqx.nn.State(model)
+    )
+    assert abs(loss - loss_fn(model, eqx.nn.State(model))[0]) < 0.01
+
+
 # What is wrong in float16, and right where only products are.
 
 
