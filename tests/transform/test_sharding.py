@@ -121,9 +121,8 @@ def test_master_weights_may_be_sharded_where_parameters_are_replicated(axis_type
 
 
 @pytest.mark.parametrize(
-    "rule", [RULE, ls.HeadroomLossScale()], ids=["dynamic", "headroom"]
+    ("rule", "check_updates"), [(RULE, False), (ls.HeadroomLossScale(), True)]
 )
-@pytest.mark.parametrize("check_updates", [False, True])
 def test_a_state_in_host_memory_stays_there(rule, check_updates):
     if not hasattr(jax, "memory"):
         pytest.skip("this jax has no spaces of memory")
