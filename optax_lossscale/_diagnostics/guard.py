@@ -53,7 +53,7 @@ def check_loss_scale(
       steps are skipped of late;
     - if ``grads`` are not finite, but the step counts as applied: the update is left
       out or undone. A fixed scale, which may never skip, must have skipped before;
-    - if ``grads`` are all exactly 0.
+    - if ``grads`` are all exactly 0, but ``value`` is not.
 
     Args:
         state: the optimizer state after the update, as for `get_loss_scale_state`.
