@@ -14,7 +14,7 @@ from jax.extend.core import Jaxpr
 from .._devices import AxisName, across
 from .._jax_internals import COLLECTIVE, DEBUGGING, effect_names, zeros_like_aval
 from .._precision import exact_power, is_inexact, is_narrow, wide_dtype
-from .._programs.flax import finite_overwrite
+from .._programs.flax_only import finite_overwrite
 from .._programs.traced_call import check_axes, evaluate, refuse_effects, traced_call
 from .._rules import fields
 from .._validation import check_dtype, check_function, check_scale, describe, warn

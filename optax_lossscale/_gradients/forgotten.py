@@ -143,10 +143,11 @@ def warn_if_divided_twice(grads: Any) -> None:
 def warn_if_forgotten(state: WithLossScalingState, rule: Any, grads: Any) -> None:
     """Warn at the update of a step whose loss was not scaled, or not unscaled."""
     use = _uses.get(state.scale_state.loss_scale)
-    of_grads = _use_of(grads)
-    # A scale that is kept beside the optimizer, as one of several losses.
-    if use is None and of_grads and of_grads.history is _histories[None]:
-        use = of_grads if of_grads.waits_as not in ("", "constant") else None
+    if use is None:
+        # A scale may be kept beside the optimizer, as one of several losses.
+        other = _use_of(grads)
+        is_bare = other is not None and other.history is _histories[None]
+        use = other if is_bare and other.waits_as not in ("", "constant") else None
     if use is not None and use.waits_as:
         use.history.waiting -= collections.Counter([use.waits_as])
         use.waits_as = ""

@@ -14,7 +14,7 @@ from .._finite import all_finite
 from .._jax_internals import MUTABLE_ARRAYS, effect_names, waiting_for, zeros_like_aval
 from .._precision import SMALLEST_SCALE
 from .._programs.derivatives import call_with_derivatives_of
-from .._programs.flax import update_objects
+from .._programs.flax_only import update_objects
 from .._programs.traced_call import check_axes, evaluate, refuse_effects, traced_call
 from .._rules import fields
 from .._validation import check_count

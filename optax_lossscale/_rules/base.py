@@ -178,11 +178,6 @@ def check_rule(rule: Any) -> None:
             "kept by their rule. Make its class a `dataclasses.dataclass(frozen=True)` "
             "whose fields are plain numbers."
         ) from error
-    if type(rule).__hash__ is None:
-        raise TypeError(
-            f"`rule` must be hashable, got {describe(rule)}. Compiled functions are "
-            "kept by their rule. Make its class a `dataclasses.dataclass(frozen=True)`."
-        )
 
 
 def matching_state(rule: LossScale, state: Any) -> LossScaleState:
