@@ -52,8 +52,8 @@ from ._rules.dynamic import DynamicLossScale
 from ._rules.fixed import FixedLossScale
 from ._rules.headroom import HeadroomLossScale, HeadroomState
 from ._state import LossScaleState, MasterWeightsState, WithLossScalingState
+from ._transform.keep_if_applied import keep_if_applied, was_applied
 from ._transform.master_weights import with_master_weights
-from ._transform.was_applied import keep_if_applied, was_applied
 from ._transform.with_loss_scaling import with_loss_scaling
 from ._tree import select
 

@@ -10,7 +10,6 @@ import optax
 
 from ._state import (
     LossScaleState,
-    MasterWeightsState,
     WithLossScalingState,
     canonical,
 )
@@ -81,7 +80,7 @@ def raw_scale_state(state: Any) -> LossScaleState:
             f"{list(found)}. A loss is multiplied by one scale. Pass the part of the "
             "state that belongs to this loss, or wrap the whole optimizer once."
         )
-    (scale_state,) = map(unwrapped, found.values())
+    (scale_state,) = map(unwrap, found.values())
     return scale_state
 
 
@@ -94,7 +93,9 @@ def check_outermost(state: Any) -> None:
     if type(state) in (*CHAINS, _NAMED_CHAIN):
         scaling = [bool(find_nodes(x, LossScaleState)) for x in children]
         pairs = zip(children, scaling, strict=True)
-        outside = [node for x, is_in in pairs if not is_in for node in transforming(x)]
+        outside = [
+            node for x, is_in in pairs if not is_in for node in find_transforming(x)
+        ]
     elif _is_of_optax(state) or not hasattr(state, "opt_state"):
         outside = [] if isinstance(state, _CONTAINERS) else [state]
     if outside:
@@ -112,7 +113,7 @@ def check_outermost(state: Any) -> None:
             check_outermost(x)
 
 
-def transforming(member: Any) -> Iterator[Any]:
+def find_transforming(member: Any) -> Iterator[Any]:
     """Yield the states of Optax in a member of a chain that do not only observe."""
     for node in jax.tree.leaves(member, is_leaf=_is_of_optax):
         observes = type(node).__name__ in ("MonitorState", "SnapshotState")
@@ -130,22 +131,6 @@ def find_nodes(tree: Any, kind: type | tuple[type, ...]) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): x for path, x in leaves if isinstance(x, kind)}
 
 
-def has_frozen(state: Any) -> bool:
-    """Return whether an optimizer state freezes some of its parameters."""
-    return any(map(_is_set_to_zero, find_nodes(state, optax.MaskedState).values()))
-
-
-def has_master_weights(state: Any) -> bool:
-    """Return whether an optimizer state contains any master weights."""
-    nodes = find_nodes(state, MasterWeightsState).values()
-    return any(jax.tree.leaves(node.master_weights) for node in nodes)
-
-
-def _is_set_to_zero(state: Any) -> bool:
-    is_masked = isinstance(state, optax.MaskedState)
-    return is_masked and isinstance(state.inner_state, optax.EmptyState)
-
-
 def replace_loss_scale_state(state: Any, new: LossScaleState) -> Any:
     def leaf(x: Any) -> Any:
         if not isinstance(x, LossScaleState):
@@ -156,7 +141,7 @@ def replace_loss_scale_state(state: Any, new: LossScaleState) -> Any:
     return jax.tree.map(leaf, state, is_leaf=lambda x: isinstance(x, LossScaleState))
 
 
-def unwrapped(state: Any) -> Any:
+def unwrap(state: Any) -> Any:
     """Take the arrays of a state out of the variables that Flax NNX wraps them in.
 
     They are those that ``nnx.Optimizer`` gives to ``update``. Flax is not imported.

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._devices import AxisName, across, everywhere
-from ._precision import dtype_of, is_inexact, wide_dtype
+from ._axes import AxisName, all_along, reduce_along
+from ._dtypes import dtype_of, is_inexact, wide_dtype
 
 
 def all_finite(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
@@ -37,7 +37,7 @@ def all_finite(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
     leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x)]
     # With fast math, XLA takes x - x for 0.
     by_sums = "fast_math" not in os.environ.get("XLA_FLAGS", "")
-    return everywhere(_all_finite(leaves, by_sums=by_sums), axis_name)
+    return all_along(_all_finite(leaves, by_sums=by_sums), axis_name)
 
 
 @functools.partial(jax.jit, static_argnames="by_sums")
@@ -113,7 +113,7 @@ def max_magnitude(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
     # XLA on CPU drops NaN from a maximum of floats. It would keep those of a maximum of
     # bits, but write all the bits to memory first.
     flags = [_is_nan(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
-    no_nan = everywhere(none_is_true(flags), axis_name)
+    no_nan = all_along(none_is_true(flags), axis_name)
     return jnp.where(no_nan, finite_max_magnitude(tree, axis_name), jnp.nan)
 
 
@@ -122,7 +122,7 @@ def finite_max_magnitude(tree: Any, axis_name: AxisName | None) -> jax.Array:
     leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x)]
     magnitudes = [jnp.max(_magnitude(x), initial=0) for x in leaves]
     largest = jnp.max(jnp.stack([*magnitudes, jnp.zeros((), jnp.float32)]))
-    return across(jax.lax.pmax, largest, axis_name)
+    return reduce_along(jax.lax.pmax, largest, axis_name)
 
 
 def _is_nan(x: Any) -> jax.Array:

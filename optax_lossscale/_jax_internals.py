@@ -1,7 +1,7 @@
 """Uses of jax internals. Only this file handles differences between jax versions."""
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import jax
@@ -26,23 +26,32 @@ def without_constants(closed_jaxpr: ClosedJaxpr) -> Jaxpr:
 
 
 def with_eqns(
-    program: Jaxpr | ClosedJaxpr, change: Callable[[JaxprEqn], Iterable[JaxprEqn]]
+    program: Jaxpr | ClosedJaxpr,
+    change: Callable[[JaxprEqn], Iterable[JaxprEqn]],
+    inputs: Sequence[Var] = (),
 ) -> Any:
-    """Return a program in which equations have taken the place of each one."""
+    """Return a program in which equations take the place of each, with more inputs."""
     jaxpr: Any = program.jaxpr if isinstance(program, ClosedJaxpr) else program
-    new = jaxpr.replace(eqns=[*itertools.chain.from_iterable(map(change, jaxpr.eqns))])
+    eqns = [*itertools.chain.from_iterable(map(change, jaxpr.eqns))]
+    new = jaxpr.replace(eqns=eqns, invars=[*jaxpr.invars, *inputs])
     # In jax 0.12 there is one class, whose attribute ``jaxpr`` is the program itself.
     return new if jaxpr is program else ClosedJaxpr(new, cast(Any, program).consts)
 
 
-def var_of_dtype(var: Var | Literal, dtype: Any) -> Var:
-    """Return a new variable of another type, for a program."""
-    aval: Any = var.aval
-    return Var(aval.update(dtype=jnp.dtype(dtype), weak_type=False))
+def with_outputs(jaxpr: Jaxpr, outputs: Sequence[Any]) -> Jaxpr:
+    """Return a program that has some of the variables of another as outputs."""
+    return jaxpr.replace(outvars=[*outputs])
 
 
-def converted(eqn: JaxprEqn, x: Var | Literal, y: Var) -> JaxprEqn:
-    """Return an equation in the place of ``eqn`` that converts to another type."""
+def new_var(aval: Any, dtype: Any = None) -> Var:
+    """Return a new variable for a program, perhaps of another dtype."""
+    if dtype is not None:
+        aval = aval.update(dtype=jnp.dtype(dtype), weak_type=False)
+    return Var(aval)
+
+
+def convert_eqn(eqn: JaxprEqn, x: Var | Literal, y: Var) -> JaxprEqn:
+    """Return an equation in the place of ``eqn`` that converts to another dtype."""
     old, new = cast(Any, x.aval), cast(Any, y.aval)
     like = jax.ShapeDtypeStruct((), old.dtype)
     program = jax.make_jaxpr(lambda x: jax.lax.convert_element_type(x, new.dtype))(like)
@@ -52,6 +61,17 @@ def converted(eqn: JaxprEqn, x: Var | Literal, y: Var) -> JaxprEqn:
         invars=[x],
         outvars=[y],
         params=conversion.params,
+    )
+
+
+def select_eqn(eqn: JaxprEqn, y: Var, flag: Var, on_true: Var, on_false: Var) -> Any:
+    """Return an equation in the place of ``eqn`` that selects one of two variables."""
+    return eqn.replace(
+        primitive=jax.lax.select_n_p,
+        invars=[flag, on_false, on_true],
+        outvars=[y],
+        params={},
+        effects=frozenset(),
     )
 
 
@@ -84,7 +104,7 @@ def varying_axes(x: jax.Array) -> frozenset[Any]:
     return axes or frozenset()
 
 
-def as_varying(x: jax.Array, like: jax.Array) -> jax.Array:
+def varying_like(x: jax.Array, like: jax.Array) -> jax.Array:
     """Mark an array as varying along the mapped axes along which another varies."""
     axes = tuple(varying_axes(like) - varying_axes(x))
     if not axes:
@@ -94,11 +114,11 @@ def as_varying(x: jax.Array, like: jax.Array) -> jax.Array:
     return getattr(jax.lax, "pvary")(x, axes)  # noqa: B009, its name until jax 0.8
 
 
-def waiting_for(other: jax.Array, x: jax.Array) -> jax.Array:
+def after(other: jax.Array, x: jax.Array) -> jax.Array:
     """Return ``x``, from which XLA computes nothing before it has another value."""
     if varying_axes(other) - varying_axes(x):
         return x  # the barrier would make it vary from device to device, too
-    return jax.lax.optimization_barrier((x, as_varying(other, x)))[0]
+    return jax.lax.optimization_barrier((x, varying_like(other, x)))[0]
 
 
 def in_memory_of(other: Any, x: jax.Array) -> jax.Array:
@@ -106,6 +126,11 @@ def in_memory_of(other: Any, x: jax.Array) -> jax.Array:
     # jax 0.7.0 has no spaces of memory.
     here, there = (getattr(jax.typeof(a), "memory_space", None) for a in (x, other))
     return x if here == there else jax.device_put(x, there)
+
+
+def is_ref(x: jax.Array) -> bool:
+    """Return whether an array is mutable, a ``jax.Ref``."""
+    return hasattr(jax.typeof(x), "inner_aval")
 
 
 def effect_names(of: Jaxpr | JaxprEqn) -> set[str]:

@@ -207,7 +207,7 @@ def canonical(state: LossScaleState) -> LossScaleState:
         x if isinstance(x, jax.Array) and _is_of(x, dtype) else jnp.asarray(x, dtype)
         for x, dtype in zip(state, _DTYPES, strict=False)
     ]
-    rule_state = jax.tree.map(strongly_typed, state.rule_state)
+    rule_state = jax.tree.map(as_strongly_typed, state.rule_state)
     return LossScaleState._make([*fields, rule_state])
 
 
@@ -215,7 +215,7 @@ def _is_of(x: jax.Array, dtype: Any) -> bool:
     return x.dtype == dtype and not x.weak_type
 
 
-def strongly_typed(x: Any) -> Any:
+def as_strongly_typed(x: Any) -> Any:
     """Return a leaf as an array that is not weakly typed; others are unchanged."""
     if isinstance(x, bool | int | float | complex) or getattr(x, "weak_type", False):
         return jnp.asarray(x, jnp.result_type(x))

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ._dtypes import dtype_of
 from ._jax_internals import in_memory_of
-from ._precision import dtype_of
 from ._validation import check_flag, describe
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._precision import LARGEST_SCALE, SMALLEST_SCALE
+from ._dtypes import LARGEST_SCALE, SMALLEST_SCALE
 
 _POWERS = {SMALLEST_SCALE: "2**-126", LARGEST_SCALE: "2**126"}
 

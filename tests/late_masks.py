@@ -1,5 +1,5 @@
 """Plugin ``-p late_masks``: no program suits the mask that only makes updates fast."""
 
-from optax_lossscale._transform import early_mask
+from optax_lossscale._transform import mask
 
-early_mask.suits = lambda *_: False
+mask.tolerates_nan = lambda *_: False

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._precision import Limits, dtype_of, is_inexact, wide_dtype
+from .._dtypes import Limits, dtype_of, is_inexact, wide_dtype
 
 # What an element can be, from zero upwards.
 _KINDS = ("nan", "inf", "zero", "underflow", "subnormal", "normal", "overflow")
@@ -32,7 +32,7 @@ def measure(
 
 
 @jax.jit
-def summed(counts: list[Counts]) -> Counts:
+def add_up(counts: list[Counts]) -> Counts:
     """Return the sums, and the largest maximum."""
     stacked = {name: jnp.stack([x[name] for x in counts]) for name in counts[0]}
     max_abs = jnp.max(stacked.pop("max_abs"), axis=0)

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._devices import AxisName, across
-from .._precision import is_inexact, limits_of
+from .._axes import AxisName, reduce_along
+from .._dtypes import is_inexact, limits_of
 from .._validation import check_dtype, check_scale, describe
 from .counting import measure
 from .table import GradientReport
@@ -55,8 +55,8 @@ def gradient_report(
         return GradientReport(*[grads] * len(GradientReport._fields))
     counts = measure(grads, loss_scale, limits)
     fields = {name: [x[name] for x in counts] for name in GradientReport._fields}
-    max_abs = across(jax.lax.pmax, fields.pop("max_abs"), axis_name)
-    fields = across(jax.lax.psum, fields, axis_name) | {"max_abs": max_abs}
+    max_abs = reduce_along(jax.lax.pmax, fields.pop("max_abs"), axis_name)
+    fields = reduce_along(jax.lax.psum, fields, axis_name) | {"max_abs": max_abs}
     return GradientReport(
         **{name: jax.tree.unflatten(structure, x) for name, x in fields.items()}
     )

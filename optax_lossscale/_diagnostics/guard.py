@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._devices import AxisName, check_axis_name
+from .._axes import AxisName, check_axis_name
+from .._dtypes import is_inexact
 from .._find import get_loss_scale_state
 from .._finite import all_finite
-from .._precision import is_inexact
 from .._state import LossScaleState
 from .._validation import check_count, check_function, check_real, is_traced, warn
 from .gradient_report import check_gradients, gradient_report

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._precision import limits_of
+from .._dtypes import limits_of
 from .._rules import fields
 from .._rules.headroom import HeadroomLossScale
 from .._validation import check_order
-from .counting import measure, summed
+from .counting import add_up, measure
 from .gradient_report import check_gradients
 
 
@@ -89,14 +89,14 @@ def suggest_loss_scale(
     )
     limits = limits_of(rule.dtype)
     check_gradients(grads)
-    before = summed(measure(grads, 1.0, limits))
+    before = add_up(measure(grads, 1.0, limits))
     elements = before["underflow"] + before["subnormal"]
     elements += before["normal"] + before["overflow"]
     informative = elements > 0
     # The rule ignores a magnitude of 0, and keeps its first scale.
     magnitude = jnp.where(informative, before["max_abs"], 0)
     loss_scale = rule.update(rule.init(), True, magnitude).loss_scale
-    lost = summed(measure(grads, loss_scale, limits))["underflow"]
+    lost = add_up(measure(grads, loss_scale, limits))["underflow"]
     elements = jnp.maximum(elements, 1)
     # A scale below 1 loses more than no scale, and rescues nothing.
     rescued = jnp.maximum(before["underflow"] - lost, 0) / elements

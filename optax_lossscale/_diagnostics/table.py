@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._validation import check_concrete, check_count, describe
-from .counting import summed
+from .counting import add_up
 
 _COUNTS = ("nan", "inf", "zero", "underflow", "subnormal", "overflow")
 
@@ -63,7 +63,7 @@ class GradientReport(NamedTuple):
         rows = zip(*map(jax.tree.leaves, self), strict=True)
         counts = [GradientReport(*map(jnp.float32, x))._asdict() for x in rows]
         nothing = dict.fromkeys(self._fields, jnp.float32(0))
-        return GradientReport(**summed(counts or [nothing]))
+        return GradientReport(**add_up(counts or [nothing]))
 
 
 class Table(str):

@@ -11,10 +11,10 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Jaxpr
 
-from .._devices import AxisName, across
+from .._axes import AxisName, reduce_along
+from .._dtypes import exact_power, is_inexact, loses_range, wide_dtype
 from .._jax_internals import COLLECTIVE, DEBUGGING, effect_names, zeros_like_aval
-from .._precision import exact_power, is_inexact, is_narrow, wide_dtype
-from .._programs.flax_only import finite_overwrite
+from .._programs.flax import finite_overwrite
 from .._programs.traced_call import check_axes, evaluate, refuse_effects, traced_call
 from .._rules import fields
 from .._validation import check_dtype, check_function, check_scale, describe, warn
@@ -233,7 +233,7 @@ def _scaled(
 
 def _warn_of_underflow(function: str, verb: str, arrays: Sequence[Any]) -> None:
     """Warn if gradients cross the border of a block in a type that needs a scale."""
-    narrow = list(filter(is_narrow, arrays))
+    narrow = list(filter(loses_range, arrays))
     if narrow:
         warn(
             "Gradients may underflow at the border of a block wrapped by "
@@ -253,7 +253,7 @@ def _largest_sum(cotangents: Sequence[Any], axis_name: AxisName | None) -> jax.A
         batch = tuple(range(max(x.ndim - 1, min(x.ndim, 1))))
         sums = jnp.sum(jnp.abs(x), batch).astype(jnp.float32)
         largest = jnp.maximum(largest, jnp.max(sums, initial=0))
-    return across(jax.lax.pmax, devices * largest, axis_name)
+    return reduce_along(jax.lax.pmax, devices * largest, axis_name)
 
 
 def _octaves_below(magnitude: jax.Array, bound: float) -> jax.Array:

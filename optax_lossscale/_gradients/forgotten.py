@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._find import check_outermost, find_nodes, raw_scale_state, unwrapped
+from .._find import check_outermost, find_nodes, raw_scale_state, unwrap
 from .._jax_internals import is_staging
 from .._state import LossScaleState, WithLossScalingState, check_state
 from .._validation import is_traced, warn
@@ -264,5 +264,5 @@ def _is_sharded() -> bool:
 
 def _shapes_inside(state: Any) -> Shapes | None:
     for x in find_nodes(state, WithLossScalingState).values():
-        return tuple(map(np.shape, jax.tree.leaves(unwrapped(x.inner_state))))
+        return tuple(map(np.shape, jax.tree.leaves(unwrap(x.inner_state))))
     return None

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
 
-from .._devices import AxisName, check_agreement
+from .._axes import AxisName, check_agreement
+from .._dtypes import SMALLEST_SCALE
 from .._find import replace_loss_scale_state
 from .._finite import all_finite
-from .._jax_internals import MUTABLE_ARRAYS, effect_names, waiting_for, zeros_like_aval
-from .._precision import SMALLEST_SCALE
+from .._jax_internals import MUTABLE_ARRAYS, after, effect_names, zeros_like_aval
 from .._programs.derivatives import call_with_derivatives_of
-from .._programs.flax_only import update_objects
+from .._programs.flax import update_objects
 from .._programs.traced_call import check_axes, evaluate, refuse_effects, traced_call
 from .._rules import fields
 from .._validation import check_count
@@ -156,7 +156,7 @@ def _retried(
             scale = jnp.where(carry.attempts == 0, carry.scale, lowered)
             # The forward pass does not depend on the scale. If XLA hoisted it out of
             # the loop, all its residuals would stay in memory while the loop runs.
-            barred = [waiting_for(scale, x) for x in inputs]
+            barred = [after(scale, x) for x in inputs]
             result = evaluate(jaxpr, scale, *barred)
             return _Carry(carry.attempts + 1, scale, result)
 

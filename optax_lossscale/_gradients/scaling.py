@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._precision import dtype_of, grad_dtype, is_inexact, wide_dtype
-from .._programs.flax_only import is_overwritten
+from .._dtypes import dtype_of, grad_dtype, is_inexact, wide_dtype
+from .._programs.flax import is_overwritten
 from .._validation import describe, warn
 from .forgotten import note_true, use_scale, warn_if_divided_twice
 

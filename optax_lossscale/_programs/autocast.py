@@ -11,9 +11,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from .._jax_internals import (
     MUTABLE_ARRAYS,
-    converted,
+    convert_eqn,
     effect_names,
-    var_of_dtype,
+    new_var,
     with_eqns,
 )
 from .._validation import check_dtype, check_function
@@ -131,16 +131,16 @@ def _cast_eqn(eqn: JaxprEqn, dtype: str) -> Iterator[JaxprEqn]:
         operands: list[Any] = list(eqn.invars)
         for i, x in enumerate(operands[:2]):
             if x.aval.dtype == jnp.float32:
-                operands[i] = var_of_dtype(x, dtype)
-                yield converted(eqn, x, operands[i])
+                operands[i] = new_var(x.aval, dtype)
+                yield convert_eqn(eqn, x, operands[i])
         (result,) = eqn.outvars
-        narrow_result = var_of_dtype(result, dtype)
+        narrow_result = new_var(result.aval, dtype)
         yield eqn.replace(
             invars=operands,
             outvars=[narrow_result],
             params={**eqn.params, "preferred_element_type": jnp.dtype(dtype)},
         )
-        yield converted(eqn, narrow_result, result)
+        yield convert_eqn(eqn, narrow_result, result)
     else:
         yield eqn
 

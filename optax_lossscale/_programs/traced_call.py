@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
-from .._devices import AxisName, check_axis_name
-from .._jax_internals import COLLECTIVE, without_constants
+from .._axes import AxisName, check_axis_name
+from .._jax_internals import COLLECTIVE, with_outputs, without_constants
 from .._validation import describe
-from . import flax_only
+from . import flax
 
 _ARRAY = object()  # a placeholder, since a tracer must not outlive the trace
 
@@ -50,8 +50,8 @@ def traced_call(
     The function gets copies of Flax NNX objects; ``put_back`` changes the originals as
     the copies were changed.
     """
-    with flax_only.changes_transferred():
-        given = flax_only.as_arrays((tuple(args), dict(kwargs)))
+    with flax.changes_transferred():
+        given = flax.as_arrays((tuple(args), dict(kwargs)))
         paths, structure = jax.tree_util.tree_flatten_with_path(given)
         leaves = [x for _, x in paths]
         arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
@@ -61,17 +61,17 @@ def traced_call(
         def flat(first: Any, arrays: dict[int, jax.Array]) -> list[jax.Array]:
             nonlocal returned, out_structure
             copies = [arrays.get(i, x) for i, x in enumerate(leaves)]
-            arguments = flax_only.with_objects(
+            arguments = flax.with_objects(
                 jax.tree.unflatten(structure, copies), copies=True
             )
-            before = flax_only.leaves_with_objects(arguments)
+            before = flax.leaves_with_objects(arguments)
             output = fun(*first, *arguments[0], **arguments[1])
             after = before
             with contextlib.suppress(ValueError):  # of an old `eqx.nn.State`
-                after = flax_only.leaves_with_objects(arguments)
+                after = flax.leaves_with_objects(arguments)
             _check_unchanged(before, after)
-            objects = list(filter(flax_only.is_object, before.values()))
-            changed = flax_only.as_arrays((output, objects))
+            objects = list(filter(flax.is_object, before.values()))
+            changed = flax.as_arrays((output, objects))
             outputs, out_structure = jax.tree.flatten(changed)
             returned = [_ARRAY if isinstance(x, jax.Array) else x for x in outputs]
             return [x for x in outputs if isinstance(x, jax.Array)]
@@ -79,21 +79,21 @@ def traced_call(
         closed_jaxpr = jax.make_jaxpr(flat)(first, arrays)
         jaxpr = without_constants(closed_jaxpr)
         inputs = [*first, *arrays.values(), *closed_jaxpr.consts]
-        whole = [flax_only.is_overwritten(paths[i][0]) for i in arrays]
+        whole = [flax.is_overwritten(paths[i][0]) for i in arrays]
         rest = [False] * len(closed_jaxpr.consts)
         overwritten = [*[False] * len(first), *whole, *rest]
         # What is returned as it came in, such as parameters, is no output.
         known = dict(zip(map(id, jaxpr.invars), inputs, strict=True))
         forwarded = [known.get(id(x)) for x in jaxpr.outvars]
         pairs = zip(jaxpr.outvars, forwarded, strict=True)
-        jaxpr = jaxpr.replace(outvars=[x for x, y in pairs if y is None])
+        jaxpr = with_outputs(jaxpr, [x for x, y in pairs if y is None])
 
         def put_back(computed: Sequence[jax.Array]) -> Any:
             remaining = iter(computed)
             outputs = iter([next(remaining) if y is None else y for y in forwarded])
             leaves = [next(outputs) if x is _ARRAY else x for x in returned]
             changed = jax.tree.unflatten(out_structure, leaves)
-            return flax_only.with_objects(changed, copies=False)[0]
+            return flax.with_objects(changed, copies=False)[0]
 
         yield TracedCall(jaxpr, inputs, overwritten, put_back)
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self, TypeVar, cast
 import jax
 import jax.numpy as jnp
 
-from .._devices import AxisName
+from .._axes import AxisName
 from .._finite import finite_max_magnitude
 from .._state import LossScaleState, check_state
 from .._tree import cast_like, mismatch, select
@@ -19,7 +19,7 @@ from .._validation import check_flag, check_order, check_real, describe
 UpdateT = TypeVar("UpdateT", bound=Callable[..., Any])
 
 
-def compiled(update: UpdateT) -> UpdateT:
+def check_and_compile(update: UpdateT) -> UpdateT:
     """Check the arguments of a rule's ``update``, and compile it once for equal rules.
 
     The numbers of the rule are constants of the program, so an eager update transfers

@@ -9,23 +9,23 @@ import optax
 
 from .._state import LossScaleState
 from . import fields
-from .base import LossScale, check_fields, compiled
-from .fields import checked
+from .base import LossScale, check_and_compile, check_fields
+from .fields import make_field
 
 
 @dataclasses.dataclass(frozen=True)
 class GrowingLossScale(LossScale):
     """The numbers and the first state of `DynamicLossScale` and `VerbatimLossScale`."""
 
-    init_scale: float = checked(2.0**15, fields.scale)
+    init_scale: float = make_field(2.0**15, fields.scale)
     _: dataclasses.KW_ONLY
-    growth_factor: float = checked(2.0, fields.growth_factor)
-    backoff_factor: float = checked(0.5, fields.backoff_factor)
-    growth_interval: int = checked(2000, fields.growth_interval)
-    min_scale: float = checked(1.0, fields.scale)
-    max_scale: float = checked(2.0**24, fields.scale)
-    hysteresis: int = checked(1, fields.hysteresis)
-    hysteresis_refill: Literal["finite", "growth", "change"] = checked(
+    growth_factor: float = make_field(2.0, fields.growth_factor)
+    backoff_factor: float = make_field(0.5, fields.backoff_factor)
+    growth_interval: int = make_field(2000, fields.growth_interval)
+    min_scale: float = make_field(1.0, fields.scale)
+    max_scale: float = make_field(2.0**24, fields.scale)
+    hysteresis: int = make_field(1, fields.hysteresis)
+    hysteresis_refill: Literal["finite", "growth", "change"] = make_field(
         "finite", fields.refill
     )
 
@@ -90,14 +90,14 @@ class DynamicLossScale(GrowingLossScale):
     def __post_init__(self) -> None:
         check_fields(self, "min_scale", "init_scale", "max_scale")
 
-    @compiled
+    @check_and_compile
     def update(
         self, state: LossScaleState, grads_finite: jax.typing.ArrayLike
     ) -> LossScaleState:
-        new_state, change = counted(self, state, grads_finite)
-        scale = clipped(self, state.loss_scale)
-        higher = clipped(self, scale * self.growth_factor)
-        lower = clipped(self, scale * self.backoff_factor)
+        new_state, change = count_step(self, state, grads_finite)
+        scale = clip_scale(self, state.loss_scale)
+        higher = clip_scale(self, scale * self.growth_factor)
+        lower = clip_scale(self, scale * self.backoff_factor)
         scale = jnp.where(change.backs_off, lower, scale)
         scale = jnp.where(change.grows, higher, scale)
         return new_state._replace(loss_scale=scale)
@@ -110,7 +110,7 @@ class Change(NamedTuple):
     backs_off: jax.Array
 
 
-def counted(
+def count_step(
     rule: GrowingLossScale, state: LossScaleState, grads_finite: Any, restart: int = 0
 ) -> tuple[LossScaleState, Change]:
     """Return the state with every field updated but the scale, and how that changes.
@@ -140,5 +140,5 @@ def counted(
     return new_state, Change(grows, backs_off)
 
 
-def clipped(rule: Any, scale: jax.Array) -> jax.Array:
+def clip_scale(rule: Any, scale: jax.Array) -> jax.Array:
     return jnp.clip(scale, rule.min_scale, rule.max_scale)

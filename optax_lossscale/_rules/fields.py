@@ -8,11 +8,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from .._precision import LARGEST_SCALE, SMALLEST_SCALE
+from .._dtypes import LARGEST_SCALE, SMALLEST_SCALE
 from .._validation import check_count, check_factor, check_number, check_switch
 
 
-def checked(default: Any, check: Callable[[str, Any], Any]) -> Any:
+def make_field(default: Any, check: Callable[[str, Any], Any]) -> Any:
     """Return a field of a rule with the function that `check_fields` calls."""
     return dataclasses.field(default=default, metadata={"check": check})
 

@@ -7,8 +7,8 @@ import jax
 
 from .._state import LossScaleState
 from . import fields
-from .base import LossScale, check_fields, compiled
-from .fields import checked
+from .base import LossScale, check_and_compile, check_fields
+from .fields import make_field
 
 
 @final
@@ -41,8 +41,8 @@ class FixedLossScale(LossScale):
         <https://arxiv.org/abs/1710.03740>`_, 2017, section 3.2
     """
 
-    loss_scale: float = checked(128.0, fields.constant_scale)
-    skip_nonfinite: bool = checked(True, fields.skip_nonfinite)
+    loss_scale: float = make_field(128.0, fields.constant_scale)
+    skip_nonfinite: bool = make_field(True, fields.skip_nonfinite)
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -50,7 +50,7 @@ class FixedLossScale(LossScale):
     def init(self) -> LossScaleState:
         return LossScaleState.create(self.loss_scale, is_fixed=True)
 
-    @compiled
+    @check_and_compile
     def update(
         self, state: LossScaleState, grads_finite: jax.typing.ArrayLike
     ) -> LossScaleState:

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._precision import LARGEST_SCALE, SMALLEST_SCALE, power_of_two
+from .._dtypes import LARGEST_SCALE, SMALLEST_SCALE, power_of_two
 from .._state import LossScaleState
 from .._validation import check_dtype
 from . import fields
-from .base import LossScale, check_fields, compiled
-from .dynamic import clipped
-from .fields import checked
+from .base import LossScale, check_and_compile, check_fields
+from .dynamic import clip_scale
+from .fields import make_field
 
 
 class HeadroomState(NamedTuple):
@@ -81,14 +81,14 @@ class HeadroomLossScale(LossScale):
         ``DelayedScaling`` (the maximum over past steps)
     """
 
-    init_scale: float = checked(2.0**15, fields.scale)
+    init_scale: float = make_field(2.0**15, fields.scale)
     _: dataclasses.KW_ONLY
-    headroom: float = checked(3.0, fields.headroom)
-    dtype: str = checked("float16", check_dtype)
-    half_life: int = checked(1000, fields.half_life)
-    backoff_factor: float = checked(0.25, fields.backoff_factor)
-    min_scale: float = checked(1.0, fields.scale)
-    max_scale: float = checked(2.0**24, fields.scale)
+    headroom: float = make_field(3.0, fields.headroom)
+    dtype: str = make_field("float16", check_dtype)
+    half_life: int = make_field(1000, fields.half_life)
+    backoff_factor: float = make_field(0.25, fields.backoff_factor)
+    min_scale: float = make_field(1.0, fields.scale)
+    max_scale: float = make_field(2.0**24, fields.scale)
 
     uses_max_magnitude: ClassVar[bool] = True
 
@@ -99,7 +99,7 @@ class HeadroomLossScale(LossScale):
         rule_state = HeadroomState(jnp.zeros((), jnp.float32))
         return LossScaleState.create(self.init_scale, rule_state=rule_state)
 
-    @compiled
+    @check_and_compile
     def update(
         self,
         state: LossScaleState,
@@ -122,7 +122,7 @@ class HeadroomLossScale(LossScale):
 
         def scale_for(magnitude: jax.Array) -> jax.Array:
             scale = _scale_for(magnitude, mantissa, octaves)
-            return jnp.where(magnitude > 0, clipped(self, scale), self.init_scale)
+            return jnp.where(magnitude > 0, clip_scale(self, scale), self.init_scale)
 
         # Retries found the scale if it is lower than the remembered one.
         overflowed = state.growth_tracker == 0
@@ -135,7 +135,7 @@ class HeadroomLossScale(LossScale):
             jnp.maximum(remembered, unseen),
         )
         target = scale_for(magnitude)
-        lowered = jnp.minimum(target, clipped(self, scale * self.backoff_factor))
+        lowered = jnp.minimum(target, clip_scale(self, scale * self.backoff_factor))
         loss_scale = jnp.where(new_state.applied, target, lowered)
         finite_steps = optax.safe_increment(state.growth_tracker)
         return new_state._replace(

@@ -6,12 +6,12 @@ from typing import final
 import jax
 import jax.numpy as jnp
 
-from .._precision import LARGEST_SCALE, SMALLEST_SCALE
+from .._dtypes import LARGEST_SCALE, SMALLEST_SCALE
 from .._state import LossScaleState
 from . import fields
-from .base import check_fields, compiled
-from .dynamic import GrowingLossScale, counted
-from .fields import checked
+from .base import check_and_compile, check_fields
+from .dynamic import GrowingLossScale, count_step
+from .fields import make_field
 
 
 @final
@@ -44,9 +44,9 @@ class VerbatimLossScale(GrowingLossScale):
         [32768.0, 32768.0, 65536.0, 65536.0, 131072.0]
     """
 
-    min_scale: float = checked(SMALLEST_SCALE, fields.scale)
-    max_scale: float = checked(LARGEST_SCALE, fields.scale)
-    first_growth_late: bool = checked(False, fields.first_growth_late)
+    min_scale: float = make_field(SMALLEST_SCALE, fields.scale)
+    max_scale: float = make_field(LARGEST_SCALE, fields.scale)
+    first_growth_late: bool = make_field(False, fields.first_growth_late)
 
     def __post_init__(self) -> None:
         check_fields(self, "min_scale", "max_scale")
@@ -55,11 +55,13 @@ class VerbatimLossScale(GrowingLossScale):
         restart = jnp.int32(-self.first_growth_late)
         return super().init()._replace(growth_tracker=restart)
 
-    @compiled
+    @check_and_compile
     def update(
         self, state: LossScaleState, grads_finite: jax.typing.ArrayLike
     ) -> LossScaleState:
-        new_state, change = counted(self, state, grads_finite, -self.first_growth_late)
+        new_state, change = count_step(
+            self, state, grads_finite, -self.first_growth_late
+        )
         # The first scale may be outside the limits.
         scale = state.loss_scale
         higher = jnp.minimum(scale * self.growth_factor, self.max_scale)

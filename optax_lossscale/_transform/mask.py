@@ -1,96 +1,143 @@
-"""Apply or skip an update: the mask that is always right.
+"""Apply or skip an update: select the new state or the old one, by ``jnp.where``.
 
-The update runs in every step, so every device reaches a collective inside it. In a
-skipped step it gets finite numbers, and its results are discarded. Otherwise a line
-search would iterate on NaN, and a NaN behind ``jnp.where`` would reach derivatives.
+The update runs in every step, so that every device reaches a collective inside it. In a
+skipped step it gets finite numbers, and its results are discarded. Of NaN, a line
+search would never find the end, and a NaN behind ``jnp.where`` reaches derivatives.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from .._precision import dtype_of, is_inexact
+from .._dtypes import dtype_of, is_inexact
+from .._jax_internals import is_ref, is_staging, without_constants
+from .._programs.derivatives import call_with_derivatives_of
+from .._programs.traced_call import evaluate
 from .._tree import choose, select
+from .._validation import is_traced
+from .in_place import update_in_place
+from .nan_tolerant import has_loop, tolerates_nan
 
-Arrays = Sequence[jax.Array]
-# Given whether the step is applied, and an array, returns one that is finite if not.
-Sanitize = Callable[[jax.Array, jax.Array], jax.Array]
+# Takes whether the step is finite, and the floating-point gradients. Returns whether
+# the results are usable, the updates, and the new state.
+Run = Callable[[jax.Array, list[jax.Array]], Any]
 
 
-def masked(
-    update: Callable[[Arrays], Any],
-    apply: jax.Array,
-    arrays: Arrays,
-    sanitizers: Sequence[Sanitize],
-    old_state: Any,
+def masked_update(
+    update: Callable[[optax.Updates, dict[str, Any]], Any],
+    finite: jax.Array,
+    grads: optax.Updates,
+    extra_args: dict[str, Any],
+    old_state: optax.OptState,
     *,
-    again: bool = False,
+    is_checked: bool,
+) -> tuple[jax.Array, optax.Updates, optax.OptState]:
+    """Return whether a step is applied, its updates, and the state after it.
+
+    A step is applied if it is ``finite`` and its results are usable. If it is skipped,
+    the updates are zero and the state is the old one.
+
+    ``update`` takes the gradients and the extra arguments. It returns whether its
+    results are usable (True unless ``is_checked``), the updates and the new state.
+    """
+    staging = is_staging()
+    inexact = [x for x in jax.tree.leaves(grads) if is_inexact(x)]
+
+    def run(finite: jax.Array, inexact: list[jax.Array]) -> Any:
+        numbers = iter(_finite_grads(finite, inexact))
+        new_grads = jax.tree.map(lambda x: next(numbers) if is_inexact(x) else x, grads)
+        return update(new_grads, _finite_extra_args(finite, extra_args, grads, staging))
+
+    outputs = None
+    # A function that takes derivatives is expensive, so it is called once.
+    if (
+        staging
+        and isinstance(finite, jax.core.Tracer)
+        and extra_args.get("grad_fn") is None
+    ):
+        outputs = _in_place_if_possible(run, finite, inexact, old_state, is_checked)
+    if outputs is None:
+        # Under ``jax.jit``, what the update computes would be computed twice.
+        again = is_checked and not staging and is_traced((inexact, old_state))
+        outputs = _masked(run, finite, inexact, old_state, again)
+    applied, updates, new_state = outputs
+    # Shaped like the output: the inner transformation may return another tree.
+    no_updates = jax.tree.map(_zeros_like, updates)
+    return applied, select(applied, updates, no_updates), new_state
+
+
+def _masked(
+    run: Run, finite: jax.Array, inexact: list[jax.Array], old_state: Any, again: bool
 ) -> Any:
-    """Return whether an update is applied, its updates, and the new or the old state.
-
-    ``update`` takes the arrays that may hold NaN, and returns whether its results may
-    be used, the updates and the new state. If it runs ``again``, then what made its
-    results unusable is no NaN behind a mask in derivatives.
-    """
-
-    def sanitized(apply: jax.Array) -> Arrays:
-        pairs = zip(sanitizers, arrays, strict=True)
-        return [sanitize(apply, x) for sanitize, x in pairs]
-
-    usable, updates, new_state = update(sanitized(apply))
-    apply &= usable
+    """Run an update, and return whether it is applied, its updates, and a state."""
+    usable, updates, new_state = run(finite, inexact)
+    applied = finite & usable
     if again:
-        _, updates, new_state = update(sanitized(apply))
-    return apply, updates, select(apply, new_state, old_state)
+        # If finite gradients lead to NaN, only another run keeps it from derivatives.
+        _, updates, new_state = run(applied, inexact)
+    return applied, updates, select(applied, new_state, old_state)
 
 
-def split(
-    grads: optax.Updates, extra_args: dict[str, Any], staging: bool
-) -> tuple[
-    Arrays, Sequence[Sanitize], Callable[[Arrays], tuple[optax.Updates, dict[str, Any]]]
-]:
-    """Return the arrays that may hold NaN, and how to sanitize each.
+def _in_place_if_possible(
+    run: Run, finite: jax.Array, inexact: list[jax.Array], old_state: Any, checked: bool
+) -> Any:
+    """Return what ``_masked`` does, or None if the program does not tolerate NaN."""
+    traced, shapes = jax.make_jaxpr(run, return_shape=True)(finite, inexact)
+    program, structure = without_constants(traced), jax.tree.structure(shapes)
+    # A checked update is evaluated twice in place, for which a loop is too expensive.
+    if not tolerates_nan(program) or checked and has_loop(program):
+        return None
 
-    The third result returns the gradients and extra arguments with other arrays.
-    """
-    paths, structure = jax.tree_util.tree_flatten_with_path((grads, extra_args))
-    leaves = [x for _, x in paths]
+    def masked(finite: Any, inexact: Any, consts: Any, old_state: Any) -> Any:
+        def run(*inputs: Any) -> Any:
+            outputs = evaluate(program, *jax.tree.leaves(inputs), *consts)
+            return jax.tree.unflatten(structure, outputs)
+
+        outputs = _masked(run, finite, inexact, old_state, again=checked)
+        return jax.tree.leaves(outputs)
+
+    in_place = functools.partial(update_in_place, program, checked)
+    inputs = finite, inexact, traced.consts, old_state
+    leaves = call_with_derivatives_of(masked, in_place, *inputs)
+    return jax.tree.unflatten(structure, leaves)
+
+
+# Compiled: one equation of the update's program, whatever the number of its gradients.
+@jax.jit
+def _finite_grads(finite: jax.Array, grads: list[jax.Array]) -> list[jax.Array]:
+    return [choose(finite, x, _placeholder(x)) for x in grads]
+
+
+def _finite_extra_args(
+    finite: jax.Array, extra_args: dict[str, Any], grads: Any, staging: bool
+) -> dict[str, Any]:
     known = set(map(id, jax.tree.leaves(grads)))
-    # While staging, a concrete array is a constant, or Python code may read it.
-    open_type = jax.core.Tracer if staging else jax.Array
-    chosen: dict[int, Sanitize] = {}
-    for i, (path, x) in enumerate(paths):
+    # In a compiled function, an array that is not traced may be read by Python code.
+    kind = jax.core.Tracer if staging else jax.Array
+
+    def leaf(path: Any, x: Any) -> Any:
         if not is_inexact(x):
-            continue
-        if path[0].idx == 0 or id(x) in known:
-            # A line search takes the gradients twice: sanitize them alike.
-            chosen[i] = _gradient
-        elif isinstance(x, open_type) and not hasattr(jax.typeof(x), "inner_aval"):
-            chosen[i] = _loss if path[1].key == "value" else _other
+            return x
+        if id(x) in known:  # a line search takes the gradients twice
+            return choose(finite, x, _placeholder(x))
+        if not isinstance(x, kind) or is_ref(x):
+            return x
+        if path[0].key == "value":
+            # A loss so large that any other is better, so that a line search ends.
+            return choose(finite, x, jnp.full_like(x, _largest(x) / 4))
+        return choose(finite | jnp.isfinite(x), x, _placeholder(x))
 
-    def rebuild(arrays: Arrays) -> tuple[optax.Updates, dict[str, Any]]:
-        new = dict(zip(chosen, arrays, strict=True))
-        merged = [new.get(i, x) for i, x in enumerate(leaves)]
-        updates, extra_args = jax.tree.unflatten(structure, merged)
-        return updates, extra_args
-
-    return [leaves[i] for i in chosen], list(chosen.values()), rebuild
+    new: dict[str, Any] = jax.tree_util.tree_map_with_path(leaf, extra_args)
+    return new
 
 
-def _gradient(apply: jax.Array, x: jax.Array) -> jax.Array:
-    return choose(apply, x, _placeholder(x))
-
-
-def _loss(apply: jax.Array, x: jax.Array) -> jax.Array:
-    # A loss so large that any other is better, so that a line search ends.
-    return choose(apply, x, jnp.full_like(x, float(jnp.finfo(x.dtype).max) / 4))
-
-
-def _other(apply: jax.Array, x: jax.Array) -> jax.Array:
-    return choose(apply | jnp.isfinite(x), x, _placeholder(x))
+def _largest(x: Any) -> float:
+    return float(jnp.finfo(dtype_of(x)).max)
 
 
 def _placeholder(x: jax.Array) -> jax.Array:
@@ -106,3 +153,14 @@ def _placeholder(x: jax.Array) -> jax.Array:
     # 1, 2 and 5 times 1/64. Adding them to zeros makes them sharded as ``x`` is.
     steps = 1 + (index % 3) ** 2
     return jnp.zeros_like(x) + (jnp.asarray(steps) / 64).astype(dtype_of(x))
+
+
+def _zeros_like(x: Any) -> Any:
+    """Return zeros that change no bit of any number that they are added to."""
+    dtype = dtype_of(x)
+    if jnp.issubdtype(dtype, np.inexact):
+        # Adding 0.0 would turn a parameter of -0.0 into 0.0.
+        return jnp.full_like(x, -0.0 if jnp.isrealobj(x) else complex(-0.0, -0.0))
+    # float0 and PRNG keys have no zero, and nothing is added to them.
+    has_zero = dtype == jnp.bool_ or jnp.issubdtype(dtype, np.integer)
+    return jnp.zeros_like(x) if has_zero else x

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._find import CHAINS, has_frozen, has_master_weights, transforming
-from .._precision import as_type, dtype_of, is_inexact
+from .._dtypes import as_type, dtype_of, is_inexact
+from .._find import CHAINS, find_nodes, find_transforming
 from .._state import MasterWeightsState
 from .._tree import mismatch, same_structure
 from .._validation import check_dtype, warn
+from .extra_args import check_inner, find_accepted
 from .rounding import update_to
-from .wrapped import check_inner, with_extra_args
 
 
 def with_master_weights(
@@ -68,11 +68,11 @@ def with_master_weights(
         <https://arxiv.org/abs/1710.03740>`_, 2017, section 3.1
     """
     check_inner(inner, "with_master_weights")
-    inner = with_extra_args(inner)
+    accepted = find_accepted(inner)
     dtype = _check_dtype(dtype)
 
     def wide(x: Any) -> Any:
-        return as_type(x, dtype) if _is_narrow(x, dtype) else x
+        return as_type(x, dtype) if _has_fewer_bits(x, dtype) else x
 
     def init_fn(params: optax.Params) -> MasterWeightsState:
         _refuse_float8(params)
@@ -103,7 +103,7 @@ def with_master_weights(
             jax.tree.map(wide, updates),
             state.inner_state,
             jax.tree.map(lambda p, m: p if _is_absent(m) else m, params, masters),
-            **extra_args,
+            **accepted(extra_args),
         )
 
         def stepped(p: Any, master: Any, update: Any) -> Any:
@@ -121,6 +121,18 @@ def with_master_weights(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
+def has_master_weights(state: Any) -> bool:
+    """Return whether an optimizer state contains any master weights."""
+    nodes = find_nodes(state, MasterWeightsState).values()
+    return any(jax.tree.leaves(node.master_weights) for node in nodes)
+
+
+def _has_frozen(state: Any) -> bool:
+    """Return whether an optimizer state freezes some of its parameters."""
+    masked = find_nodes(state, optax.MaskedState).values()
+    return any(isinstance(x.inner_state, optax.EmptyState) for x in masked)
+
+
 def check_last(state: Any) -> None:
     """Raise if a chain changes the updates that lead to master weights."""
 
@@ -129,7 +141,7 @@ def check_last(state: Any) -> None:
             return False
         members = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
         rest = itertools.dropwhile(lambda x: not has_master_weights(x), members)
-        return any(list(transforming(x)) for x in itertools.islice(rest, 1, None))
+        return any(list(find_transforming(x)) for x in itertools.islice(rest, 1, None))
 
     if any(map(goes_on, jax.tree.leaves(state, is_leaf=goes_on))):
         raise ValueError(
@@ -143,7 +155,7 @@ def warn_of_float16(params: optax.Params, inner_state: optax.OptState) -> None:
     """Warn if float16 parameters that are trained have no master weights."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     paths = [path for path, x in leaves if getattr(x, "dtype", None) == jnp.float16]
-    if paths and has_frozen(inner_state):
+    if paths and _has_frozen(inner_state):
         # Beside frozen parameters, those that have moments are trained.
         known = [path for path, _ in jax.tree_util.tree_leaves_with_path(inner_state)]
         paths = [p for p in paths if any(x[len(x) - len(p) :] == p for x in known)]
@@ -161,7 +173,7 @@ def warn_of_float16(params: optax.Params, inner_state: optax.OptState) -> None:
     )
 
 
-def _is_narrow(x: Any, dtype: Any) -> bool:
+def _has_fewer_bits(x: Any, dtype: Any) -> bool:
     is_real = is_inexact(x) and jnp.isrealobj(x)
     return is_real and jnp.finfo(dtype_of(x)).bits < jnp.finfo(dtype).bits
 
@@ -169,7 +181,7 @@ def _is_narrow(x: Any, dtype: Any) -> bool:
 def _copied(params: Any, dtype: Any) -> Any:
     """Return the parameters that have master weights, masked like these."""
     return jax.tree.map(
-        lambda p: p if _is_narrow(p, dtype) else optax.MaskedNode(), params
+        lambda p: p if _has_fewer_bits(p, dtype) else optax.MaskedNode(), params
     )
 
 

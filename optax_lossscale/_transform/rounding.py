@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._precision import dtype_of
+from .._dtypes import dtype_of
 
 
 def update_to(master: jax.Array, param: Any) -> jax.Array:
     """Return the update that sets a parameter to its rounded master weight."""
     narrow, param = dtype_of(param), jnp.asarray(param, master.dtype)
-    target = rounded(master, narrow)
+    target = round_to(master, narrow)
     # Keep infinities: inf - inf would be NaN.
     update = jnp.where(target == param, 0, target - param)
     # Added to 0, the master weight itself is rounded and keeps the sign of a zero. With
@@ -24,7 +24,7 @@ def update_to(master: jax.Array, param: Any) -> jax.Array:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def rounded(x: jax.Array, dtype: Any) -> jax.Array:
+def round_to(x: jax.Array, dtype: Any) -> jax.Array:
     """Round to the precision of a narrower type, to nearest, ties to even.
 
     Two casts would do the same, but XLA removes them: on GPUs and TPUs it keeps more
@@ -44,7 +44,7 @@ def rounded(x: jax.Array, dtype: Any) -> jax.Array:
     return jnp.where(jnp.isnan(x), x, y)
 
 
-@rounded.defjvp
+@round_to.defjvp
 def _(dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     # The derivative of a cast.
-    return rounded(*primals, dtype), tangents[0]
+    return round_to(*primals, dtype), tangents[0]

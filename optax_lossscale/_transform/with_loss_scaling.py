@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._devices import AxisName, check_agreement, everywhere
+from .._axes import AxisName, all_along, check_agreement
 from .._find import find_nodes
 from .._finite import all_finite
 from .._gradients.forgotten import warn_if_forgotten
@@ -16,10 +16,11 @@ from .._rules.dynamic import DynamicLossScale
 from .._state import LossScaleState, WithLossScalingState, check_state
 from .._tree import select
 from .._validation import check_flag, check_real, check_switch, describe
-from .early_mask import masked_update
+from .check_updates import results_finite
+from .extra_args import check_inner
+from .kept_types import with_kept_types
+from .mask import masked_update
 from .master_weights import check_last, warn_of_float16
-from .outcome import outcome_finite
-from .wrapped import check_inner, with_extra_args, with_kept_types
 
 
 def with_loss_scaling(
@@ -119,7 +120,7 @@ def with_loss_scaling(
             f"`check_updates` must be False with {rule!r}, which never skips, "
             "got True. Use a rule that skips, such as `FixedLossScale(1.0)`."
         )
-    inner = with_kept_types(with_extra_args(inner))
+    inner = with_kept_types(inner)
 
     def init_fn(params: optax.Params) -> WithLossScalingState:
         inner_state = inner.init(params)
@@ -153,7 +154,7 @@ def with_loss_scaling(
         if (flag := extra_args.get("grads_finite")) is not None:
             check_flag("grads_finite", flag)
             grads_finite &= flag
-        grads_finite = everywhere(grads_finite, axis_name)
+        grads_finite = all_along(grads_finite, axis_name)
         value_finite = jnp.ones((), jnp.bool_)
         if (value := extra_args.get("value")) is not None:
             advice = "It is the unscaled loss. For an ensemble use `jax.vmap`."
@@ -170,8 +171,8 @@ def with_loss_scaling(
             new_updates, new = inner.update(grads, old, params, **extra_args)
             usable = jnp.ones((), jnp.bool_)
             if checks:
-                usable = outcome_finite(new_updates, new, old, params)
-                usable = everywhere(usable, axis_name)
+                usable = results_finite(new_updates, new, old, params)
+                usable = all_along(usable, axis_name)
                 check_agreement(usable, scale_state.loss_scale, axis_name)
             return usable, new_updates, new
 
@@ -182,9 +183,9 @@ def with_loss_scaling(
             grads_finite = applied
         # No scale cures a loss that is not finite before it is scaled, nor an optimizer
         # that turns finite gradients into NaN or inf.
-        scale_at_fault = value_finite & (applied | ~grads_finite)
+        scale_may_change = value_finite & (applied | ~grads_finite)
         new_scale_state = select(
-            scale_at_fault,
+            scale_may_change,
             next_state(rule, scale_state, grads_finite, updates, axis_name),
             scale_state.record(False),
         )

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from .._diagnostics.gradient_report import gradient_report
 from .._diagnostics.table import GradientReport, percent
-from .._precision import dtype_of, is_inexact, limits_of, wide_dtype
+from .._dtypes import dtype_of, is_inexact, limits_of, wide_dtype
 from .._validation import check_concrete
 from . import _common
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from .._precision import LARGEST_SCALE, SMALLEST_SCALE
+from .._dtypes import LARGEST_SCALE, SMALLEST_SCALE
 from .._rules.dynamic import DynamicLossScale
 from .._rules.verbatim import VerbatimLossScale
 from .._validation import check_number

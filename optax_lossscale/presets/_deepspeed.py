@@ -1,6 +1,6 @@
 """DeepSpeed: ``DynamicLossScaler``, and the ``"fp16"`` part of its configuration."""
 
-from .._precision import LARGEST_SCALE
+from .._dtypes import LARGEST_SCALE
 from .._rules import fields
 from .._rules.fixed import FixedLossScale
 from .._validation import check_number, check_switch

@@ -2,7 +2,7 @@
 
 import math
 
-from .._precision import LARGEST_SCALE, SMALLEST_SCALE
+from .._dtypes import LARGEST_SCALE, SMALLEST_SCALE
 from .._rules import fields
 from .._rules.dynamic import DynamicLossScale
 from .._validation import check_order

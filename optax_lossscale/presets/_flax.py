@@ -1,6 +1,6 @@
 """Flax: ``flax.training.dynamic_scale.DynamicScale``."""
 
-from .._precision import SMALLEST_SCALE
+from .._dtypes import SMALLEST_SCALE
 from .._rules import fields
 from ._build import Growing, growing, least_scale
 

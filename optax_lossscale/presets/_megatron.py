@@ -1,6 +1,6 @@
 """Megatron-LM: ``DynamicGradScaler``."""
 
-from .._precision import LARGEST_SCALE
+from .._dtypes import LARGEST_SCALE
 from .._rules import fields
 from .._rules.dynamic import DynamicLossScale
 from .._validation import check_order

@@ -18,7 +18,7 @@ from every_optimizer import (
 )
 
 import optax_lossscale as ls
-from optax_lossscale._transform.early_mask import suits
+from optax_lossscale._transform.nan_tolerant import tolerates_nan
 
 pytestmark = IGNORED_WARNINGS
 
@@ -132,6 +132,6 @@ def test_all_optimizers_are_fast_but_those_with_branches_and_loops():
         tx, params = make(name), params_for(name)
         args = grads_for(name, params), tx.init(params), params
         program = jax.make_jaxpr(lambda *args, n=name, tx=tx: update(n, tx, *args))
-        if not suits(program(*args).jaxpr):
+        if not tolerates_nan(program(*args).jaxpr):
             refused.add(name)
     assert refused == REFUSED & {*NAMES} and len(OPTIMIZERS) >= 40

@@ -1,6 +1,5 @@
-"""Call the wrapped transformation, with what it takes, in types that never change."""
+"""Keep the types of the wrapped transformation's state, in which it may be a carry."""
 
-import inspect
 from typing import Any
 
 import jax
@@ -8,10 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._find import has_master_weights
-from .._precision import dtype_of, is_inexact, is_narrow, widened
-from .._rules.base import LossScale
-from .._state import strongly_typed
+from .._dtypes import dtype_of, is_inexact, loses_range, widen
+from .._state import as_strongly_typed
 from .._tree import (
     at_paths_of,
     cast_like,
@@ -20,56 +17,15 @@ from .._tree import (
     same_structure,
     shape_mismatch,
 )
-from .._validation import describe, warn
+from .._validation import warn
+from .extra_args import find_accepted
+from .master_weights import has_master_weights
 
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
 
 
-def check_inner(inner: Any, wrapper: str) -> None:
-    rule = "`inner` must be an Optax gradient transformation, got "
-    if isinstance(inner, LossScale):
-        raise TypeError(
-            f"{rule}the rule {inner!r}. The optimizer comes first: "
-            "`with_loss_scaling(optimizer, rule)`."
-        )
-    functions = (getattr(inner, name, None) for name in ("init", "update"))
-    if isinstance(inner, type) or not all(map(callable, functions)):
-        advice = f"Pass an optimizer, called as in `{wrapper}(optax.adam(1e-3))`."
-        raise TypeError(f"{rule}{describe(inner)}. {advice}")
-
-
-def with_extra_args(
-    inner: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
-    """Make a transformation accept extra arguments, and drop those it does not take."""
-    # Inspect parameters, not the type: optax.MultiSteps takes extra arguments but has
-    # another type, and optax.contrib.sam has the type but takes only one of them.
-    parameters = list(inspect.signature(inner.update).parameters.values())
-    known = frozenset(p.name for p in parameters[3:])
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-
-    def update_fn(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, optax.OptState]:
-        for name in {"loss", "values"} & extra_args.keys() - known:
-            if "value" not in extra_args:
-                warn(
-                    f"`update` is given `{name}`, which does not decide whether the "
-                    f"step is applied. Pass `value={name}` if it should."
-                )
-        # A line search would pass `grads_finite` on to the loss.
-        dropped = {"grads_finite"} if takes_all else extra_args.keys()
-        taken = {k: x for k, x in extra_args.items() if k in known or k not in dropped}
-        return inner.update(updates, state, params, **taken)
-
-    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
-
-
 def with_kept_types(
-    inner: optax.GradientTransformationExtraArgs,
+    inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap a transformation so that the types of its state never change.
 
@@ -77,15 +33,16 @@ def with_kept_types(
     belongs to a float16 or float8 parameter is float32, as for a float32 parameter:
     Adam's second moment is zero in float16.
     """
+    accepted = find_accepted(inner)
 
     def init_fn(params: optax.Params) -> optax.OptState:
         state = inner.init(params)
-        if any(map(is_narrow, jax.tree.leaves(params))):
-            wide_state = inner.init(widened(params))
+        if any(map(loses_range, jax.tree.leaves(params))):
+            wide_state = inner.init(widen(params))
             # Match by path: wide parameters have no master weights.
             wide = dict(jax.tree_util.tree_leaves_with_path(wide_state))
             state = jax.tree_util.tree_map_with_path(wide.get, state)
-        return jax.tree.map(strongly_typed, state)
+        return jax.tree.map(as_strongly_typed, state)
 
     def update_fn(
         updates: optax.Updates,
@@ -94,19 +51,20 @@ def with_kept_types(
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
         grads, wide_params = updates, params
-        has_narrow = any(map(is_narrow, jax.tree.leaves(params)))
+        has_narrow = any(map(loses_range, jax.tree.leaves(params)))
         has_narrow = has_narrow and not has_master_weights(state)
         # All are as wide as the state, or the branches of a `jax.lax.cond` in the
         # optimizer could return different types.
-        if not any(map(is_narrow, jax.tree.leaves(state))):
-            grads = widened(updates)
-            wide_params = widened(params) if has_narrow else params
+        if not any(map(loses_range, jax.tree.leaves(state))):
+            grads = widen(updates)
+            wide_params = widen(params) if has_narrow else params
 
         def check_shapes(cause: Exception | None) -> None:
             if params is not None:
                 _check_belongs(updates, params, "updates", cause)
                 _check_belongs(state, init_fn(params), "state", cause)
 
+        extra_args = accepted(extra_args)
         try:
             new_updates, new_state = inner.update(
                 grads, state, wide_params, **extra_args
@@ -135,7 +93,7 @@ def with_kept_types(
 
 def _as_narrow(update: Any, grad: Any, param: Any) -> Any:
     """Return an update in the type of its gradient if its parameter is narrow, too."""
-    both = is_narrow(grad) and is_narrow(param)
+    both = loses_range(grad) and loses_range(param)
     return jnp.asarray(update, dtype_of(grad)) if both else update
 
 

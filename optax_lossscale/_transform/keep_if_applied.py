@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._devices import AxisName
+from .._axes import AxisName
+from .._dtypes import is_inexact
 from .._find import get_loss_scale_state
 from .._finite import all_finite
-from .._precision import is_inexact
 from .._state import check_state
 from .._tree import as_sharded, choose, same_structure, select
 from .._validation import warn

@@ -11,11 +11,11 @@ from ._jax_internals import varying_axes
 AxisName = Hashable | tuple[Hashable, ...]
 
 
-def everywhere(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
+def all_along(flag: jax.Array, axis_name: AxisName | None) -> jax.Array:
     """Return whether a flag is True on all devices along the mapped axes."""
     if axis_name is None:
         return flag
-    return across(jax.lax.pmin, flag.astype(jnp.int32), axis_name) == 1
+    return reduce_along(jax.lax.pmin, flag.astype(jnp.int32), axis_name) == 1
 
 
 def check_agreement(
@@ -38,7 +38,7 @@ def check_agreement(
         )
 
 
-def across(
+def reduce_along(
     reduce: Callable[[Any, AxisName], Any], x: Any, axis_name: AxisName | None
 ) -> Any:
     """Reduce a tree of arrays over the devices along the mapped axes."""

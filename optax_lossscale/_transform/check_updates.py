@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from .._dtypes import dtype_of, is_inexact, wide_dtype
 from .._finite import is_nonfinite, none_is_true
-from .._precision import dtype_of, is_inexact, wide_dtype
 from .._tree import at_paths_of
 
 
-def outcome_finite(
+def results_finite(
     new_updates: optax.Updates,
     new_state: optax.OptState,
     old_state: optax.OptState,

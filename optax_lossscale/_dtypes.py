@@ -59,14 +59,16 @@ def grad_dtype(dtype: Any) -> Any:
     return dtype if dtype == jnp.bfloat16 else wide_dtype(dtype)
 
 
-def is_narrow(x: Any) -> bool:
+def loses_range(x: Any) -> bool:
     """Return whether a leaf is float16 or float8, whose gradients are float32."""
     return is_inexact(x) and grad_dtype(dtype_of(x)) != dtype_of(x)
 
 
-def widened(tree: Any) -> Any:
+def widen(tree: Any) -> Any:
     """Return a tree whose float16 and float8 leaves are float32."""
-    return jax.tree.map(lambda x: as_type(x, jnp.float32) if is_narrow(x) else x, tree)
+    return jax.tree.map(
+        lambda x: as_type(x, jnp.float32) if loses_range(x) else x, tree
+    )
 
 
 def wide_dtype(dtype: Any) -> Any:

@@ -1,0 +1,50 @@
+"""Check the wrapped transformation, and give it only what its ``update`` takes."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import optax
+
+from .._rules.base import LossScale
+from .._validation import describe, warn
+
+
+def check_inner(inner: Any, wrapper: str) -> None:
+    rule = "`inner` must be an Optax gradient transformation, got "
+    if isinstance(inner, LossScale):
+        raise TypeError(
+            f"{rule}the rule {inner!r}. The optimizer comes first: "
+            "`with_loss_scaling(optimizer, rule)`."
+        )
+    functions = (getattr(inner, name, None) for name in ("init", "update"))
+    if isinstance(inner, type) or not all(map(callable, functions)):
+        advice = f"Pass an optimizer, called as in `{wrapper}(optax.adam(1e-3))`."
+        raise TypeError(f"{rule}{describe(inner)}. {advice}")
+
+
+def find_accepted(
+    inner: optax.GradientTransformation,
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return a function that drops the extra arguments that ``inner`` does not take.
+
+    ``optax.with_extra_args_support`` asks for the type of a transformation instead. But
+    optax.MultiSteps takes extra arguments and has another type, and optax.contrib.sam
+    has the type but takes only one of them.
+    """
+    parameters = list(inspect.signature(inner.update).parameters.values())
+    known = frozenset(p.name for p in parameters[3:])
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+    def accepted(extra_args: dict[str, Any]) -> dict[str, Any]:
+        for name in {"loss", "values"} & extra_args.keys() - known:
+            if "value" not in extra_args:
+                warn(
+                    f"`update` is given `{name}`, which does not decide whether the "
+                    f"step is applied. Pass `value={name}` if it should."
+                )
+        # A line search would pass `grads_finite` on to the loss.
+        dropped = {"grads_finite"} if takes_all else extra_args.keys()
+        return {k: x for k, x in extra_args.items() if k in known or k not in dropped}
+
+    return accepted

@@ -1,0 +1,109 @@
+"""Write each moment in place: mask each leaf of the new state where it is computed.
+
+It buys time on a CPU. There, after the mask of ``mask.py``, a new moment has two uses,
+unmasked in the update and masked in the state, so XLA computes it twice and copies the
+old one. An update by adamw then takes 1.87 instead of 1.24 times the CPU seconds of the
+plain one, and a whole float16 step of a transformer 1.08 instead of 1.03 times (timed).
+For an H100 and a v5e it buys nothing: compiled, the update moves 1.143 times the bytes
+with and without it, and 1.000 times after clipping (counted).
+
+In a skipped step the program computes with NaN, and with old moments beside new ones,
+so it must tolerate NaN. Derivatives do not, so they are those of ``mask.py``.
+"""
+
+import collections
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from .._jax_internals import after, new_var, select_eqn, varying_like, with_eqns
+from .._programs.traced_call import evaluate
+from .._tree import choose
+
+
+def update_in_place(
+    program: Jaxpr,
+    is_checked: bool,
+    finite: jax.Array,
+    inexact: list[jax.Array],
+    consts: Sequence[Any],
+    old_state: Any,
+) -> list[Any]:
+    """Return what ``mask.py`` does, as leaves.
+
+    The program takes whether the step is finite, the gradients, and constants. It
+    returns whether its results are usable, the updates and the new state.
+    """
+    # The flag with which it leaves the gradients as they are.
+    true = varying_like(jnp.ones((), jnp.bool_), finite)
+    applied = finite
+    if is_checked:
+        # Evaluate twice. In one evaluation, the whole new state waits in memory for the
+        # flag, and on a CPU that is slower. On an H100 it depends: after clipping, one
+        # evaluation moves 1.563 instead of 1.688 times the bytes (counted).
+        applied &= evaluate(program, true, *inexact, *consts)[0]
+        inexact = [after(applied, x) for x in inexact]
+    old = jax.tree.leaves(old_state)
+    first = len(program.outvars) - len(old)
+    pairs = list(zip(program.outvars[first:], old, strict=True))
+    early = _defined_once(program, pairs)
+    flags = [varying_like(applied, x) for x in early.values()]
+    masked_program = _with_masks(program, early, flags)
+    inputs = [true, *inexact, *consts, *flags, *early.values()]
+    _, *outputs = evaluate(masked_program, *inputs)
+    updates, new_state = outputs[: first - 1], outputs[first - 1 :]
+    masked_state = [
+        new if id(var) in early else choose(applied, new, x)
+        for (var, x), new in zip(pairs, new_state, strict=True)
+    ]
+    return [applied, *updates, *masked_state]
+
+
+def _defined_once(program: Jaxpr, pairs: Sequence[tuple[Any, Any]]) -> dict[int, Any]:
+    """Return the old leaves of the state whose new leaves are masked in the program.
+
+    The pairs are the variables of the new leaves, and the old leaves. The keys of the
+    result are the identities of variables. It leaves out
+
+    - inputs that are passed through, and literals: no equation defines them;
+    - a variable that is two leaves of the state: it has two old values;
+    - a variable whose type the mask would change;
+    - scalars: a mask at the end costs nothing, and what is computed from them need not
+      wait for the flag. With these, `schedule_free` with `check_updates` would move a
+      tenth more bytes.
+    """
+    defined = {id(var) for eqn in program.eqns for var in eqn.outvars}
+    uses = collections.Counter(id(var) for var, _ in pairs)
+    return {
+        id(var): x
+        for var, x in pairs
+        if id(var) in defined
+        and uses[id(var)] == 1
+        and jnp.ndim(x) > 0
+        and var.aval == jax.typeof(x)
+    }
+
+
+def _with_masks(
+    program: Jaxpr, old: dict[int, Any], flags: Sequence[jax.Array]
+) -> Jaxpr:
+    """Return a program that masks some variables, and takes flags and old values."""
+    masks = {
+        name: (new_var(jax.typeof(flag)), new_var(jax.typeof(x)))
+        for (name, x), flag in zip(old.items(), flags, strict=True)
+    }
+
+    def mask(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+        new = {id(v): new_var(v.aval) for v in eqn.outvars if id(v) in masks}
+        yield eqn.replace(outvars=[new.get(id(v), v) for v in eqn.outvars])
+        for var in eqn.outvars:
+            if id(var) in masks:
+                flag, old_var = masks[id(var)]
+                yield select_eqn(eqn, var, flag, new[id(var)], old_var)
+
+    inputs = [flag for flag, _ in masks.values()] + [x for _, x in masks.values()]
+    masked: Jaxpr = with_eqns(program, mask, inputs)
+    return masked
