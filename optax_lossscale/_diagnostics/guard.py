@@ -149,30 +149,36 @@ def _is_due(
     """
     scale, skipped, rate = state.loss_scale, state.skipped_steps, state.skip_rate
     skips, tracker = state.consecutive_skips, state.growth_tracker
-    # A rule that changes its scale recovers from a low one, unless batches are bad. To
-    # find one below 1 it may take so many skips.
     changes = ~state.is_fixed
-    low = (scale == 1) | (scale < 1) & (skipped > 64)
-    unused = (scale >= 2.0**24) & (skipped == 0) & (tracker >= 500)
+    never_overflowed = (scale >= 2.0**24) & (skipped == 0) & (tracker >= 500)
+    # A rule that changes its scale recovers from a low one, unless batches are bad. On
+    # its way to a scale below 1, it may skip 64 steps.
+    is_low = (scale == 1) | (scale < 1) & (skipped > 64)
     # Above 1/4 it is an error.
-    losing = low & changes & (rate > 0.05) & (rate <= 0.25)
-    losing &= (skips <= 1) & (tracker < 50)
-    if not eager:
-        unused &= tracker % 500 == 0
-        losing &= (skips == 1) & (skipped % every == 0)
-    # A state that has not skipped and does not change its scale may be one that never
-    # skips.
+    at_floor = is_low & changes & (rate > 0.05) & (rate <= 0.25)
+    at_floor &= (skips <= 1) & (tracker < 50)
+    # A fixed scale without a skip may be that of a rule that never skips.
     undone = ~all_finite(grads) & jnp.all((skips == 0) & (changes | (skipped > 0)))
     # A loss of 0 has no slope.
-    zero = jnp.all(skips == 0) & (True if value is None else value != 0)
-    zero &= any(jnp.size(x) for x in grads)
+    all_zero = jnp.all(skips == 0) & (True if value is None else value != 0)
+    all_zero &= any(jnp.size(x) for x in grads)
     for x in grads:
-        zero &= jnp.all(x == 0)
+        all_zero &= jnp.all(x == 0)
     if not eager:
-        zero &= jnp.all(tracker % 500 == 20)
-    right = (scale > 0) & (scale < jnp.inf)
-    in_a_row = right & (skips > limit) & ((skips - limit - 1) % every == 0)
+        never_overflowed &= tracker % 500 == 0
+        at_floor &= (skips == 1) & (skipped % every == 0)
+        all_zero &= jnp.all(tracker % 500 == 20)
+    valid = (scale > 0) & (scale < jnp.inf)
+    in_a_row = valid & (skips > limit) & ((skips - limit - 1) % every == 0)
     # Only a fault skips more: a rule overflows once in its growth interval.
-    often = right & (skips <= limit) & (rate > 0.25) & (skipped % every == 0)
-    due = (unused, losing, undone, zero, ~right, in_a_row, often)
-    return jnp.stack(jnp.broadcast_arrays(*due))
+    of_late = valid & (skips <= limit) & (rate > 0.25) & (skipped % every == 0)
+    due = {
+        "never overflowed": never_overflowed,
+        "at the floor": at_floor,
+        "undone": undone,
+        "all zero": all_zero,
+        "invalid scale": ~valid,
+        "skips in a row": in_a_row,
+        "skips of late": of_late,
+    }
+    return jnp.stack(jnp.broadcast_arrays(*(due[event] for event in EVENTS)))

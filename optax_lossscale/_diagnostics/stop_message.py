@@ -150,17 +150,17 @@ _FLUSHED = _Cause(
 )
 
 WARNINGS = {
-    "unused": "The loss scale is 2**24 or more. None of the steps was skipped.",
-    "losing": "The scale has fallen to 1 or below, and more than 5 % of the steps are "
+    "never overflowed": "The loss scale is 2**24 or more. None of the steps was skipped.",
+    "at the floor": "The scale has fallen to 1 or below, and more than 5 % of the steps are "
     "skipped.",
     "undone": "The gradients are not finite, but the step counts as applied.",
-    "zero": "All gradients are exactly 0.",
+    "all zero": "All gradients are exactly 0.",
 }
 _ERRORS = {
-    "wrong": "The loss scale{member} is not a positive number.",
-    "in a row": "The last {consecutive_skips} steps{member} were all skipped, more "
+    "invalid scale": "The loss scale{member} is not a positive number.",
+    "skips in a row": "The last {consecutive_skips} steps{member} were all skipped, more "
     "than `max_consecutive_skips`={limit}.",
-    "often": "Of late, {skip_rate:.0%} of the steps{member} were skipped.",
+    "skips of late": "Of late, {skip_rate:.0%} of the steps{member} were skipped.",
 }
 EVENTS = WARNINGS | _ERRORS  # in the order in which they are told
 _NUMBERS = "Loss scale: {loss_scale:g}. Skipped in all: {skipped_steps}."
@@ -168,18 +168,18 @@ _NUMBERS = "Loss scale: {loss_scale:g}. Skipped in all: {skipped_steps}."
 # What is seen, an event or what is known of the loss and the gradients of skipped
 # steps, and its causes, the likeliest first.
 _CAUSES = {
-    "unused": (_NOT_SCALED, _NOT_FLOAT16, _OUTSIDE),
+    "never overflowed": (_NOT_SCALED, _NOT_FLOAT16, _OUTSIDE),
     "undone": (_UNDONE, _REPLACED, _OUTSIDE),
-    "zero": (_UNREACHED, _COUNT, _FLUSHED),
-    "losing": (_BATCHES, _FORWARD, _LAYER),
-    "often": (_BATCHES, _FORWARD, _INTERVAL),
-    "wrong": (_RESTORED,),
-    "no loss": (_DATA, _FORWARD, _FLOOR, _TOO_HIGH),
-    "bad loss": (_DATA, _FORWARD, _EMPTY),
-    "bad loss of finite gradients": (_LABEL, _MASKED, _DATA),
-    "inf": (_FLOOR, _TOO_HIGH, _LAYER, _OLD_STATE),
-    "nan": (_TOO_HIGH, _DERIVATIVE, _EMPTY, _LAYER),
-    "finite": (_RESULTS, _FLAG, _OUTSIDE),
+    "all zero": (_UNREACHED, _COUNT, _FLUSHED),
+    "at the floor": (_BATCHES, _FORWARD, _LAYER),
+    "skips of late": (_BATCHES, _FORWARD, _INTERVAL),
+    "invalid scale": (_RESTORED,),
+    "loss unknown": (_DATA, _FORWARD, _FLOOR, _TOO_HIGH),
+    "loss not finite": (_DATA, _FORWARD, _EMPTY),
+    "loss not finite, gradients finite": (_LABEL, _MASKED, _DATA),
+    "gradients inf": (_FLOOR, _TOO_HIGH, _LAYER, _OLD_STATE),
+    "gradients NaN": (_TOO_HIGH, _DERIVATIVE, _EMPTY, _LAYER),
+    "gradients finite": (_RESULTS, _FLAG, _OUTSIDE),
 }
 
 
@@ -219,10 +219,10 @@ def _known(report: Any, value: Any) -> str:
     """Return what is known of the loss and the gradients of skipped steps."""
     bad_loss = value is not None and not np.isfinite(float(value))
     if report is None:
-        return "bad loss" if bad_loss else "no loss" if value is None else "inf"
+        return "loss not finite" if bad_loss else "loss unknown" if value is None else "gradients inf"
     nan, inf = (any(map(float, jax.tree.leaves(x))) for x in (report.nan, report.inf))
     if bad_loss:
-        return "bad loss" if nan or inf else "bad loss of finite gradients"
+        return "loss not finite" if nan or inf else "loss not finite, gradients finite"
     if nan:
-        return "no loss" if value is None else "nan"
-    return "inf" if inf else "finite"
+        return "loss unknown" if value is None else "gradients NaN"
+    return "gradients inf" if inf else "gradients finite"

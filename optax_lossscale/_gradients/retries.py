@@ -20,7 +20,7 @@ from .._rules import fields
 from .._validation import check_count
 from .forgotten import differentiating_at, note_same_use, note_true
 from .scaling import warn_of_narrow_loss
-from .value_and_grad import check_functions, differentiate_at
+from .value_and_grad import differentiate
 
 
 def value_and_grad_with_retries(
@@ -87,8 +87,8 @@ def value_and_grad_with_retries(
         >>> print(grads, ls.get_loss_scale(state))
         [8.] 4096.0
     """
-    check_functions(fun, value_and_grad)
     options = dict(argnums=argnums, holomorphic=holomorphic, allow_int=allow_int)
+    at_scale = differentiate(fun, has_aux, value_and_grad, **options)
     advice = "It is how many times a step may be retried."
     max_retries = check_count("max_retries", max_retries, advice, least=0)
     backoff_factor = fields.backoff_factor("backoff_factor", backoff_factor)
@@ -100,9 +100,7 @@ def value_and_grad_with_retries(
         def attempt(
             scale: jax.Array, /, *args: Any, **kwargs: Any
         ) -> tuple[jax.Array, Any, Any]:
-            output, grads = differentiate_at(
-                scale, fun, args, kwargs, has_aux, value_and_grad, options
-            )
+            output, grads = at_scale(scale, *args, **kwargs)
             value = output[0] if has_aux else output
             is_finite = functools.partial(all_finite, axis_name=axis_name)
             finite, sound = is_finite(grads), is_finite(value)

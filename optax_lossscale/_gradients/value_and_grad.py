@@ -1,7 +1,7 @@
 """Differentiate a loss with loss scaling."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -68,17 +68,14 @@ def value_and_grad(
         >>> print(grads * 2.0**30)
         [1. 1.]
     """
-    check_functions(fun, value_and_grad)
     options = dict(argnums=argnums, holomorphic=holomorphic, allow_int=allow_int)
+    at_scale = differentiate(fun, has_aux, value_and_grad, **options)
 
     @functools.wraps(fun, updated=())
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         # A Flax NNX optimizer may have changed since.
         with differentiating_at(state) as scale_state:
-            output, grads = differentiate_at(
-                scale_state.loss_scale,
-                *(fun, args, kwargs, has_aux, value_and_grad, options),
-            )
+            output, grads = at_scale(scale_state.loss_scale, *args, **kwargs)
         note_true(grads, scale_state.loss_scale)
         warn_of_narrow_loss(output[0] if has_aux else output)
         return output, grads
@@ -125,67 +122,68 @@ def grad(
         Array(6., dtype=float32)
     """
     options = dict(argnums=argnums, holomorphic=holomorphic, allow_int=allow_int)
-    differentiated = _value_and_grad(
+    value_and_grad_fun = _value_and_grad(
         fun, state, has_aux=has_aux, value_and_grad=value_and_grad, **options
     )
 
     @functools.wraps(fun, updated=())
     def grad_fun(*args: Any, **kwargs: Any) -> Any:
-        value, grads = differentiated(*args, **kwargs)
+        value, grads = value_and_grad_fun(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
     return grad_fun
 
 
-def check_functions(fun: Any, value_and_grad: Any) -> None:
+def differentiate(
+    fun: Callable[..., Any],
+    has_aux: bool,
+    value_and_grad: Callable[..., Any],
+    **options: Any,
+) -> Callable[..., tuple[Any, Any]]:
+    """Create a function that differentiates a loss at the scale it is given first.
+
+    It returns the output of the loss, a tuple if ``has_aux``, and its true gradients.
+    """
     check_function("fun", fun, "It comes first: `value_and_grad(loss_fn, opt_state)`.")
     advice = "Pass `nnx.value_and_grad` or another library's."
     check_function("value_and_grad", value_and_grad, advice)
-
-
-def differentiate_at(
-    scale: jax.Array,
-    fun: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    has_aux: bool,
-    value_and_grad: Callable[..., Any],
-    options: Mapping[str, Any],
-) -> tuple[Any, Any]:
-    """Return the output of a loss, a tuple if ``has_aux``, and its true gradients."""
     argnums = options["argnums"]
     if isinstance(argnums, np.ndarray):
         argnums = jax.tree.map(int, argnums.tolist(), is_leaf=np.isscalar)
     # Not every function that differentiates takes these. All default to 0 or False.
     options = {k: x for k, x in {**options, "argnums": argnums}.items() if x != 0}
-    if value_and_grad is jax.value_and_grad:
-        numbers = argnums if isinstance(argnums, tuple | list) else [argnums]
-        chosen = {i % max(len(args), 1) for i in numbers}
-        differentiated = {i: x for i, x in enumerate(args) if i in chosen}
-        others = [x for i, x in enumerate(args) if i not in chosen]
-        check_no_modules(differentiated, (others, kwargs))
-        _check_no_functions(differentiated)
 
-    @functools.wraps(fun, updated=())
-    def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
-        output = fun(*with_finite_overwrites(args), **kwargs)
-        # Only the derivative of the product is used, so XLA removes the product.
-        if not has_aux:
-            return scale_loss_by(output, scale), output
-        if not (isinstance(output, tuple | list) and len(output) == 2):
-            raise TypeError(
-                "`fun` must return a pair (loss, aux) with has_aux=True, got "
-                f"{describe(output)}. Return a pair, or leave out `has_aux`."
-            )
-        return scale_loss_by(output[0], scale), tuple(output)
+    def at_scale(scale: jax.Array, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if value_and_grad is jax.value_and_grad:
+            _check_arguments(argnums, args, kwargs)
 
-    differentiate = value_and_grad(scaled_fun, has_aux=True, **options)
-    (_, output), scaled_grads = differentiate(*args, **kwargs)
-    return output, unscale(scaled_grads, scale)
+        @functools.wraps(fun, updated=())
+        def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
+            output = fun(*with_finite_overwrites(args), **kwargs)
+            # Only the derivative of the product is used, so XLA removes the product.
+            if not has_aux:
+                return scale_loss_by(output, scale), output
+            if not (isinstance(output, tuple | list) and len(output) == 2):
+                raise TypeError(
+                    "`fun` must return a pair (loss, aux) with has_aux=True, got "
+                    f"{describe(output)}. Return a pair, or leave out `has_aux`."
+                )
+            return scale_loss_by(output[0], scale), tuple(output)
+
+        scaled_value_and_grad = value_and_grad(scaled_fun, has_aux=True, **options)
+        (_, output), scaled_grads = scaled_value_and_grad(*args, **kwargs)
+        return output, unscale(scaled_grads, scale)
+
+    return at_scale
 
 
-def _check_no_functions(differentiated: Mapping[int, Any]) -> None:
-    """Raise if jax would differentiate a model that has functions among its leaves."""
+def _check_arguments(argnums: Any, args: Sequence[Any], kwargs: Any) -> None:
+    """Raise if jax cannot differentiate the arguments, or would lose their changes."""
+    numbers = argnums if isinstance(argnums, tuple | list) else [argnums]
+    chosen = {i % max(len(args), 1) for i in numbers}
+    differentiated = {i: x for i, x in enumerate(args) if i in chosen}
+    others = [x for i, x in enumerate(args) if i not in chosen]
+    check_no_modules(differentiated, (others, kwargs))
     for path, x in jax.tree.leaves_with_path(differentiated):
         if callable(x):
             raise TypeError(

@@ -124,10 +124,10 @@ class HeadroomLossScale(LossScale):
             scale = _scale_for(magnitude, mantissa, octaves)
             return jnp.where(magnitude > 0, clip_scale(self, scale), self.init_scale)
 
-        # Retries found the scale if it is lower than the remembered one.
-        overflowed = state.growth_tracker == 0
-        found = overflowed & (scale < scale_for(remembered))
-        remembered = jnp.where(found, magnitude_for(scale), remembered)
+        # A retry has lowered the scale without the rule: remember the gradient that
+        # overflowed at the higher one.
+        is_lower = scale < scale_for(remembered)
+        remembered = jnp.where(is_lower, magnitude_for(scale), remembered)
         unseen = magnitude_for(scale * self.backoff_factor)
         magnitude = jnp.where(
             new_state.applied,

@@ -40,12 +40,14 @@ def test_the_bound_holds_to_the_last_bit_and_no_scale_is_given_away(dtype):
         assert np.all((2 * scale * m > top) | (scale == LARGEST)), headroom
 
 
-def test_a_scale_that_retries_found_is_kept_and_one_set_by_hand_is_not():
+def test_a_scale_that_is_lowered_without_the_rule_is_kept():
+    """As retries lower it. A memory of the gradient that overflowed keeps it low."""
     rule = ls.HeadroomLossScale()
     state = rule.update(rule.init(), True, 1.0)
-    by_hand = state._replace(loss_scale=state.loss_scale / 64)
-    assert rule.update(by_hand, True, 1.0).loss_scale == state.loss_scale
-    by_retries = by_hand._replace(growth_tracker=jnp.int32(0))
+    lowered = state._replace(loss_scale=state.loss_scale / 64)
+    new = lowered
     for _ in range(50):
-        by_retries = rule.update(by_retries, True, 1.0)
-        assert by_retries.loss_scale == by_hand.loss_scale
+        new = rule.update(new, True, 1.0)
+        assert new.loss_scale == lowered.loss_scale
+    raised = state._replace(loss_scale=state.loss_scale * 64)
+    assert rule.update(raised, True, 1.0).loss_scale == state.loss_scale
