@@ -1,13 +1,13 @@
 """Find the loss scale in an optimizer state."""
 
 import collections
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import optax
 
+from ._flax import unwrap
 from ._state import (
     LossScaleState,
     WithLossScalingState,
@@ -15,12 +15,12 @@ from ._state import (
 )
 from ._validation import describe
 
-# The types of the states of chains. Those of named ones were dicts.
+# The types of the states of chains. In optax 0.2.5, that of a named chain is a dict.
 CHAINS = (tuple, collections.OrderedDict)
 _NAMED_CHAIN = type(optax.named_chain(("", optax.identity())).init(()))
 
-# What may be around `with_loss_scaling`, beside a state with an ``opt_state``: Flax's
-# `TrainState` and `nnx.Optimizer`, or one that users write.
+# The states that may contain one of `with_loss_scaling`. So may any with an attribute
+# ``opt_state``, such as Flax's `TrainState` and `nnx.Optimizer`.
 _CONTAINERS = (WithLossScalingState, optax.InjectStatefulHyperparamsState, list, dict)
 
 
@@ -67,7 +67,7 @@ def get_loss_scale(state: Any) -> jax.Array:
 
 
 def raw_scale_state(state: Any) -> LossScaleState:
-    """Return the `LossScaleState` of an optimizer state with the very arrays in it."""
+    """Return the `LossScaleState` of an optimizer state, with its very arrays."""
     found = find_nodes(state, LossScaleState)
     if not found:
         raise ValueError(
@@ -139,17 +139,6 @@ def replace_loss_scale_state(state: Any, new: LossScaleState) -> Any:
         return jax.tree.unflatten(jax.tree.structure(x), jax.tree.leaves(new))
 
     return jax.tree.map(leaf, state, is_leaf=lambda x: isinstance(x, LossScaleState))
-
-
-def unwrap(state: Any) -> Any:
-    """Take the arrays of a state out of the variables that Flax NNX wraps them in.
-
-    They are those that ``nnx.Optimizer`` gives to ``update``. Flax is not imported.
-    """
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return state
-    return (getattr(nnx, "as_pure", None) or nnx.pure)(state)
 
 
 def _advice(state: Any) -> str:

@@ -22,7 +22,7 @@ def without_constants(closed_jaxpr: ClosedJaxpr) -> Jaxpr:
     keep tracers alive longer than their trace.
     """
     jaxpr = closed_jaxpr.jaxpr
-    return jaxpr.replace(constvars=[], invars=[*jaxpr.invars, *jaxpr.constvars])
+    return replace(jaxpr, constvars=[], invars=[*jaxpr.invars, *jaxpr.constvars])
 
 
 def with_eqns(
@@ -33,14 +33,14 @@ def with_eqns(
     """Return a program in which equations take the place of each, with more inputs."""
     jaxpr: Any = program.jaxpr if isinstance(program, ClosedJaxpr) else program
     eqns = [*itertools.chain.from_iterable(map(change, jaxpr.eqns))]
-    new = jaxpr.replace(eqns=eqns, invars=[*jaxpr.invars, *inputs])
+    new = replace(jaxpr, eqns=eqns, invars=[*jaxpr.invars, *inputs])
     # In jax 0.12 there is one class, whose attribute ``jaxpr`` is the program itself.
     return new if jaxpr is program else ClosedJaxpr(new, cast(Any, program).consts)
 
 
-def with_outputs(jaxpr: Jaxpr, outputs: Sequence[Any]) -> Jaxpr:
-    """Return a program that has some of the variables of another as outputs."""
-    return jaxpr.replace(outvars=[*outputs])
+def replace(program: Any, **fields: Any) -> Any:
+    """Return a program, or an equation of one, with other fields."""
+    return program.replace(**fields)
 
 
 def new_var(aval: Any, dtype: Any = None) -> Var:
@@ -56,7 +56,8 @@ def convert_eqn(eqn: JaxprEqn, x: Var | Literal, y: Var) -> JaxprEqn:
     like = jax.ShapeDtypeStruct((), old.dtype)
     program = jax.make_jaxpr(lambda x: jax.lax.convert_element_type(x, new.dtype))(like)
     (conversion,) = program.jaxpr.eqns
-    return eqn.replace(
+    return replace(
+        eqn,
         primitive=conversion.primitive,
         invars=[x],
         outvars=[y],
@@ -66,7 +67,8 @@ def convert_eqn(eqn: JaxprEqn, x: Var | Literal, y: Var) -> JaxprEqn:
 
 def select_eqn(eqn: JaxprEqn, y: Var, flag: Var, on_true: Var, on_false: Var) -> Any:
     """Return an equation in the place of ``eqn`` that selects one of two variables."""
-    return eqn.replace(
+    return replace(
+        eqn,
         primitive=jax.lax.select_n_p,
         invars=[flag, on_false, on_true],
         outvars=[y],
@@ -131,6 +133,12 @@ def in_memory_of(other: Any, x: jax.Array) -> jax.Array:
 def is_ref(x: jax.Array) -> bool:
     """Return whether an array is mutable, a ``jax.Ref``."""
     return hasattr(jax.typeof(x), "inner_aval")
+
+
+def collective_axes(jaxpr: Jaxpr) -> set[Any]:
+    """Return the mapped axes along which the devices of a program communicate."""
+    effects: Any = jaxpr.effects
+    return {e.name for e in effects if type(e).__name__ == COLLECTIVE}
 
 
 def effect_names(of: Jaxpr | JaxprEqn) -> set[str]:

@@ -150,16 +150,17 @@ _FLUSHED = _Cause(
 )
 
 WARNINGS = {
-    "never overflowed": "The loss scale is 2**24 or more. None of the steps was skipped.",
-    "at the floor": "The scale has fallen to 1 or below, and more than 5 % of the steps are "
+    "never overflowed": "The loss scale is 2**24 or more. None of the steps was "
     "skipped.",
+    "at the floor": "The scale has fallen to 1 or below, and more than 5 % of the "
+    "steps are skipped.",
     "undone": "The gradients are not finite, but the step counts as applied.",
     "all zero": "All gradients are exactly 0.",
 }
 _ERRORS = {
     "invalid scale": "The loss scale{member} is not a positive number.",
-    "skips in a row": "The last {consecutive_skips} steps{member} were all skipped, more "
-    "than `max_consecutive_skips`={limit}.",
+    "skips in a row": "The last {consecutive_skips} steps{member} were all skipped, "
+    "more than `max_consecutive_skips`={limit}.",
     "skips of late": "Of late, {skip_rate:.0%} of the steps{member} were skipped.",
 }
 EVENTS = WARNINGS | _ERRORS  # in the order in which they are told
@@ -219,7 +220,13 @@ def _known(report: Any, value: Any) -> str:
     """Return what is known of the loss and the gradients of skipped steps."""
     bad_loss = value is not None and not np.isfinite(float(value))
     if report is None:
-        return "loss not finite" if bad_loss else "loss unknown" if value is None else "gradients inf"
+        return (
+            "loss not finite"
+            if bad_loss
+            else "loss unknown"
+            if value is None
+            else "gradients inf"
+        )
     nan, inf = (any(map(float, jax.tree.leaves(x))) for x in (report.nan, report.inf))
     if bad_loss:
         return "loss not finite" if nan or inf else "loss not finite, gradients finite"

@@ -13,8 +13,8 @@ from jax.extend.core import Jaxpr
 
 from .._axes import AxisName, reduce_along
 from .._dtypes import exact_power, is_inexact, loses_range, wide_dtype
+from .._flax import finite_overwrite
 from .._jax_internals import COLLECTIVE, DEBUGGING, effect_names, zeros_like_aval
-from .._programs.flax import finite_overwrite
 from .._programs.traced_call import check_axes, evaluate, refuse_effects, traced_call
 from .._rules import fields
 from .._validation import check_dtype, check_function, check_scale, describe, warn
@@ -190,9 +190,11 @@ def _scaled(
 ) -> Callable[..., Sequence[jax.Array]]:
     """Return a program whose backward pass runs at the scale that is chosen.
 
-    One ``custom_vjp`` is around all of it. If each input had one, those that an inner
-    derivative leaves alone would keep theirs for an outer one. The program takes a
-    number for ``choose``, or None, before its inputs.
+    It takes a number for ``choose``, or None, before its inputs.
+
+    One ``custom_vjp`` is around the whole program. With one around each input, in a
+    derivative of a derivative, the inner one would scale only the inputs that it
+    differentiates, and the outer one would scale the others.
     """
     refuse_effects(effect_names(jaxpr) - {COLLECTIVE, *DEBUGGING})
 

@@ -14,6 +14,7 @@ from .._jax_internals import (
     convert_eqn,
     effect_names,
     new_var,
+    replace,
     with_eqns,
 )
 from .._validation import check_dtype, check_function
@@ -126,7 +127,7 @@ def _cast_eqn(eqn: JaxprEqn, dtype: str) -> Iterator[JaxprEqn]:
     """Yield the equations that take the place of one. They define the same types."""
     if eqn.primitive.name in _TRANSPARENT:
         params = {name: _cast(x, dtype) for name, x in eqn.params.items()}
-        yield eqn.replace(params=params)
+        yield replace(eqn, params=params)
     elif eqn.primitive.name in _PRODUCTS and _is_float32(eqn, dtype):
         operands: list[Any] = list(eqn.invars)
         for i, x in enumerate(operands[:2]):
@@ -135,7 +136,8 @@ def _cast_eqn(eqn: JaxprEqn, dtype: str) -> Iterator[JaxprEqn]:
                 yield convert_eqn(eqn, x, operands[i])
         (result,) = eqn.outvars
         narrow_result = new_var(result.aval, dtype)
-        yield eqn.replace(
+        yield replace(
+            eqn,
             invars=operands,
             outvars=[narrow_result],
             params={**eqn.params, "preferred_element_type": jnp.dtype(dtype)},

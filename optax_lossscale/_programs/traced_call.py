@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
+from .. import _flax
 from .._axes import AxisName, check_axis_name
-from .._jax_internals import COLLECTIVE, with_outputs, without_constants
+from .._jax_internals import collective_axes, replace, without_constants
 from .._validation import describe
-from . import flax
 
-_ARRAY = object()  # a placeholder, since a tracer must not outlive the trace
+_ARRAY = object()  # stands for an array of the output, which only a trace has
 
 
 class TracedCall(NamedTuple):
@@ -42,16 +42,15 @@ def traced_call(
     kwargs: Mapping[str, Any],
     first: Sequence[jax.Array] = (),
 ) -> Iterator[TracedCall]:
-    """Trace a call. Only jax arrays are inputs and outputs of the program.
+    """Trace a call of a function. ``first`` are arguments that come before the others.
 
-    ``first`` are further arguments, which come before the others.
-
-    All else reaches the function unchanged, and is returned as it was while tracing.
-    The function gets copies of Flax NNX objects; ``put_back`` changes the originals as
-    the copies were changed.
+    Inputs and outputs of the program are jax arrays alone. Everything else that the
+    function takes or returns, such as strings, stays outside of the program. The
+    function gets copies of Flax NNX objects, and ``put_back`` changes the originals as
+    it has changed the copies.
     """
-    with flax.changes_transferred():
-        given = flax.as_arrays((tuple(args), dict(kwargs)))
+    with _flax.changes_transferred():
+        given = _flax.as_arrays((tuple(args), dict(kwargs)))
         paths, structure = jax.tree_util.tree_flatten_with_path(given)
         leaves = [x for _, x in paths]
         arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
@@ -61,17 +60,17 @@ def traced_call(
         def flat(first: Any, arrays: dict[int, jax.Array]) -> list[jax.Array]:
             nonlocal returned, out_structure
             copies = [arrays.get(i, x) for i, x in enumerate(leaves)]
-            arguments = flax.with_objects(
+            arguments = _flax.with_objects(
                 jax.tree.unflatten(structure, copies), copies=True
             )
-            before = flax.leaves_with_objects(arguments)
+            before = _flax.leaves_with_objects(arguments)
             output = fun(*first, *arguments[0], **arguments[1])
             after = before
-            with contextlib.suppress(ValueError):  # of an old `eqx.nn.State`
-                after = flax.leaves_with_objects(arguments)
+            with contextlib.suppress(ValueError):  # raised by a used `eqx.nn.State`
+                after = _flax.leaves_with_objects(arguments)
             _check_unchanged(before, after)
-            objects = list(filter(flax.is_object, before.values()))
-            changed = flax.as_arrays((output, objects))
+            objects = list(filter(_flax.is_object, before.values()))
+            changed = _flax.as_arrays((output, objects))
             outputs, out_structure = jax.tree.flatten(changed)
             returned = [_ARRAY if isinstance(x, jax.Array) else x for x in outputs]
             return [x for x in outputs if isinstance(x, jax.Array)]
@@ -79,21 +78,21 @@ def traced_call(
         closed_jaxpr = jax.make_jaxpr(flat)(first, arrays)
         jaxpr = without_constants(closed_jaxpr)
         inputs = [*first, *arrays.values(), *closed_jaxpr.consts]
-        whole = [flax.is_overwritten(paths[i][0]) for i in arrays]
+        whole = [_flax.is_overwritten(paths[i][0]) for i in arrays]
         rest = [False] * len(closed_jaxpr.consts)
         overwritten = [*[False] * len(first), *whole, *rest]
-        # What is returned as it came in, such as parameters, is no output.
+        # An input that is returned unchanged, such as a parameter, is no output.
         known = dict(zip(map(id, jaxpr.invars), inputs, strict=True))
         forwarded = [known.get(id(x)) for x in jaxpr.outvars]
         pairs = zip(jaxpr.outvars, forwarded, strict=True)
-        jaxpr = with_outputs(jaxpr, [x for x, y in pairs if y is None])
+        jaxpr = replace(jaxpr, outvars=[x for x, y in pairs if y is None])
 
         def put_back(computed: Sequence[jax.Array]) -> Any:
             remaining = iter(computed)
             outputs = iter([next(remaining) if y is None else y for y in forwarded])
             leaves = [next(outputs) if x is _ARRAY else x for x in returned]
             changed = jax.tree.unflatten(out_structure, leaves)
-            return flax.with_objects(changed, copies=False)[0]
+            return _flax.with_objects(changed, copies=False)[0]
 
         yield TracedCall(jaxpr, inputs, overwritten, put_back)
 
@@ -110,9 +109,9 @@ def check_axes(jaxpr: Jaxpr, axis_name: AxisName | None) -> None:
     """Raise if devices that compute at different scales would communicate."""
     if axis_name is not None:
         check_axis_name(axis_name)
-    effects: Any = jaxpr.effects
-    used = {e.name for e in effects if type(e).__name__ == COLLECTIVE}
-    axes = used - set(axis_name if isinstance(axis_name, tuple) else [axis_name])
+    axes = collective_axes(jaxpr) - set(
+        axis_name if isinstance(axis_name, tuple) else [axis_name]
+    )
     if axes:
         raise ValueError(
             "`axis_name` must name every mapped axis that `fun` or its gradient uses, "

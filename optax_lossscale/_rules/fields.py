@@ -37,11 +37,15 @@ def backoff_factor(name: str, value: Any) -> float:
 
 
 def growth_interval(name: str, value: Any) -> int:
-    return check_count(name, value, "It is how many finite steps raise the scale.")
+    return check_count(
+        name, value, "After so many finite steps in a row, the scale grows."
+    )
 
 
 def hysteresis(name: str, value: Any) -> int:
-    return check_count(name, value, "It is the non-finite steps it takes to back off.")
+    return check_count(
+        name, value, "After so many non-finite steps, the scale backs off."
+    )
 
 
 def refill(name: str, value: Any) -> str:
@@ -59,7 +63,9 @@ def headroom(name: str, value: Any) -> float:
 
 
 def half_life(name: str, value: Any) -> int:
-    return check_count(name, value, "It is the steps that halve a remembered maximum.")
+    return check_count(
+        name, value, "After so many steps, the remembered maximum is half as large."
+    )
 
 
 def skip_nonfinite(name: str, value: Any) -> bool:
@@ -67,4 +73,6 @@ def skip_nonfinite(name: str, value: Any) -> bool:
 
 
 def first_growth_late(name: str, value: Any) -> bool:
-    return check_switch(name, value, "It is a quirk; leave it out in a new run.")
+    return check_switch(
+        name, value, "Only DeepSpeed needs it; leave it out in a new run."
+    )

@@ -22,8 +22,8 @@ def results_finite(
     """Return whether a step puts no new NaN or inf into its results.
 
     It checks the updates, the state, and the parameters that ``optax.apply_updates``
-    returns, because float16 can overflow when the float32 updates are finite. A value
-    that was non-finite before may stay: a line search starts from an infinite loss.
+    returns: float16 parameters can overflow when the updates are finite. A NaN or inf
+    that a step does not change may stay: a line search starts from an infinite loss.
     """
     params = at_paths_of(new_updates, params)
     trees = new_updates, new_state, old_state, params

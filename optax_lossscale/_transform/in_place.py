@@ -19,7 +19,14 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from .._jax_internals import after, new_var, select_eqn, varying_like, with_eqns
+from .._jax_internals import (
+    after,
+    new_var,
+    replace,
+    select_eqn,
+    varying_like,
+    with_eqns,
+)
 from .._programs.traced_call import evaluate
 from .._tree import choose
 
@@ -98,7 +105,7 @@ def _with_masks(
 
     def mask(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
         new = {id(v): new_var(v.aval) for v in eqn.outvars if id(v) in masks}
-        yield eqn.replace(outvars=[new.get(id(v), v) for v in eqn.outvars])
+        yield replace(eqn, outvars=[new.get(id(v), v) for v in eqn.outvars])
         for var in eqn.outvars:
             if id(var) in masks:
                 flag, old_var = masks[id(var)]

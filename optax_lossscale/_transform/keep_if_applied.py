@@ -48,7 +48,8 @@ def keep_if_applied(
         axis_name: the mapped axes, as for `all_finite`.
 
     Returns:
-        All of ``new`` or ``old``. What is finite in ``old`` must be finite in ``new``.
+        The whole of ``new``, or the whole of ``old``. Where ``old`` is not finite, as
+        an infinite minimum before the first step, ``new`` need not be finite.
 
     Raises:
         ValueError: as `get_loss_scale_state`, `select` and `all_finite`.
@@ -69,14 +70,13 @@ def keep_if_applied(
             "`jax.tree.map(jnp.copy, old)`. If it does not change them, leave them out."
         )
 
-    def compared(new: Any, old: Any) -> Any:
+    def zero_where_old_is_not_finite(new: Any, old: Any) -> Any:
         if not is_inexact(new) or jnp.shape(new) != jnp.shape(old):
             return new  # `select` raises
-        # A running minimum, for example, may start from infinity and stay there.
-        finite = as_sharded(jnp.isfinite(old), new)
-        return choose(finite, new, jnp.zeros_like(new))
+        return choose(as_sharded(jnp.isfinite(old), new), new, jnp.zeros_like(new))
 
-    still = jax.tree.map(compared, new, old) if same_structure(new, old) else new
-    return select(
-        scale_state.applied & all_finite(still, axis_name=axis_name), new, old
-    )
+    checked = new
+    if same_structure(new, old):
+        checked = jax.tree.map(zero_where_old_is_not_finite, new, old)
+    applied = scale_state.applied & all_finite(checked, axis_name=axis_name)
+    return select(applied, new, old)

@@ -1,8 +1,8 @@
 """Apply or skip an update: select the new state or the old one, by ``jnp.where``.
 
 The update runs in every step, so that every device reaches a collective inside it. In a
-skipped step it gets finite numbers, and its results are discarded. Of NaN, a line
-search would never find the end, and a NaN behind ``jnp.where`` reaches derivatives.
+skipped step it gets finite numbers, and its results are discarded. With NaN, a line
+search might not end, and derivatives would be NaN in spite of ``jnp.where``.
 """
 
 import functools
@@ -54,7 +54,7 @@ def masked_update(
         return update(new_grads, _finite_extra_args(finite, extra_args, grads, staging))
 
     outputs = None
-    # A function that takes derivatives is expensive, so it is called once.
+    # `grad_fn` is expensive, and a checked update is evaluated twice in place.
     if (
         staging
         and isinstance(finite, jax.core.Tracer)
@@ -62,7 +62,7 @@ def masked_update(
     ):
         outputs = _in_place_if_possible(run, finite, inexact, old_state, is_checked)
     if outputs is None:
-        # Under ``jax.jit``, what the update computes would be computed twice.
+        # Only eager derivatives need it; compiled steps should not compute twice.
         again = is_checked and not staging and is_traced((inexact, old_state))
         outputs = _masked(run, finite, inexact, old_state, again)
     applied, updates, new_state = outputs
@@ -78,7 +78,8 @@ def _masked(
     usable, updates, new_state = run(finite, inexact)
     applied = finite & usable
     if again:
-        # If finite gradients lead to NaN, only another run keeps it from derivatives.
+        # Where finite gradients lead to NaN, derivatives would be NaN. Those of a
+        # second run, which gets placeholders in such a step, are not.
         _, updates, new_state = run(applied, inexact)
     return applied, updates, select(applied, new_state, old_state)
 
@@ -117,7 +118,7 @@ def _finite_extra_args(
     finite: jax.Array, extra_args: dict[str, Any], grads: Any, staging: bool
 ) -> dict[str, Any]:
     known = set(map(id, jax.tree.leaves(grads)))
-    # In a compiled function, an array that is not traced may be read by Python code.
+    # While a step is compiled, Python code may read an array that is no tracer.
     kind = jax.core.Tracer if staging else jax.Array
 
     def leaf(path: Any, x: Any) -> Any:

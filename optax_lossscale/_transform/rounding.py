@@ -8,18 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._dtypes import dtype_of
+from .._tree import as_sharded
 
 
 def update_to(master: jax.Array, param: Any) -> jax.Array:
     """Return the update that sets a parameter to its rounded master weight."""
     narrow, param = dtype_of(param), jnp.asarray(param, master.dtype)
     target = round_to(master, narrow)
-    # Keep infinities: inf - inf would be NaN.
+    # Equal infinities need an update of 0: inf - inf is NaN.
     update = jnp.where(target == param, 0, target - param)
-    # Added to 0, the master weight itself is rounded and keeps the sign of a zero. With
-    # explicit sharding, the mask must be sharded as the values are: hence the second
-    # comparison. For a NaN, either value is NaN.
-    is_zero = (param == 0) & (master == master)
+    # A parameter of 0 gets the master weight itself, which keeps the sign of a zero.
+    is_zero = as_sharded(param == 0, master)
     return jnp.where(is_zero, master, update)
 
 
@@ -28,7 +27,7 @@ def round_to(x: jax.Array, dtype: Any) -> jax.Array:
     """Round to the precision of a narrower type, to nearest, ties to even.
 
     Two casts would do the same, but XLA removes them: on GPUs and TPUs it keeps more
-    digits if it may. A number that overflows is rounded as if larger exponents existed.
+    digits if it may. A number above the largest one of the type stays finite.
     """
     wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
     digits = wide.nmant - narrow.nmant

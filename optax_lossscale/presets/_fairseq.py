@@ -37,10 +37,11 @@ def fairseq(
     lowest = least_scale("min_loss_scale", min_loss_scale)
 
     def stays(scale: float) -> bool:
-        # Where it would not, fairseq undoes the backoff. Theirs is usually lower.
+        # fairseq undoes a backoff to ``min_loss_scale`` or below. A smallest scale of
+        # 0 means 2**-126 here, which is allowed itself.
         return scale > lowest or lowest == SMALLEST_SCALE == scale
 
-    # As many backoffs as fit; rounding may leave this one off.
+    # The number of backoffs that stay above it, or one more or less, by rounding.
     backoffs = math.floor(math.log(init_scale / lowest, factor))
     near = [init_scale / factor**n for n in range(backoffs - 1, backoffs + 2)]
     min_scale = min([init_scale, *filter(stays, near)])

@@ -20,7 +20,7 @@ def changes_transferred() -> contextlib.AbstractContextManager[Any]:
 
 
 def as_arrays(tree: Any) -> Any:
-    """Replace each object in a tree by a tree of its arrays."""
+    """Return a tree in which each object is a tree of its arrays."""
     nnx = _nnx()
     return tree if nnx is None else nnx.to_tree(tree, ctxtag=_TAG)
 
@@ -88,9 +88,9 @@ def is_overwritten(path: Any) -> bool:
 
 
 def with_finite_overwrites(tree: Any) -> Any:
-    """Return the same tree, in whose gradients a new value that is not finite is old.
+    """Return the tree. Where its gradient overwrites a leaf, the new value is finite.
 
-    In a skipped step, nothing else keeps it from being stored.
+    If it were not, the gradient is the old value: also a skipped step stores it.
     """
     if not any(is_overwritten(path) for path, _ in jax.tree.leaves_with_path(tree)):
         return tree  # NNX objects would be copied
@@ -107,6 +107,15 @@ def finite_overwrite(x: Any) -> Any:
 finite_overwrite.defvjp(
     lambda x: (x, x), lambda x, new: (jnp.where(jnp.isfinite(new), new, x),)
 )
+
+
+def unwrap(tree: Any) -> Any:
+    """Take arrays out of the variables that NNX wraps them in.
+
+    They are those that ``nnx.Optimizer`` gives to ``update``.
+    """
+    nnx = _nnx()
+    return tree if nnx is None else (getattr(nnx, "as_pure", None) or nnx.pure)(tree)
 
 
 def _nnx() -> Any:
