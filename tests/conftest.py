@@ -22,7 +22,7 @@ import pytest  # noqa: E402
 from optax_lossscale._gradients import forgotten  # noqa: E402
 
 # Programs, with dependencies of their own.
-collect_ignore = ["benchmarks", "late_masks.py"]
+collect_ignore = ["benchmarks", "helpers"]
 
 chex.set_n_cpu_devices(8)
 

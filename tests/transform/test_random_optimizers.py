@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).parents[1] / "random_optimizers.py"
+PROGRAM = Path(__file__).parents[1] / "helpers" / "random_optimizers.py"
 
 
 @pytest.mark.parametrize(
     ("first", "number", "masks"),
     [
-        # With early masks in loops, seed 2 never ends; 8, if NaN reach the optimizer.
+        # With masks in place in loops, seed 2 never ends; 8, if NaN reach the optimizer.
         (0, 9, []),
         *(pytest.param(x, 100, [], marks=pytest.mark.slow) for x in (0, 100, 200)),
         pytest.param(0, 100, ["--late"], marks=pytest.mark.slow),

@@ -12,7 +12,7 @@ import pytest
 # A newer name, and that of the oldest supported jax.
 enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data"
 
 

@@ -1,6 +1,6 @@
 """Optimizers that no one wrote: random programs, wrapped and compared with themselves.
 
-``python tests/random_optimizers.py [--number 400] [--first 0] [--late]`` prints
+``python tests/helpers/random_optimizers.py [--number 400] [--first 0] [--late]`` prints
 the seeds whose wrapped optimizer is wrong, and its program. ``--late`` runs them with
 the mask that is always right. A seed that takes longer than a minute hangs: the command
 ends, and the last line names it.
@@ -363,7 +363,7 @@ def main(arguments: list[str] | None = None) -> int:
         mode, check_updates = MODES[seed % len(MODES)]
         name = f"seed {seed} in {mode}" + ", check_updates" * check_updates
         print(f"{name:40}", end="\r", flush=True)
-        faulthandler.dump_traceback_later(60, exit=True, file=sys.stdout)
+        faulthandler.dump_traceback_later(600, exit=True, file=sys.stdout)
         try:
             check(seed, mode, check_updates)
         except Exception as error:

@@ -1,0 +1,5 @@
+"""Plugin ``-p late_masks``: no update is masked in place."""
+
+from optax_lossscale._transform import mask
+
+mask.tolerates_nan = lambda *_: False
