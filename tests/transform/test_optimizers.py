@@ -107,7 +107,7 @@ def test_a_wrapped_optimizer(name, kind):
 
 
 # They have loops that may never end, branches, or decompositions that iterate. If
-# another one is refused, it is only slow: the list in `nan_tolerant.py` lacks something.
+# another one is refused, it is only slow: `nan_tolerant.py` lacks an operation.
 REFUSED = {
     "MultiSteps",
     "optax.apply_if_finite",

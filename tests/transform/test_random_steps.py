@@ -1,7 +1,7 @@
 """Random train steps: good ones are the optimizer's own, bad ones leave no trace.
 
 An optimizer under wrappers, a rule, a way to make gradients, a place and a tree, all by
-chance, with an event in the middle. ``tests/random_optimizers.py`` makes up optimizers.
+chance, with an event in the middle. `random_optimizers` makes up optimizers.
 """
 
 import functools
