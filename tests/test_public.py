@@ -3,6 +3,7 @@
 import doctest
 import inspect
 import pickle
+import re
 import subprocess
 import sys
 
@@ -79,24 +80,68 @@ SIGNATURES = {
     "on_error axis_name",
     "gradient_report": "grads * loss_scale=1.0 dtype axis_name",
     "format_report": "report * limit=20",
-    "suggest_loss_scale": "grads * dtype headroom=3.0 min_scale=5.960464477539063e-08 "
+    "suggest_loss_scale": "grads * dtype headroom=3.0 min_scale=2.0**-24 "
     "max_scale=2.0**24",
+    "autocast": "fun dtype",
+    **dict.fromkeys(("get_loss_scale", "get_loss_scale_state", "was_applied"), "state"),
     "WithLossScalingState": "scale_state inner_state",
     "MasterWeightsState": "master_weights inner_state",
+    "FixedLossScale": "loss_scale=128.0 skip_nonfinite=True",
+    "DynamicLossScale": "init_scale=2.0**15 * growth_factor=2.0 backoff_factor=0.5 "
+    "growth_interval=2000 min_scale=1.0 max_scale=2.0**24 hysteresis=1 "
+    "hysteresis_refill=finite",
+    "HeadroomLossScale": "init_scale=2.0**15 * headroom=3.0 dtype=float16 "
+    "half_life=1000 backoff_factor=0.25 min_scale=1.0 max_scale=2.0**24",
+    "VerbatimLossScale": "init_scale=2.0**15 * growth_factor=2.0 backoff_factor=0.5 "
+    "growth_interval=2000 min_scale=2.0**-126 max_scale=2.0**126 hysteresis=1 "
+    "hysteresis_refill=finite first_growth_late=False",
+    "apex_amp": "loss_scale=dynamic init_scale=2.0**16 scale_window=2000 "
+    "min_loss_scale max_loss_scale=2.0**24",
+    "deepspeed": "init_scale=2.0**16 scale_factor=2.0 scale_window=1000 min_scale=1.0 "
+    "delayed_shift=2 consecutive_hysteresis=False raise_error_at_min_scale=True "
+    "first_growth_late=True",
+    "deepspeed_fp16": "enabled=True loss_scale=0.0 initial_scale_power=16 "
+    "loss_scale_window=1000 hysteresis=2 consecutive_hysteresis=False "
+    "min_loss_scale=1.0 auto_cast=False fp16_master_weights_and_grads=False",
+    "fairseq": "init_scale=2.0**15 scale_factor=2.0 scale_window=2000 threshold "
+    "min_loss_scale=0.0001",
+    "flax_dynamic_scale": "growth_factor=2.0 backoff_factor=0.5 growth_interval=2000 "
+    "scale=2.0**16 minimum_scale=2.0**-126",
+    "jmp_dynamic": "loss_scale period=2000 factor=2 min_loss_scale=1.0",
+    "keras_loss_scale": "initial_scale=2.0**15 dynamic_growth_steps=2000 dynamic=True",
+    "megatron": "initial_scale=2.0**32 min_scale=1.0 growth_factor=2.0 "
+    "backoff_factor=0.5 growth_interval=1000 hysteresis=2",
+    "mindspore_dynamic": "init_loss_scale=2.0**24 scale_factor=2.0 scale_window=2000",
+    "mpx_dynamic": "loss_scaling min_loss_scaling=1.0 factor=2 period=2000",
+    "tf_contrib_exponential_update": "init_loss_scale incr_every_n_steps "
+    "decr_every_n_nan_or_inf=2 incr_ratio=2.0 decr_ratio=0.8",
+    "tf_dynamic_loss_scale": "initial_loss_scale=2.0**15 increment_period=2000 "
+    "multiplier=2.0",
+    "tf_keras_loss_scale": "dynamic=True initial_scale dynamic_growth_steps",
+    "torch_grad_scaler": "init_scale=2.0**16 growth_factor=2.0 backoff_factor=0.5 "
+    "growth_interval=2000 enabled=True",
 }
+
+
+def test_the_contract_has_every_function_rule_and_preset():
+    functions = {name for name in ls.__all__ if inspect.isfunction(getattr(ls, name))}
+    assert SIGNATURES.keys() >= {*ls.presets.__all__} | functions
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
 def test_the_signature_is_the_contract(name):
-    """With defaults that are numbers, and a star before arguments to be named."""
+    """With defaults that are no objects, and a star before arguments to be named."""
+    function = getattr(ls, name, None) or getattr(ls.presets, name)
     words = []
-    for parameter in inspect.signature(getattr(ls, name)).parameters.values():
+    for parameter in inspect.signature(function).parameters.values():
         if parameter.kind == parameter.KEYWORD_ONLY and "*" not in words:
             words.append("*")
-        is_number = isinstance(parameter.default, int | float)
-        default = f"={parameter.default}" if is_number else ""
+        is_plain = isinstance(parameter.default, int | float | str)
+        default = f"={parameter.default}" if is_plain else ""
         words.append(parameter.name + default)
-    assert " ".join(words) == SIGNATURES[name].replace("2.0**24", "16777216.0")
+    power = re.compile(r"2\.0\*\*(-?\d+)")
+    contract = power.sub(lambda found: str(2.0 ** int(found[1])), SIGNATURES[name])
+    assert " ".join(words) == contract
 
 
 def test_importing_needs_neither_extras_nor_test_packages_and_starts_no_backend():
