@@ -132,7 +132,7 @@ def test_a_compiled_loop_ends_with_the_text_of_the_error(caplog):
     run(lambda state: ls.check_loss_scale(state), skipped(100))
 
 
-def test_of_one_state_on_all_devices_the_first_along_the_axis_speaks():
+def test_only_the_first_device_along_the_axis_calls_the_host():
     errors = {None: [], "x": [], ("x", "y"): []}
 
     def check(x, state):
@@ -148,7 +148,7 @@ def test_of_one_state_on_all_devices_the_first_along_the_axis_speaks():
     assert [len(told) for told in errors.values()] == [8, 2, 1]
 
 
-def test_members_of_an_ensemble_each_speak_for_themselves_under_vmap():
+def test_each_member_of_an_ensemble_has_its_own_message_under_vmap():
     errors = []
     check = functools.partial(
         ls.check_loss_scale, max_consecutive_skips=3, every=2, on_error=errors.append

@@ -169,7 +169,7 @@ def test_what_jax_differentiates_well_is_accepted():
 
 
 @pytest.mark.parametrize("wrap", [ls.scale_block, by_retries])
-def test_changes_of_what_is_no_object_would_be_lost_and_are_refused(wrap):
+def test_changed_arguments_that_are_no_objects_are_refused(wrap):
     def loss_fn(x, seen):
         seen[0] = 2 * x
         return steep(x)

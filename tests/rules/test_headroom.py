@@ -25,7 +25,7 @@ def around(top):
 
 
 @pytest.mark.parametrize("dtype", slow_but(("float16",), DTYPES))
-def test_the_bound_holds_to_the_last_bit_and_no_scale_is_given_away(dtype):
+def test_the_scale_is_the_largest_power_of_two_within_the_bound(dtype):
     headrooms = [0.0, 3.0, 10.0, 0.5, 6.3]
     limits = {"dtype": dtype, "min_scale": SMALLEST, "max_scale": LARGEST}
     tops = [float(jnp.finfo(dtype).max) / 2.0**x for x in headrooms]

@@ -104,7 +104,7 @@ def test_parameters_that_only_their_type_makes_overflow_are_seen(wrap):
         assert np.isfinite(optax.apply_updates(params, updates)).all()
 
 
-def test_what_was_not_finite_may_stay_so_and_is_no_obstacle():
+def test_a_nan_that_the_step_does_not_change_does_not_skip_it():
     """A mask of -inf among the parameters, and the best loss so far in the state."""
 
     def applied(update, param, new, old):

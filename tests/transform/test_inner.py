@@ -39,7 +39,7 @@ def test_types_asked_for_are_kept():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_of_narrow_gradients_updates_are_as_narrow_and_moments_may_be(dtype):
+def test_narrow_gradients_of_narrow_parameters_give_narrow_updates(dtype):
     params = cast(PARAMS, dtype)
     tx = ls.with_loss_scaling(ADAM)
     narrow = tx.init(params)._replace(inner_state=ADAM.init(params))

@@ -94,7 +94,7 @@ def test_statistics_that_were_not_copied_before_they_changed_are_told(copied, co
     assert ls.all_finite(nnx.state(model)) == copied
 
 
-def test_arrays_of_which_one_changed_and_values_without_a_nan_are_not_told_of():
+def test_only_values_that_are_all_the_same_arrays_are_warned_of():
     """Frozen statistics with a new key, a counter, nothing at all."""
     state = after(GOOD)
     for new in ({**OLD, "key": NEW["key"]}, {"count": jnp.int32(1)}, {}):

@@ -110,7 +110,7 @@ SEARCHES = {
 
 
 @pytest.mark.parametrize("search", slow_but(("backtracking",), SEARCHES))
-def test_in_a_skipped_step_a_line_search_evaluates_its_loss_at_most_once(search):
+def test_a_line_search_evaluates_its_loss_once_in_a_skipped_step(search):
     """Whatever it is given: it would go on to its last evaluation on NaN.
 
     In the very first step it may take some more.
