@@ -95,8 +95,8 @@ class Simulated:
             scale = 2.0 ** math.floor(math.log2(limit / largest))
             return min(max(scale, rule.min_scale), rule.max_scale)
 
-        # A scale below the expected one, which retries found.
-        if self.growth == 0 and self.scale < scale_for(self.largest):
+        # A scale that something else lowered, as retries do.
+        if self.scale < scale_for(self.largest):
             self.largest = (1 - 2.0**-12) * limit / self.scale
         lower = self.scale * rule.backoff_factor
         if finite:
@@ -105,4 +105,3 @@ class Simulated:
         else:
             self.largest = max(self.largest, (1 - 2.0**-12) * limit / lower)
             self.scale = min(scale_for(self.largest), max(lower, rule.min_scale))
-        self.growth = self.growth + 1 if finite else 0
