@@ -3,7 +3,9 @@
 import argparse
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -34,9 +36,10 @@ def main(arguments: list[str] | None = None) -> None:
         f"{jax.devices()[0].device_kind}.\n"
     )
     print(ROW.format("trained in", "loss", "words", "flushed", "scale", "skipped"))
-    results = {}
+    results: dict[str, _demo.Result] = {}
     for name, way in _demo.WAYS.items():
-        results[name] = x = _demo.train(*way, positions, options.steps)
+        with _bar(f"{len(results) + 1} of 5: {name}", options.steps) as bar:
+            results[name] = x = _demo.train(*way, positions, options.steps, bar)
         shares = f"{x.loss:.4f}", f"{x.words:.2f}", f"{x.flushed:.1%}"
         print(ROW.format(name, *shares, _power(x.scales[-1]), sum(x.skipped)))
     elements, step = _demo.BATCH * _demo.VOCABULARY, options.steps // 2
@@ -76,6 +79,15 @@ def save_plot(path: Path, results: dict[str, _demo.Result]) -> None:
     above.set(ylabel="training loss", yscale="log", title="Same seed, same batches")
     above.legend(frameon=False)
     figure.savefig(path, dpi=150)
+
+
+def _bar(run: str, steps: int) -> Any:
+    """Return a progress bar, which only a terminal shows, or nothing without tqdm."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return nullcontext()
+    return tqdm(desc=run, total=steps, mininterval=0, leave=False, disable=None)
 
 
 def _power(scale: float) -> str:
