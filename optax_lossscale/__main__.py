@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from . import _demo
+from ._diagnostics.stop_message import BOOK
 from .plots import plot_loss_scale
 
 ROW = "{:22}  {:>7}  {:>6}  {:>7}  {:>5}  {:>7}"
@@ -24,7 +25,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("--steps", type=int, default=150, help="training steps per run (150)")
-    add("--plot", type=Path, metavar="FILE.png", help="draw losses and scales")
+    text, file = "where to draw losses and scales (%(default)s)", "optax_lossscale.png"
+    add("--plot", type=Path, metavar="FILE.png", default=file, help=text)
+    add("--no-plot", dest="plot", action="store_const", help="draw nothing")
     add("--json", type=Path, metavar="FILE", help="write the numbers of every step")
     options = parser.parse_args(arguments)
     if options.steps < 10:
@@ -64,7 +67,12 @@ The loss was {losses[step - 1]:.4f} before it, and is {losses[-1]:.4f} at the en
             run["losses"] = [x if math.isfinite(x) else None for x in run["losses"]]
         options.json.write_text(json.dumps(runs, indent=1, allow_nan=False))
     if options.plot:
-        save_plot(options.plot, results)
+        try:
+            save_plot(options.plot, results)
+            print(f"Losses and scales, step by step: {options.plot.resolve()}")
+        except ImportError:
+            print("There is no picture: matplotlib is not installed.")
+    print(f"Next: the quickstart, {BOOK}quickstart.ipynb")
 
 
 def save_plot(path: Path, results: dict[str, _demo.Result]) -> None:
