@@ -111,8 +111,10 @@ class Result(NamedTuple):
 in_float32 = network  # `train` has an argument of this name
 
 
-def train(network: Network, rule: ls.LossScale, positions: Any, steps: int) -> Result:
-    """Train from the same weights on the same batches.
+def train(
+    network: Network, rule: ls.LossScale, positions: Any, steps: int, bar: Any = None
+) -> Result:
+    """Train from the same weights on the same batches. Each step moves the ``bar``.
 
     In the middle, the batch has an infinite weight if the rule changes its scale.
     """
@@ -148,6 +150,8 @@ def train(network: Network, rule: ls.LossScale, positions: Any, steps: int) -> R
         batch = train_on[rng.integers(0, len(train_on), BATCH)], weight
         params, opt_state, record = train_step(params, opt_state, batch)
         history.append(record)
+        if bar is not None:
+            bar.update()
     columns = zip(*jax.device_get(history), strict=True)
     losses, scales, skipped = ([x.item() for x in column] for column in columns)
     ends = map(float, figures(params, opt_state, batch))

@@ -10,7 +10,7 @@ import numpy as np
 from .table import format_report
 
 # The only place in the package that knows where the book is.
-_BOOK = "https://github.com/optax-lossscale/optax_lossscale/blob/main/notebooks/"
+BOOK = "https://github.com/optax-lossscale/optax_lossscale/blob/main/notebooks/"
 
 
 class _Cause(NamedTuple):
@@ -19,7 +19,7 @@ class _Cause(NamedTuple):
     page: str
 
     def __str__(self) -> str:
-        return f"{self.means} {self.do} {_BOOK}{self.page}"
+        return f"{self.means} {self.do} {BOOK}{self.page}"
 
 
 _HELP = "troubleshooting.md#"
