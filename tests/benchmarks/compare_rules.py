@@ -101,7 +101,7 @@ def print_demonstration(steps):
     positions = demo.load_positions()
     print("\nthe demonstration: held-out loss, logits' gradients flushed, last scale")
     for name, rule in RULES.items():
-        result = demo.train(demo.network, rule, positions, steps)
+        result = demo.train(demo.half, rule, positions, steps)
         print(
             f"{name:22} {result.loss:.4f} {result.flushed:8.2%} "
             f"2^{np.log2(result.scales[-1]):g}, {sum(result.skipped)} skipped"

@@ -5,7 +5,6 @@ for each training the largest magnitude of every step, and of every tenth step h
 elements lie in each octave. ``compare_rules.py`` and the tests replay it.
 """
 
-import functools
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -57,9 +56,7 @@ def word_model():
         while True:
             yield positions[rng.integers(0, len(positions), 512)], 1.0
 
-    network = functools.partial(demo.network, dtype=jnp.float32)
-    loss_fn = functools.partial(demo.loss_fn, network=network)
-    return loss_fn, demo.init_params(), optax.adam(1e-3), batches()
+    return demo.loss_fn, demo.init_params(), optax.adam(1e-3), batches()
 
 
 def recurrent():
