@@ -50,8 +50,9 @@ def with_loss_scaling(
             which a skipped step returns; donate that of the whole step.
         rule: how the loss scale changes; ``FixedLossScale(1.0)`` only skips.
         axis_name: inside ``shard_map``, ``pmap`` or ``vmap``, the name of the mapped
-            axis, or a tuple of names, along which gradients differ. A step is applied
-            only if gradients are finite everywhere. Not needed under ``jit`` alone.
+            axis, or a tuple of names, along which gradients or ``value`` differ. A step
+            is applied only if they are finite everywhere. Not needed under ``jit``
+            alone.
         check_updates: whether to check the results of ``inner`` as well. A step is then
             skipped if it would put a new NaN or inf into the updates, the state or the
             parameters. The scale and its counters of growth and backoff do not change,

@@ -5,6 +5,7 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from shared import slow_but
@@ -112,6 +113,27 @@ def test_derivatives_are_those_of_plain_jax_where_it_computes_in_float16(way):
     for name in ("first", "argument", "data", "reverse over reverse", "hvp"):
         ours, theirs = (DERIVATIVES[name](w, half_loss) for w in (WAYS[way], jax.grad))
         chex.assert_trees_all_close(ours, theirs, rtol=0.02, atol=0.02)
+
+
+@jax.custom_vjp
+def with_auxiliary_loss(x, p):
+    return x
+
+
+with_auxiliary_loss.defvjp(lambda x, p: (x, p), lambda p, g: (g, jnp.ones_like(p)))
+
+
+def test_a_rule_that_is_not_linear_depends_on_the_scale():
+    """What it adds is divided by the scale, and `scale_block` has one of its own."""
+
+    def loss_fn(p):
+        return with_auxiliary_loss(jnp.sum(p**2), 3.0 * p)
+
+    p = jnp.array([1.0, 2.0])
+    _, grads = ls.value_and_grad(loss_fn, RULE.init())(p)
+    np.testing.assert_array_equal(grads, 2.0 * p + 3.0 / SCALE)
+    _, grads = ls.value_and_grad(ls.scale_block(loss_fn), RULE.init())(p)
+    assert not np.allclose(grads, 2.0 * p + 3.0, rtol=0.1)
 
 
 def test_the_derivative_of_retries_is_that_of_the_last_attempt():

@@ -108,3 +108,22 @@ def test_pmap_keeps_synchronized_statistics_through_a_bad_batch(page):
     )
     assert_same_bits((ours.params, stats), (undisturbed.params, undisturbed_stats))
     assert np.all(ls.get_loss_scale_state(ours).loss_scale == 2.0**14)
+
+
+@pytest.mark.parametrize("remedy", [None, "average", "axis_name"])
+def test_under_pmap_scales_drift_apart_by_a_loss_that_is_not_averaged(remedy):
+    axis_name = "b" if remedy == "axis_name" else None
+    tx = ls.with_loss_scaling(optax.sgd(0.1), axis_name=axis_name)
+
+    def step(w, opt_state, x):
+        loss, grads = ls.value_and_grad(lambda w: jnp.mean((x @ w) ** 2), opt_state)(w)
+        grads = jax.lax.pmean(grads, "b")
+        value = jax.lax.pmean(loss, "b") if remedy == "average" else loss
+        return tx.update(grads, opt_state, w, value=value)[1]
+
+    w = jnp.ones(2)
+    batch = jnp.ones((8, 4, 2)).at[0, 0, 0].set(jnp.nan)
+    mapped = jax.pmap(step, axis_name="b", in_axes=(None, None, 0))
+    scales = ls.get_loss_scale(mapped(w, tx.init(w), batch))
+    others = 32768 if remedy else 16384
+    np.testing.assert_array_equal(scales, [32768] + 7 * [others])

@@ -3,28 +3,32 @@
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from asserts import assert_same_bits
 from book import code_blocks, page
+from shared import recordings, slow_but
 from training import float16_loss, make_step, normal, train
 
 import optax_lossscale as ls
+from optax_lossscale import presets
 
 RULE = ls.DynamicLossScale(init_scale=2.0**10)
 PARAMS = {"w": jnp.array([[0.5, -1.0], [2.0, 0.25]]), "b": jnp.zeros(2)}
 # Windows of four micro-batches of eight.
 X, BAD_X = normal(3, 4, 8, 2), normal(3, 4, 8, 2)
 BAD_X[1, 2, 0, 0] = 1e6  # overflows float16
+WINDOW = X[0].reshape(-1, 2)
 
 
-def by_scan(tx):
+def by_scan(tx, loss_fn=float16_loss, params=PARAMS, batch=WINDOW):
     """The guide's recipe: the whole window in one jitted step, one check."""
     blocks = code_blocks(page("guides/wrappers"), "python")
     [recipe] = [block for block in blocks if "def accumulated_step" in block]
     namespace = {"jax": jax, "jnp": jnp, "optax": optax, "ls": ls}
-    namespace |= {"loss_fn": float16_loss, "tx": tx, "batch": X[0].reshape(-1, 2)}
-    namespace |= {"params": PARAMS, "opt_state": tx.init(PARAMS)}
+    namespace |= {"loss_fn": loss_fn, "tx": tx, "batch": batch}
+    namespace |= {"params": params, "opt_state": tx.init(params)}
     exec(compile(recipe, "wrappers.md", "exec"), namespace)
     return lambda *arguments: namespace["accumulated_step"](*arguments)[:2]
 
@@ -68,3 +72,59 @@ def test_a_window_is_one_large_batch_and_dropped_as_one(make_step):
     assert_same_bits(opt_state.inner_state, expected_state.inner_state)
     assert int(opt_state.scale_state.skipped_steps) == 1
     assert float(opt_state.scale_state.loss_scale) == 2.0**9
+
+
+SYSTEMS = {
+    "keras.optimizers.LossScaleOptimizer": presets.keras_loss_scale,
+    "torch.amp.GradScaler": presets.torch_grad_scaler,
+    "deepspeed.DeepSpeedEngine": presets.deepspeed_fp16,
+    "megatron.core.optimizer.grad_scaler.DynamicGradScaler": presets.megatron,
+}
+CASES = recordings("accumulation")["cases"]
+
+
+def product(params, x):
+    return jnp.mean(params * x)
+
+
+@pytest.mark.parametrize("case", slow_but(CASES[::2], CASES), ids=lambda c: c["id"])
+def test_scale_and_weights_move_where_another_systems_did(case):
+    """Keras drops a micro-batch, and counts them. Others drop and count windows."""
+    rule = SYSTEMS[case["system"]](**case["native_arguments"])
+    x = np.where([flag == "1" for flag in case["finite"]], 1.0, np.inf)
+    count, inner = case["micro_batches"], optax.sgd(0.1)
+    if case["system"].startswith("keras"):
+        tx = ls.with_loss_scaling(optax.MultiSteps(inner, count), rule)
+        step = jax.jit(make_step(tx, product))
+    else:
+        tx = ls.with_loss_scaling(inner, rule)
+        step, x = by_scan(tx, product, 1.0, x[:4]), x.reshape(-1, count)
+    run, scales, moved = (jnp.float32(1.0), tx.init(jnp.float32(1.0))), [], ""
+    for batch in jnp.float32(x):
+        old, run = run, step(*run, batch)
+        scales.append(np.log2(ls.get_loss_scale(run[1])))
+        moved += "1" if run[0] != old[0] else "0"
+    np.testing.assert_array_equal(scales, case["log2_scale"])
+    assert moved == case.get("applied", moved)
+
+
+def test_the_scales_that_the_page_names_were_recorded():
+    last = [f"2^{case['log2_scale'][-1]}" for case in CASES[::2]]
+    assert last == ["2^101", "2^17", "2^10", "2^17"]
+    assert len(CASES[0]["finite"]) == 240
+
+
+def test_where_counts_differ_the_sums_are_divided_by_the_count_of_the_window():
+    counted = jnp.arange(8) < jnp.array([8, 2, 5, 1])[:, None]
+
+    def loss_fn(w, batch):
+        x, counts, total = batch
+        return jnp.sum(jnp.where(counts, jnp.sum((x @ w - 1.0) ** 2, -1), 0.0)) / total
+
+    whole = jax.grad(loss_fn)(PARAMS["w"], (X[0], counted, counted.sum()))
+    window = X[0], counted, jnp.full(4, counted.sum())
+    grads = [
+        ls.value_and_grad(loss_fn, RULE.init())(PARAMS["w"], batch)[1]
+        for batch in zip(*window, strict=True)
+    ]
+    chex.assert_trees_all_close(sum(grads), whole, rtol=1e-5)
