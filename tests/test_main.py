@@ -59,6 +59,7 @@ class Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.slow
 def test_a_short_run_shows_how_far_it_is_and_claims_no_lead(
     tmp_path, monkeypatch, capsys
 ):

@@ -121,7 +121,8 @@ def test_master_weights_may_be_sharded_where_parameters_are_replicated(axis_type
 
 
 @pytest.mark.parametrize(
-    ("rule", "check_updates"), [(RULE, False), (ls.HeadroomLossScale(), True)]
+    ("rule", "check_updates"),
+    [(RULE, False), pytest.param(ls.HeadroomLossScale(), True, marks=pytest.mark.slow)],
 )
 def test_a_state_in_host_memory_stays_there(rule, check_updates):
     if not hasattr(jax, "memory"):
