@@ -1,10 +1,11 @@
 """Put random faults into a copy of the package, one at a time, and run the tests.
 
-``python .ci/faults.py [--number 60] [--seed 0] [--slow] [ROOM or FILE ...]`` prints
-which faults the tests catch, by default in the whole package, and fails if more than a
-fifth survive. ``--slow`` runs the tests marked slow, too. Rooms and files are named as
-they are below ``optax_lossscale``, such as ``_rules`` or ``_tree.py``. A fault that
-survives either changes nothing, or is not tested.
+``python .ci/faults.py [--number 60] [--seed 0] [--slow] [--own] [ROOM or FILE ...]``
+prints which faults the tests catch, by default in the whole package, and fails if more
+than a fifth survive. ``--slow`` runs the tests marked slow, too; ``--own`` runs only
+those of the room of the fault. Rooms and files are named as they are below
+``optax_lossscale``, such as ``_rules`` or ``_tree.py``. A fault that survives either
+changes nothing, or is not tested.
 """
 
 import argparse
@@ -96,20 +97,25 @@ def parse(file: Path) -> tuple[ast.AST, list[tuple[ast.AST, ast.AST]]]:
     return tree, list(faults_in(tree, collections.Counter()))
 
 
-def tests_of(file: Path) -> list[Path]:
-    """The tests of the name of the file, then those of its room, then all others."""
+def room_of(path: Path) -> str:
+    """The room of a file of the package or of the tests; the ground is a room."""
+    return path.parts[0].strip("_") if len(path.parts) > 1 else "ground"
+
+
+def tests_of(file: Path, own: bool) -> list[Path]:
+    """The tests of the name of the file, of its room, and unless own all others."""
     tests = sorted((ROOT / "tests").rglob("test_*.py"))
     tests = [
         path.relative_to(ROOT) for path in tests if "integration" not in path.parts
     ]
-    room = file.parts[0].strip("_")
-    return sorted(
-        tests,
-        key=lambda path: (
-            path.name != f"test_{file.stem.strip('_')}.py",
-            room not in path.parts,
-        ),
-    )
+    room = room_of(file)
+
+    def distance(path: Path) -> int:
+        is_namesake = path.name == f"test_{file.stem.strip('_')}.py"
+        is_near = room_of(path.relative_to("tests")) == room
+        return 0 if is_namesake else 1 if is_near else 2
+
+    return sorted((x for x in tests if not own or distance(x) < 2), key=distance)
 
 
 def passes(folder: Path, *command: str | Path, timeout: int = 600) -> bool:
@@ -129,7 +135,9 @@ def passes(folder: Path, *command: str | Path, timeout: int = 600) -> bool:
     return run.returncode in (0, 5)  # pytest ends with 5 if it finds no test
 
 
-def try_out(file: Path, number: int, copies: queue.Queue[Path], slow: bool) -> str:
+def try_out(
+    file: Path, number: int, copies: queue.Queue[Path], slow: bool, own: bool
+) -> str:
     """Print and return whether the tests catch a fault."""
     tree, found = parse(file)
     old, new = found[number]
@@ -138,7 +146,7 @@ def try_out(file: Path, number: int, copies: queue.Queue[Path], slow: bool) -> s
     folder = copies.get()
     (folder / PACKAGE.name / file).write_text(ast.unparse(Put(new, old).visit(tree)))
     marks = {"not slow": 600, "slow": 3600} if slow else {"not slow": 600}
-    tests = [*PYTEST, *tests_of(file)]
+    tests = [*PYTEST, *tests_of(file, own)]
     if not passes(folder, "-c", f"import {module}"):
         outcome = "no import"
     elif all(passes(folder, *tests, "-m", x, timeout=t) for x, t in marks.items()):
@@ -156,6 +164,7 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--slow", action="store_true", help="run the slow tests, too")
+    parser.add_argument("--own", action="store_true", help="only tests of its room")
     parser.add_argument("names", nargs="*", metavar="ROOM or FILE")
     arguments = parser.parse_args()
 
@@ -173,12 +182,20 @@ def main() -> None:
         for i in range(PROCESSES):
             copies.put(path := Path(folder, str(i)))
             shutil.copytree(ROOT, path, ignore=shutil.ignore_patterns(".*"))
-        every_test = tests_of(Path("__init__.py"))
+        every_test = tests_of(Path("__init__.py"), own=False)
         if not passes(path, *PYTEST, *every_test, "-m", "not slow"):
             sys.exit("First see all tests pass that are not in tests/integration.")
         outcomes = list(
-            pool.map(lambda place: try_out(*place, copies, arguments.slow), places)
+            pool.map(
+                lambda place: try_out(*place, copies, arguments.slow, arguments.own),
+                places,
+            )
         )
+    rooms = collections.defaultdict(collections.Counter)
+    for (file, _), outcome in zip(places, outcomes, strict=True):
+        rooms[room_of(file)][outcome] += 1
+    for room, counts in sorted(rooms.items()):
+        print(f"{room:12} caught {counts['caught']}, survived {counts['SURVIVED']}")
     survived, caught = map(outcomes.count, ("SURVIVED", "caught"))
     share = survived / max(survived + caught, 1)
     print(f"{survived} of {survived + caught} faults survived: {share:.0%}")
