@@ -14,6 +14,5 @@ WARNINGS_ARE_ERRORS = [f"-W{rule}" for rule in ("error", *CACHE_WARNINGS)]
 
 def worker_environment(**variables: str) -> dict[str, str]:
     """The environment of a program that imports from the package and the tests."""
-    folders = (ROOT, ROOT / "tests", ROOT / "tests" / "integration")
-    path = os.pathsep.join(map(str, folders))
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "helpers")))
     return {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **variables}
