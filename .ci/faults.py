@@ -183,7 +183,7 @@ def main() -> None:
             copies.put(path := Path(folder, str(i)))
             shutil.copytree(ROOT, path, ignore=shutil.ignore_patterns(".*"))
         every_test = tests_of(Path("__init__.py"), own=False)
-        if not passes(path, *PYTEST, *every_test, "-m", "not slow"):
+        if not passes(path, *PYTEST, *every_test, "-m", "not slow", timeout=3600):
             sys.exit("First see all tests pass that are not in tests/integration.")
         outcomes = list(
             pool.map(
