@@ -1,5 +1,7 @@
 """Every optimizer that optax has: wrapped, it is itself, and a skip leaves no trace."""
 
+import itertools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -27,20 +29,20 @@ USUAL = {
     *("optax.adafactor", "optax.adamw", "optax.lion", "optax.masked"),
     *("clip + adamw", "momentum", "hyperparameters", "MultiSteps"),
 }
+# bfloat16 is not widened, so it goes the way of float32.
+ASKED = {"float32": NAMES, "float16": {*OPTIMIZERS, *VARIANTS}, "bfloat16": USUAL}
 # In float16 its line search may accept another step, as good as the unwrapped one's.
 CHOOSES_OTHERWISE = ("optax.lbfgs", "float16")
 
 
 def cases():
     """By default the usual optimizers in float32, and one of them otherwise."""
-    for name in NAMES:
-        for kind in ("float32", "float16", "bfloat16"):
-            if (name, kind) == CHOOSES_OTHERWISE:
-                continue
+    for name, (kind, names) in itertools.product(NAMES, ASKED.items()):
+        if name in names and (name, kind) != CHOOSES_OTHERWISE:
             quick = USUAL if kind == "float32" else {"clip + adamw"}
-            if kind == "float32" or name in OPTIMIZERS or name in VARIANTS:
-                marks = () if name in quick else pytest.mark.slow
-                yield pytest.param(name, kind, marks=marks)
+            yield pytest.param(
+                name, kind, marks=[pytest.mark.slow] * (name not in quick)
+            )
 
 
 def compiled(name, tx, wide=lambda params: params):

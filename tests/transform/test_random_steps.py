@@ -176,7 +176,7 @@ def simulate(rule, way, batch, given, largest):
 
 
 @pytest.mark.usefixtures("new_process")  # no loss that is scaled is said not to be
-@pytest.mark.parametrize("seed", slow_but(range(6), range(200)))
+@pytest.mark.parametrize("seed", slow_but(range(6), range(120)))
 def test_good_steps_are_those_of_the_optimizer_and_bad_ones_leave_no_trace(seed):
     rng = random.Random(seed)
     place, way = PLACES[seed % len(PLACES)], WAYS[seed % len(WAYS)]
