@@ -48,12 +48,6 @@ def exact_power(exponent: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
-def power_of_two(exponent: jax.Array) -> jax.Array:
-    """Return the scale 2**floor(exponent), exactly."""
-    lowest, highest = math.log2(SMALLEST_SCALE), math.log2(LARGEST_SCALE)
-    return exact_power(jnp.clip(jnp.floor(exponent), lowest, highest).astype(jnp.int32))
-
-
 def grad_dtype(dtype: Any) -> Any:
     """Return the type of true gradients: float32 for float16 and float8.
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._dtypes import LARGEST_SCALE, SMALLEST_SCALE, power_of_two
+from .._dtypes import LARGEST_SCALE, SMALLEST_SCALE, exact_power
 from .._state import LossScaleState
 from .._validation import check_dtype
 from . import fields
@@ -153,7 +153,8 @@ def _scale_for(magnitude: jax.Array, mantissa: float, octaves: int) -> jax.Array
     """
     own_mantissa, own_octaves = jnp.frexp(jnp.maximum(magnitude, SMALLEST_SCALE))
     above = (own_mantissa > mantissa).astype(jnp.int32)
-    return power_of_two((octaves - own_octaves - above).astype(jnp.float32))
+    # From SMALLEST_SCALE to LARGEST_SCALE.
+    return exact_power(jnp.clip(octaves - own_octaves - above, -126, 126))
 
 
 def _finite_magnitude(x: jax.typing.ArrayLike) -> jax.Array:
