@@ -24,6 +24,7 @@ from .._jax_internals import (
     new_var,
     replace,
     select_eqn,
+    varying_axes,
     varying_like,
     with_eqns,
 )
@@ -56,7 +57,7 @@ def update_in_place(
     old = jax.tree.leaves(old_state)
     first = len(program.outvars) - len(old)
     pairs = list(zip(program.outvars[first:], old, strict=True))
-    early = _defined_once(program, pairs)
+    early = _defined_once(program, pairs, applied)
     flags = [varying_like(applied, x) for x in early.values()]
     masked_program = _with_masks(program, early, flags)
     inputs = [true, *inexact, *consts, *flags, *early.values()]
@@ -69,7 +70,9 @@ def update_in_place(
     return [applied, *updates, *masked_state]
 
 
-def _defined_once(program: Jaxpr, pairs: Sequence[tuple[Any, Any]]) -> dict[int, Any]:
+def _defined_once(
+    program: Jaxpr, pairs: Sequence[tuple[Any, Any]], flag: jax.Array
+) -> dict[int, Any]:
     """Return old leaves of the state, those whose new leaves are masked in the program.
 
     Each pair is the variable of a new leaf, and the old leaf. The result has the
@@ -91,6 +94,7 @@ def _defined_once(program: Jaxpr, pairs: Sequence[tuple[Any, Any]]) -> dict[int,
         and uses[id(var)] == 1
         and jnp.ndim(x) > 0
         and var.aval == jax.typeof(x)
+        and not varying_axes(flag) - varying_axes(x)
     }
 
 
