@@ -117,7 +117,7 @@ def varying_like(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def after(other: jax.Array, x: jax.Array) -> jax.Array:
-    """Return ``x`` behind a barrier: XLA uses it only after it has the other value."""
+    """Return ``x`` behind a barrier: XLA uses it only after computing ``other``."""
     if varying_axes(other) - varying_axes(x):
         return x  # behind the barrier, it would vary along these axes, too
     return jax.lax.optimization_barrier((x, varying_like(other, x)))[0]

@@ -200,7 +200,7 @@ def _wait(use: _Use, by: str, constant: float | None) -> None:
 
 
 def _constant_scale(state: LossScaleState) -> float | None:
-    """Return a scale that should change, if a compiled function holds it."""
+    """Return a scale that should change, but is a constant of a compiled function."""
     if is_traced((state.loss_scale, state.is_fixed)) or not is_staging():
         return None
     scale, is_fixed = jax.device_get((state.loss_scale, state.is_fixed))
@@ -222,7 +222,7 @@ def _warn_if_not_unscaled(use: _Use, history: _History) -> None:
 
 
 def _warn_if_not_scaled(history: _History, rule: Any) -> None:
-    """Warn at an update whose scale was not used by any function, as far as known."""
+    """Warn at an update whose scale no function has used, as far as this file knows."""
     of_any = _histories[None]
     others = _histories.values() if _is_sharded() else [of_any]
     constants = [x.constant for x in (history, of_any) if x.waiting["constant"] > 0]

@@ -52,7 +52,7 @@ class LossScale(abc.ABC):
     Attributes:
         skip_nonfinite: whether steps with non-finite gradients are skipped. If False,
             gradients are not checked, and ``update`` is always given True.
-        uses_max_magnitude: whether ``update`` takes a third one, ``max_magnitude``.
+        uses_max_magnitude: whether ``update`` takes ``max_magnitude`` as well.
 
     Examples:
         >>> import dataclasses

@@ -149,7 +149,7 @@ class HeadroomLossScale(LossScale):
 def _scale_for(magnitude: jax.Array, mantissa: float, octaves: int) -> jax.Array:
     """Return the largest power of two for which scale * magnitude stays in bounds.
 
-    The bound is ``mantissa * 2**octaves``. A logarithm of it may round up or down.
+    The bound is ``mantissa * 2**octaves``. Logarithms would round, mantissas are exact.
     """
     own_mantissa, own_octaves = jnp.frexp(jnp.maximum(magnitude, SMALLEST_SCALE))
     above = (own_mantissa > mantissa).astype(jnp.int32)

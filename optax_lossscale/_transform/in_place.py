@@ -8,7 +8,7 @@ For an H100 and a v5e it buys nothing: compiled, the update moves 1.143 times th
 with and without it, and 1.000 times after clipping (counted).
 
 In a skipped step the program computes with NaN, and with old moments beside new ones,
-so it must tolerate NaN. Derivatives would be NaN, so ``mask.py`` uses its own.
+so it must tolerate NaN. Its derivatives would be NaN, so those of ``mask.py`` are used.
 """
 
 import collections
@@ -73,7 +73,7 @@ def update_in_place(
 def _defined_once(
     program: Jaxpr, pairs: Sequence[tuple[Any, Any]], flag: jax.Array
 ) -> dict[int, Any]:
-    """Return old leaves of the state, those whose new leaves are masked in the program.
+    """Choose leaves of the state to mask in the program, and return their old values.
 
     Each pair is the variable of a new leaf, and the old leaf. The result has the
     identities of variables as keys. It leaves out

@@ -41,10 +41,10 @@ def keep_if_applied(
 
     Args:
         state: the optimizer state after the step, which ``update`` returned, as for
-            `get_loss_scale_state`; not the one before, which is of the previous step.
+            `get_loss_scale_state`; the one before tells of the previous step.
         new: what the optimizer does not protect, such as BatchNorm statistics, counters
             and PRNG keys, after the step; any pytree, as for `select`.
-        old: the values before the step, shaped like ``new``. Not the same arrays.
+        old: the values before the step, shaped like ``new``, but other arrays.
         axis_name: the mapped axes, as for `all_finite`.
 
     Returns:

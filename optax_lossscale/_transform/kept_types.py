@@ -1,4 +1,4 @@
-"""Keep the types of the wrapped transformation's state, as ``scan`` needs it."""
+"""Keep the types of the wrapped transformation's state, so ``scan`` can carry it."""
 
 from typing import Any
 

@@ -108,7 +108,7 @@ def _in_place_if_possible(
     return jax.tree.unflatten(structure, leaves)
 
 
-# Compiled, so that it is one equation of the update's program, not some per gradient.
+# Compiled: one equation of the update's program instead of several per gradient.
 @jax.jit
 def _finite_grads(finite: jax.Array, grads: list[jax.Array]) -> list[jax.Array]:
     return [choose(finite, x, _placeholder(x)) for x in grads]
@@ -130,7 +130,7 @@ def _finite_extra_args(
         if not isinstance(x, kind) or is_ref(x):
             return x
         if path[0].key == "value":
-            # A line search ends at once if any other loss is smaller than the old one.
+            # With this old loss, a line search ends: every new loss is below it.
             return choose(finite, x, jnp.full_like(x, _largest(x) / 4))
         return choose(finite | jnp.isfinite(x), x, _placeholder(x))
 

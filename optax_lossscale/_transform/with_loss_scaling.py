@@ -41,9 +41,9 @@ def with_loss_scaling(
     them. Put it outermost: around clipping, weight decay, schedules,
     ``optax.MultiSteps``, ``optax.masked`` and ``optax.partition``, not inside them.
 
-    The state that ``init`` makes for float16 and float8 parameters is that for float32
-    ones, which Optax alone does not do. float16 parameters lose small updates; to keep
-    them, use `with_master_weights`.
+    For float16 and float8 parameters, ``init`` makes the state that Optax makes for
+    float32 ones. float16 parameters lose small updates; to keep them, use
+    `with_master_weights`.
 
     Args:
         inner: the optimizer, any Optax transformation. It must not donate its state,
