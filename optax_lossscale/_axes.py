@@ -23,7 +23,7 @@ def check_agreement(
 ) -> None:
     """Raise if devices of a ``shard_map`` that share a scale could decide differently.
 
-    With its ``check_vma=False`` jax does not know.
+    With ``check_vma=False``, jax does not know, and nothing is raised.
     """
     axes = varying_axes(decision) - varying_axes(scale)
     if axes:
@@ -52,8 +52,8 @@ def check_axis_name(axis_name: AxisName) -> None:
     """Raise if a name, or one in a tuple of names, is not bound here."""
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     try:
-        # An integer would name an axis of the array. Only the psum of a Python number
-        # fails in the same way in all kinds of mapped functions.
+        # ``jax.lax`` takes an integer for an axis of the array. The psum of a Python
+        # number raises the same error in all kinds of mapped functions.
         if all(not isinstance(name, int) for name in names):
             jax.lax.psum(1, axis_name)
             return

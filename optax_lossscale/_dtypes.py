@@ -44,18 +44,15 @@ def limits_of(name: str) -> Limits:
 
 def exact_power(exponent: jax.Array) -> jax.Array:
     """Return 2**exponent for a whole exponent; the result must be a normal number."""
-    # ``jnp.exp2`` and ``jnp.ldexp`` compute powers, which some devices round poorly.
+    # The results of ``jnp.exp2`` and ``jnp.ldexp`` are inexact on some devices.
     return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
 
 
-def power_of_two(exponent: jax.Array) -> jax.Array:
-    """Return the scale 2**floor(exponent), exactly."""
-    lowest, highest = math.log2(SMALLEST_SCALE), math.log2(LARGEST_SCALE)
-    return exact_power(jnp.clip(jnp.floor(exponent), lowest, highest).astype(jnp.int32))
-
-
 def grad_dtype(dtype: Any) -> Any:
-    """Return float32 where true gradients underflow: bfloat16 has its range."""
+    """Return the type of true gradients: float32 for float16 and float8.
+
+    bfloat16 has the range of float32, so its gradients stay bfloat16.
+    """
     return dtype if dtype == jnp.bfloat16 else wide_dtype(dtype)
 
 
@@ -96,7 +93,7 @@ def dtype_of(x: Any) -> Any:
     """Return a leaf's dtype in JAX, also that of PRNG keys and of ``float0``."""
     if not hasattr(x, "dtype"):
         return jnp.result_type(x)
-    # Unless it is enabled, float64 of NumPy becomes float32.
+    # Unless float64 is enabled, JAX converts float64 arrays of NumPy to float32.
     of_numpy = isinstance(x, np.ndarray | np.generic) and np.issubdtype(
         x.dtype, np.number
     )

@@ -15,12 +15,12 @@ from ._state import (
 )
 from ._validation import describe
 
-# The types of the states of chains. In optax 0.2.5, that of a named chain is a dict.
+# The types of a chain's state. In optax 0.2.5, that of a named chain is a dict.
 CHAINS = (tuple, collections.OrderedDict)
 _NAMED_CHAIN = type(optax.named_chain(("", optax.identity())).init(()))
 
-# The states that may contain one of `with_loss_scaling`. So may any with an attribute
-# ``opt_state``, such as Flax's `TrainState` and `nnx.Optimizer`.
+# Types that may contain a state of `with_loss_scaling`. So may any object with an
+# attribute ``opt_state``, such as Flax's `TrainState` and `nnx.Optimizer`.
 _CONTAINERS = (WithLossScalingState, optax.InjectStatefulHyperparamsState, list, dict)
 
 
@@ -67,7 +67,7 @@ def get_loss_scale(state: Any) -> jax.Array:
 
 
 def raw_scale_state(state: Any) -> LossScaleState:
-    """Return the `LossScaleState` of an optimizer state, with its very arrays."""
+    """Return the `LossScaleState` of an optimizer state, with its own array objects."""
     found = find_nodes(state, LossScaleState)
     if not found:
         raise ValueError(
@@ -114,7 +114,7 @@ def check_outermost(state: Any) -> None:
 
 
 def find_transforming(member: Any) -> Iterator[Any]:
-    """Yield the states of Optax in a member of a chain that do not only observe."""
+    """Yield the Optax states in a member of a chain, but not those of observers."""
     for node in jax.tree.leaves(member, is_leaf=_is_of_optax):
         observes = type(node).__name__ in ("MonitorState", "SnapshotState")
         if _is_of_optax(node) and not observes:

@@ -15,8 +15,8 @@ from ._dtypes import dtype_of, is_inexact, wide_dtype
 def all_finite(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
     """Return whether all floating-point elements of a tree are finite.
 
-    Use it for other values than gradients, which `with_loss_scaling` checks itself, or
-    if you call the ``update`` of a rule yourself.
+    Use it for values other than gradients, or if you call the ``update`` of a rule
+    yourself. `with_loss_scaling` checks the gradients.
 
     Args:
         tree: any pytree. Leaves that cannot hold a NaN, such as integers, are finite.
@@ -35,7 +35,7 @@ def all_finite(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
         Array(False, dtype=bool)
     """
     leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x)]
-    # With fast math, XLA takes x - x for 0.
+    # With fast math, XLA replaces x - x by 0.
     by_sums = "fast_math" not in os.environ.get("XLA_FLAGS", "")
     return all_along(_all_finite(leaves, by_sums=by_sums), axis_name)
 
@@ -110,8 +110,8 @@ def max_magnitude(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
         >>> ls.max_magnitude({"w": jnp.array([0.5, -3.0]), "b": jnp.zeros(2)})
         Array(3., dtype=float32)
     """
-    # XLA on CPU drops NaN from a maximum of floats. It would keep those of a maximum of
-    # bits, but write all the bits to memory first.
+    # On CPU, XLA drops NaN from a maximum of floats. A maximum of their bits would keep
+    # NaN, but XLA would write all the bits to memory first.
     flags = [_is_nan(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
     no_nan = all_along(none_is_true(flags), axis_name)
     return jnp.where(no_nan, finite_max_magnitude(tree, axis_name), jnp.nan)
@@ -134,7 +134,7 @@ def _magnitude(x: Any) -> jax.Array:
     x = jnp.asarray(x, wide_dtype(dtype_of(x)))
     magnitude = jnp.abs(x)
     if x.dtype != jnp.float32:
-        # Finite, also if the absolute value of a complex number is not.
+        # The absolute value of a finite complex number may be infinite.
         clipped = jnp.minimum(magnitude, float(jnp.finfo(jnp.float32).max))
         magnitude = jnp.where(jnp.isfinite(x), clipped, magnitude)
     return magnitude.astype(jnp.float32)

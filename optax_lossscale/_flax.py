@@ -1,6 +1,6 @@
-"""What only Flax has: NNX objects, which change in place, and the gradients of fp8.
+"""Support of Flax: NNX objects, which change in place, and the gradients of fp8.
 
-Flax is not imported. If nobody has, there are no objects.
+Flax is not imported here. If the program does not import it, it has no such objects.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ def as_arrays(tree: Any) -> Any:
 
 
 def with_objects(tree: Any, *, copies: bool) -> Any:
-    """Undo ``as_arrays`` with copies, or with the originals changed like the copies."""
+    """Undo ``as_arrays``: return copies, or the originals, changed like the copies."""
     nnx = _nnx()
     return tree if nnx is None else nnx.from_tree(tree, is_inner=copies, ctxtag=_TAG)
 
@@ -40,7 +40,7 @@ def leaves_with_objects(tree: Any) -> dict[str, Any]:
 def check_no_modules(differentiated: Any, others: Any) -> None:
     """Raise if changes of a module would be lost, since jax differentiates a copy.
 
-    Of a module that is not differentiated, parameters do not change.
+    If a module is not differentiated, its parameters do not change.
     """
     if (nnx := _nnx()) is None:
         return
@@ -80,7 +80,7 @@ def is_object(x: Any) -> bool:
 
 
 def is_overwritten(path: Any) -> bool:
-    """Return whether a leaf's gradient is not one, but the new value of the leaf.
+    """Return whether the new value of a leaf takes the place of its gradient.
 
     Flax puts the scales and histories of its float8 operations below this key.
     """
@@ -88,9 +88,10 @@ def is_overwritten(path: Any) -> bool:
 
 
 def with_finite_overwrites(tree: Any) -> Any:
-    """Return the tree. Where its gradient overwrites a leaf, the new value is finite.
+    """Return the tree, with leaves that are overwritten only by finite values.
 
-    If it were not, the gradient is the old value: also a skipped step stores it.
+    If the new value is not finite, the leaf keeps its old value. A skipped step does
+    not protect these leaves.
     """
     if not any(is_overwritten(path) for path, _ in jax.tree.leaves_with_path(tree)):
         return tree  # NNX objects would be copied
@@ -112,7 +113,7 @@ finite_overwrite.defvjp(
 def unwrap(tree: Any) -> Any:
     """Take arrays out of the variables that NNX wraps them in.
 
-    They are those that ``nnx.Optimizer`` gives to ``update``.
+    ``nnx.Optimizer`` passes the same array objects to ``update``.
     """
     nnx = _nnx()
     return tree if nnx is None else (getattr(nnx, "as_pure", None) or nnx.pure)(tree)

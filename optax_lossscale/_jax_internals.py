@@ -30,7 +30,7 @@ def with_eqns(
     change: Callable[[JaxprEqn], Iterable[JaxprEqn]],
     inputs: Sequence[Var] = (),
 ) -> Any:
-    """Return a program in which equations take the place of each, with more inputs."""
+    """Replace each equation by those that ``change`` returns, and append inputs."""
     jaxpr: Any = program.jaxpr if isinstance(program, ClosedJaxpr) else program
     eqns = [*itertools.chain.from_iterable(map(change, jaxpr.eqns))]
     new = replace(jaxpr, eqns=eqns, invars=[*jaxpr.invars, *inputs])
@@ -51,7 +51,7 @@ def new_var(aval: Any, dtype: Any = None) -> Var:
 
 
 def convert_eqn(eqn: JaxprEqn, x: Var | Literal, y: Var) -> JaxprEqn:
-    """Return an equation in the place of ``eqn`` that converts to another dtype."""
+    """Return ``eqn``, replaced by a conversion to another dtype."""
     old, new = cast(Any, x.aval), cast(Any, y.aval)
     like = jax.ShapeDtypeStruct((), old.dtype)
     program = jax.make_jaxpr(lambda x: jax.lax.convert_element_type(x, new.dtype))(like)
@@ -66,7 +66,7 @@ def convert_eqn(eqn: JaxprEqn, x: Var | Literal, y: Var) -> JaxprEqn:
 
 
 def select_eqn(eqn: JaxprEqn, y: Var, flag: Var, on_true: Var, on_false: Var) -> Any:
-    """Return an equation in the place of ``eqn`` that selects one of two variables."""
+    """Return ``eqn``, replaced by a selection of one of two variables."""
     return replace(
         eqn,
         primitive=jax.lax.select_n_p,
@@ -97,7 +97,7 @@ def varying_axes(x: jax.Array) -> frozenset[Any]:
     # In jax 0.7, the type itself has the axes.
     axes = getattr(kind, "varying", getattr(aval, "vma", None))
     if axes is None and jax.sharding.get_abstract_mesh().manual_axes:
-        # With an empty set, devices could silently decide differently.
+        # An empty set would let devices decide differently, without an error.
         raise RuntimeError(
             f"jax {jax.__version__} no longer reports along which mapped axes an array "
             "varies. This version of optax_lossscale relies on that. Upgrade "
@@ -117,9 +117,9 @@ def varying_like(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def after(other: jax.Array, x: jax.Array) -> jax.Array:
-    """Return ``x``, from which XLA computes nothing before it has another value."""
+    """Return ``x`` behind a barrier: XLA uses it only after computing ``other``."""
     if varying_axes(other) - varying_axes(x):
-        return x  # the barrier would make it vary from device to device, too
+        return x  # behind the barrier, it would vary along these axes, too
     return jax.lax.optimization_barrier((x, varying_like(other, x)))[0]
 
 

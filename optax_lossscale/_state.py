@@ -9,7 +9,7 @@ import optax
 
 from ._validation import check_flag, describe
 
-# The types of all fields of a state but the last.
+# The types of all fields of a state except `rule_state`.
 _INT = jnp.int32
 _DTYPES = (jnp.float32, _INT, _INT, jnp.bool_, _INT, _INT, jnp.float32)
 
@@ -31,9 +31,9 @@ class LossScaleState(NamedTuple):
         skipped_steps: int32, the number of skipped steps in total; saturates.
         consecutive_skips: int32, the number of skipped steps since the last applied
             one; saturates.
-        skip_rate: float32, the share of skipped steps of late, an exponential moving
-            average over about 100 steps; 0 in a healthy run. Of the skips in a row,
-            only the first 25 count.
+        skip_rate: float32, the recent share of skipped steps, an exponential moving
+            average over about 100 steps; near 0 in a healthy run. Only the first 25 of
+            the skips in a row count.
         rule_state: what else a rule remembers, a ``NamedTuple`` of strongly typed
             arrays. It is an empty tuple, which adds no leaf, for most rules.
 
@@ -111,7 +111,7 @@ class LossScaleState(NamedTuple):
         skipped_steps = optax.safe_increment(self.skipped_steps)
         consecutive_skips = optax.safe_increment(self.consecutive_skips)
         decayed = 0.99 * self.skip_rate
-        # So one run, such as a start from a high scale, takes the rate to 0.22 at most.
+        # So a start from a high scale raises the rate to 0.22 at most: 1 - 0.99**25.
         counts = consecutive_skips <= 25
         skipped_rate = jnp.where(counts, decayed + 0.01, self.skip_rate)
         return self._replace(
@@ -202,7 +202,7 @@ def canonical(state: LossScaleState) -> LossScaleState:
                 f"`state` must hold numbers, got {describe(x)} for `{name}`. Pass what "
                 "`init(params)` returns, or a state restored from a checkpoint."
             )
-    # The very array, if it has its type: `forgotten` knows it by its identity.
+    # Keep arrays that have their type: `forgotten` recognizes them by identity.
     fields = [
         x if isinstance(x, jax.Array) and _is_of(x, dtype) else jnp.asarray(x, dtype)
         for x, dtype in zip(state, _DTYPES, strict=False)

@@ -15,7 +15,8 @@ def select(pred: jax.typing.ArrayLike, on_true: Any, on_false: Any) -> Any:
     """Select one of two trees of the same structure, as ``jnp.where`` does for arrays.
 
     Use it for values that the optimizer does not protect in a skipped step. With
-    `keep_if_applied` you need no condition of your own.
+    `keep_if_applied` you need no condition of your own. Unlike ``optax.tree.where``, it
+    checks the trees, and takes one flag.
 
     Args:
         pred: one boolean, such as the result of `all_finite`.
@@ -64,7 +65,7 @@ def select(pred: jax.typing.ArrayLike, on_true: Any, on_false: Any) -> Any:
 def choose(pred: Any, new: Any, old: Any) -> jax.Array:
     """Return ``jnp.where`` of two arrays, sharded like the new one.
 
-    It is in the memory of the old one, from which ``jnp.where`` takes a scalar away.
+    The result is in the memory of the old one. ``jnp.where`` moves scalars to another.
     """
     return in_memory_of(old, jnp.where(pred, new, as_sharded(old, new)))
 
@@ -82,7 +83,10 @@ def is_array(x: Any) -> bool:
 
 
 def cast_like(tree: Any, like: Any) -> Any:
-    """Return the leaves of a tree in the dtypes of another, never weakly typed."""
+    """Return a tree in the dtypes of another, never weakly typed.
+
+    Unlike ``optax.tree.cast_like``, it leaves alone what is not an array.
+    """
 
     def leaf(x: Any, like: Any) -> Any:
         same = hasattr(x, "dtype") and x.dtype == getattr(like, "dtype", None)
@@ -99,7 +103,7 @@ def same_structure(tree: Any, other: Any) -> bool:
 
 
 def at_paths_of(tree: Any, other: Any) -> Any:
-    """Return the leaves of another tree where a tree has leaves, and 0 if it has none.
+    """Replace each leaf of a tree by the leaf of another at the same path, or by 0.
 
     Parameters may hold leaves that have no gradient, such as functions.
     """
@@ -108,7 +112,7 @@ def at_paths_of(tree: Any, other: Any) -> Any:
 
 
 def shape_mismatch(tree: Any, other: Any) -> tuple[str, str, str] | None:
-    """Return where the arrays of two trees differ in shape, or None if they do not."""
+    """Return where the arrays of two trees differ in shape, or None if nowhere."""
     new, old = _shapes(tree), _shapes(other)
     for path in {**old, **new}:
         if old.get(path) != new.get(path):
@@ -117,11 +121,11 @@ def shape_mismatch(tree: Any, other: Any) -> tuple[str, str, str] | None:
 
 
 def mismatch(tree: Any, other: Any) -> tuple[str, Any, Any] | None:
-    """Return where two trees differ in structure or shapes, or None if alike."""
+    """Return where two trees differ in structure or shapes, or None if nowhere."""
     shapes = map(jnp.shape, jax.tree.leaves(tree))
     others = map(jnp.shape, jax.tree.leaves(other))
     if same_structure(tree, other) and all(map(operator.eq, shapes, others)):
-        return None  # without the texts of `shape_mismatch`: every update asks
+        return None  # every update calls this, so the common case makes no texts
     structures = jax.tree.structure(tree), jax.tree.structure(other)
     path, new, old = shape_mismatch(tree, other) or ("", *structures)
     return path or "the root", new, old

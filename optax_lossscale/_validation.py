@@ -15,7 +15,7 @@ from ._dtypes import LARGEST_SCALE, SMALLEST_SCALE
 
 _POWERS = {SMALLEST_SCALE: "2**-126", LARGEST_SCALE: "2**126"}
 
-# Frames of these stand between the line of the user and the reason.
+# A warning points at the first line outside of these packages.
 _SKIPPED = {__name__.partition(".")[0], "jax", "optax", "flax", "equinox", "contextlib"}
 
 
@@ -142,7 +142,7 @@ def is_traced(tree: Any) -> bool:
 
 
 def warn(message: str) -> None:
-    """Warn at the first line outside of this package and of those that call it back."""
+    """Warn at the line of the user, outside of this package and those that call it."""
     level, frame = 1, sys._getframe()
     while frame.f_back and _package(frame.f_globals) in _SKIPPED:
         level, frame = level + 1, frame.f_back
@@ -184,5 +184,5 @@ def _is_real(dtype: Any) -> bool:
 
 
 def _package(names: dict[str, object]) -> str:
-    # Code that is run by `exec` may have no name.
+    # Code that `exec` runs may have no ``__name__``.
     return str(names.get("__name__")).partition(".")[0]

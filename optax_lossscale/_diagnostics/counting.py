@@ -1,4 +1,4 @@
-"""Count on the device what a narrow type would lose of gradients."""
+"""Count, on the device, the elements of gradients that a narrow type would lose."""
 
 import functools
 import itertools
@@ -11,7 +11,7 @@ import numpy as np
 
 from .._dtypes import Limits, dtype_of, is_inexact, wide_dtype
 
-# What an element can be, from zero upwards.
+# The kinds of elements, in the order in which ``_measure_leaf`` counts them.
 _KINDS = ("nan", "inf", "zero", "underflow", "subnormal", "normal", "overflow")
 
 # Numbers by their names, float32 arrays of shape ``()``.
@@ -40,7 +40,7 @@ def add_up(counts: list[Counts]) -> Counts:
 
 
 def _sum(x: jax.Array) -> jax.Array:
-    """Sum pairs, then pairs of these: float32 sums of counts are exact for longest."""
+    """Sum in pairs, which keeps float32 sums of counts exact for longest."""
     while len(x) > 1:
         x = jnp.concatenate([x, jnp.zeros_like(x[: len(x) % 2])])
         x = x[::2] + x[1::2]
@@ -54,12 +54,12 @@ def _measure_leaf(x: Any, scale: jax.Array, limits: Limits) -> Counts:
     x = jnp.asarray(x, wide_dtype(dtype_of(x)))
     parts = [jnp.abs(y) for y in ([x.real, x.imag] if jnp.iscomplexobj(x) else [x])]
     bits = functools.reduce(jnp.maximum, map(_float32_bits, parts))
-    # With fast math, XLA compares floats as if all were finite, so the rest become 0.
+    # With fast math, XLA compares floats as if all were finite, so make them finite.
     parts = [jnp.where(bits < _INF, part, 0) for part in parts]
     magnitude = functools.reduce(jnp.hypot, parts)
     scale = scale.astype(magnitude.dtype)
     scaled = functools.reduce(jnp.hypot, [part * scale for part in parts])
-    # XLA would flush a subnormal limit to zero.
+    # XLA flushes a subnormal limit to zero.
     normal = max(limits.normal, float(jnp.finfo(scaled.dtype).tiny))
     # Each flag includes those before it, which takes the fewest comparisons.
     flags = [
@@ -106,6 +106,6 @@ def _overflows(scaled: jax.Array, limits: Limits) -> jax.Array:
         return scaled >= limits.overflow
     with np.errstate(over="ignore"):
         limit = np.float32(limits.overflow)
-    # The next float32 has the next bits.
+    # The bits of the next larger float32 are larger by 1.
     rounded_down = float(limit) < limits.overflow
     return _float32_bits(scaled) >= int(limit.view(np.int32)) + rounded_down

@@ -1,4 +1,4 @@
-"""Report, per leaf, what a narrow type would lose of the gradients."""
+"""Report, per leaf, the elements of gradients that a narrow type would lose."""
 
 from typing import Any
 

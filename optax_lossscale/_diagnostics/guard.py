@@ -40,19 +40,19 @@ def check_loss_scale(
 ) -> None:
     """Raise an error if training has stopped: too many steps were skipped.
 
-    Call this where you log, where it waits for the device, or in a compiled loop. There
-    the device decides, and calls the host only if something is due. Without
-    ``on_error``, an error ends the program with a ``jax.errors.JaxRuntimeError`` that
-    quotes the `LossScaleError`, and its results are lost.
+    Call this where you log, where it waits for the device, or in a compiled loop. In
+    the loop, the device calls the host only to report something. Without ``on_error``,
+    an error ends the compiled program with a ``jax.errors.JaxRuntimeError`` that quotes
+    the `LossScaleError`, and the results of the program are lost.
 
     It warns
 
     - if no step was ever skipped, the scale is 2**24 or more, and ``growth_tracker`` is
       500 or more;
     - if the scale is 1, or below 1 after more than 64 skips, and more than 5 % of the
-      steps are skipped of late;
+      recent steps are skipped;
     - if ``grads`` are not finite, but the step counts as applied: the update is left
-      out or undone. A fixed scale, which may never skip, must have skipped before;
+      out or undone. If the scale is fixed, it warns only after a first skip;
     - if ``grads`` are all exactly 0, but ``value`` is not.
 
     Args:
@@ -67,8 +67,8 @@ def check_loss_scale(
             same everywhere. Only the first device along it calls the host.
 
     Raises:
-        LossScaleError: if more steps in a row were skipped; if ``skip_rate``, the share
-            of skipped steps of late, is above 1/4; if the scale is not a positive
+        LossScaleError: if more steps in a row were skipped; if ``skip_rate``, the
+            recent share of skipped steps, is above 1/4; if the scale is not a positive
             number.
         ValueError: as `get_loss_scale_state`, or if an argument is not as described.
         TypeError: if ``on_error`` is not a function.
@@ -124,8 +124,8 @@ def check_loss_scale(
 
 
 def _tell(limit: int, on_error: Any, due: Any, *seen: Any) -> None:
-    """Tell the user, on the host, what is due."""
-    # Nothing is for another member under ``jax.vmap``.
+    """Raise or report, on the host, the events that are due."""
+    # Under ``jax.vmap``, the host is called for each member, also if nothing is due.
     for event, flags in zip(EVENTS, due, strict=True):
         if not np.any(flags):
             continue
@@ -144,8 +144,8 @@ def _is_due(
 ) -> jax.Array:
     """Return whether each event is due, of each member of an ensemble.
 
-    An error is due at the first skip beyond the limit, then every few; the warnings,
-    in a compiled loop, once in a while.
+    An error is due at the first skip beyond the limit, and again after ``every`` more.
+    In a compiled loop, most warnings are due only at intervals.
     """
     scale, skipped, rate = state.loss_scale, state.skipped_steps, state.skip_rate
     skips, tracker = state.consecutive_skips, state.growth_tracker
@@ -154,12 +154,12 @@ def _is_due(
     # A rule that changes its scale recovers from a low one, unless batches are bad. On
     # its way to a scale below 1, it may skip 64 steps.
     is_low = (scale == 1) | (scale < 1) & (skipped > 64)
-    # Above 1/4 it is an error.
+    # A rate above 1/4 is an error.
     at_floor = is_low & changes & (rate > 0.05) & (rate <= 0.25)
     at_floor &= (skips <= 1) & (tracker < 50)
-    # A fixed scale without a skip may be that of a rule that never skips.
+    # The rule of a fixed scale may be one that never skips.
     undone = ~all_finite(grads) & jnp.all((skips == 0) & (changes | (skipped > 0)))
-    # A loss of 0 has no slope.
+    # If the loss is 0, gradients of 0 are no fault.
     all_zero = jnp.all(skips == 0) & (True if value is None else value != 0)
     all_zero &= any(jnp.size(x) for x in grads)
     for x in grads:
@@ -170,7 +170,7 @@ def _is_due(
         all_zero &= jnp.all(tracker % 500 == 20)
     valid = (scale > 0) & (scale < jnp.inf)
     in_a_row = valid & (skips > limit) & ((skips - limit - 1) % every == 0)
-    # Only a fault skips more: a rule overflows once in its growth interval.
+    # Without a fault, a rule skips about one step in a growth interval.
     of_late = valid & (skips <= limit) & (rate > 0.25) & (skipped % every == 0)
     due = {
         "never overflowed": never_overflowed,

@@ -166,8 +166,8 @@ _ERRORS = {
 EVENTS = WARNINGS | _ERRORS  # in the order in which they are told
 _NUMBERS = "Loss scale: {loss_scale:g}. Skipped in all: {skipped_steps}."
 
-# What is seen, an event or what is known of the loss and the gradients of skipped
-# steps, and its causes, the likeliest first.
+# The causes of each event, the likeliest first. Those of skips in a row depend on the
+# loss and the gradients, see ``_known``.
 _CAUSES = {
     "never overflowed": (_NOT_SCALED, _NOT_FLOAT16, _OUTSIDE),
     "undone": (_UNDONE, _REPLACED, _OUTSIDE),

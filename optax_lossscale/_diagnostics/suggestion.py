@@ -17,7 +17,7 @@ class SuggestedLossScale(NamedTuple):
     """The result of `suggest_loss_scale`, as arrays of shape ``()``.
 
     Attributes:
-        loss_scale: float32, a power of two, or a bound that is none.
+        loss_scale: float32, a power of two or one of the bounds.
         rescued: float32, the share of the finite nonzero elements that underflow
             without a scale, but not with this one.
         lost: float32, the share that underflows even with this scale.
@@ -98,6 +98,6 @@ def suggest_loss_scale(
     loss_scale = rule.update(rule.init(), True, magnitude).loss_scale
     lost = add_up(measure(grads, loss_scale, limits))["underflow"]
     elements = jnp.maximum(elements, 1)
-    # A scale below 1 loses more than no scale, and rescues nothing.
+    # A scale below 1 loses more elements than no scale.
     rescued = jnp.maximum(before["underflow"] - lost, 0) / elements
     return SuggestedLossScale(loss_scale, rescued, lost / elements, informative)

@@ -140,7 +140,7 @@ def check_report(report: GradientReport) -> None:
 
 
 def percent(share: float, digits: int = 0) -> str:
-    """Format a share so that a few do not look like none, nor nearly all like all."""
+    """Format a share, with ``<`` or ``>`` if it would round to 0 % or 100 %."""
     least = 10.0 ** -(digits + 2)
     if 0 < share < least / 2:
         return f"<{least:.{digits}%}"

@@ -82,7 +82,7 @@ def scale_backward(
 
     @functools.wraps(fun, updated=())
     def fun_scaled_backward(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
-        # Read now: a Flax NNX optimizer may have changed since.
+        # Read the state now: a Flax NNX optimizer changes in place.
         with _number(scale) as number, traced_call(fun, args, kwargs) as call:
             jaxpr, overwritten = call.jaxpr, call.overwritten
             program = _scaled("scale_backward", jaxpr, overwritten, lambda x, *_: x)
@@ -156,7 +156,7 @@ def scale_block(
     def choose(_: Any, cotangents: Sequence[Any], pullback: Any) -> Any:
         program = jax.make_jaxpr(pullback)(cotangents).jaxpr
         check_axes(program, axis_name)
-        # What leaves the block or enters it may be narrower than what is inside.
+        # Inputs and outputs of the block may be narrower than ``dtype``.
         borders = [*program.invars, *program.outvars]
         dtypes = [x.aval.dtype for x in borders if is_inexact(x.aval)]
         bound = min([largest, *(float(jnp.finfo(x).max) for x in dtypes)])
@@ -175,7 +175,7 @@ def scale_block(
 
 @contextlib.contextmanager
 def _number(scale: Any) -> Iterator[jax.Array]:
-    """Give a scale that is a number, or that of a state, while a loss is traced."""
+    """Yield the scale, from a number or a state, while a loss is traced with it."""
     if isinstance(scale, float | int | np.generic | jax.Array):
         check_scale("scale", scale)
         note_number(scale)
@@ -188,13 +188,13 @@ def _number(scale: Any) -> Iterator[jax.Array]:
 def _scaled(
     name: str, jaxpr: Jaxpr, overwritten: Sequence[bool], choose: Choose
 ) -> Callable[..., Sequence[jax.Array]]:
-    """Return a program whose backward pass runs at the scale that is chosen.
+    """Return a program whose backward pass runs at the scale that ``choose`` returns.
 
-    It takes a number for ``choose``, or None, before its inputs.
+    Its first input is the number that ``choose`` takes, or None.
 
-    One ``custom_vjp`` is around the whole program. With one around each input, in a
-    derivative of a derivative, the inner one would scale only the inputs that it
-    differentiates, and the outer one would scale the others.
+    One ``custom_vjp`` is around the whole program. With one around each input, nested
+    derivatives would scale in two places: the inner one scales only the inputs that it
+    differentiates, and the outer one scales the others.
     """
     refuse_effects(effect_names(jaxpr) - {COLLECTIVE, *DEBUGGING})
 
@@ -246,7 +246,7 @@ def _warn_of_underflow(function: str, verb: str, arrays: Sequence[Any]) -> None:
 
 
 def _largest_sum(cotangents: Sequence[Any], axis_name: AxisName | None) -> jax.Array:
-    """Return the largest sum over the batch that gradients of parameters may be."""
+    """Return a bound for sums of cotangents over the batch, such as bias gradients."""
     devices = 1 if axis_name is None else jax.lax.psum(1, axis_name)
     largest = jnp.zeros((), jnp.float32)
     for x in cotangents:
@@ -260,7 +260,7 @@ def _largest_sum(cotangents: Sequence[Any], axis_name: AxisName | None) -> jax.A
 
 def _octaves_below(magnitude: jax.Array, bound: float) -> jax.Array:
     """Return how many whole octaves a magnitude is below a bound; 0 for NaN and inf."""
-    # The bits of a positive float from the 24th on count its octaves.
+    # The exponent of a positive float32 is in its bits from the 24th on.
     bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32)
     octaves = (int(np.float32(bound).view(np.int32)) - bits) >> 23
     return jnp.where(jnp.isfinite(magnitude), jnp.clip(octaves, -126, 126), 0)

@@ -1,9 +1,9 @@
 """Warn of a train step that forgets to scale or unscale, or does either twice.
 
 In one step, the function that scales the loss and ``update`` get the same object as
-``loss_scale``, an array or a tracer. So it is noted what has happened to each object,
-as long as it lives. If the parts of a step are traced apart, the objects differ. Only
-then it counts whether a loss was scaled for states of these shapes.
+``loss_scale``, an array or a tracer. This module notes the use of each such object as
+long as it lives. If the parts of a step are traced separately, their objects differ.
+Then it counts scaled losses and updates instead, by the shapes of the optimizer state.
 """
 
 import collections
@@ -31,9 +31,9 @@ class _History:
     """What happened to optimizer states of some shapes.
 
     Attributes:
-        waiting: how many scales were given to each function since the last update, and
-            how many of them are constants.
-        apart: whether the objects of the last complete step differed.
+        waiting: how many scales were used and wait for an update, by the function that
+            used them first, or by "constant".
+        apart: whether the parts of the last step were traced separately.
         constant: the last scale that a compiled function held as a constant.
     """
 
@@ -69,19 +69,19 @@ class _Noted:
 
     def put(self, x: Any, note: Any) -> None:
         key = id(x)
-        # A Python number has no weak references, and is nobody's own.
+        # Python numbers have no weak references, and equal ones may be one object.
         if isinstance(x, jax.Array | np.ndarray):
             ref = weakref.ref(x, lambda _: self._notes.pop(key, None))
             self._notes[key] = ref, note
 
 
 _uses, _true_grads = _Noted(), _Noted()
-# A scale without its optimizer, whose shapes are None, may be that of any.
+# A scale without its optimizer is under None. It may belong to any optimizer.
 _histories: dict[Shapes | None, _History] = collections.defaultdict(
     lambda: _History(collections.Counter())
 )
-# The uses of the scales at which the surrounding functions differentiate, and which
-# functions they call with the same scale.
+# For each surrounding function that differentiates: the use of its scale, and how often
+# each function is called inside with the same scale.
 _around: contextvars.ContextVar[tuple[tuple[_Use, collections.Counter[str]], ...]]
 _around = contextvars.ContextVar("around", default=())
 
@@ -93,7 +93,7 @@ def use_scale(state: Any, by: str) -> LossScaleState:
 
 @contextlib.contextmanager
 def differentiating_at(state: Any) -> Iterator[LossScaleState]:
-    """Give the state whose scale multiplies a loss while that is differentiated."""
+    """Yield the state whose scale multiplies a loss, while it is differentiated."""
     scale_state, use = _used(state, "value_and_grad")
     calls: collections.Counter[str] = collections.Counter()
     token = _around.set((*_around.get(), (use, calls)))
@@ -101,7 +101,7 @@ def differentiating_at(state: Any) -> Iterator[LossScaleState]:
         yield scale_state
     finally:
         _around.reset(token)
-    # An inner gradient, as for a penalty, may be scaled and divided by hand.
+    # Inside, a gradient for a penalty may be scaled and unscaled by hand.
     if calls["scale_loss"] > calls["unscale_grads"]:
         warn(
             "The loss is scaled twice: `scale_loss` is called in a function that "
@@ -117,14 +117,14 @@ def note_number(scale: Any) -> None:
 
 
 def note_same_use(scale: jax.Array, new_state: Any) -> None:
-    """Note that a new state takes the place of the one that had this scale."""
+    """Note that the scale of a new state was used as this scale was."""
     _uses.put(raw_scale_state(new_state).loss_scale, _uses.get(scale))
 
 
 def note_true(grads: Any, scale: jax.Array, scaled_grads: Any = None) -> None:
-    """Note that gradients are true, and of which scale: nobody divides them again.
+    """Note that gradients have been divided by a scale.
 
-    Leaves of ``scaled_grads`` that were not divided stay as they are.
+    Leaves that ``scaled_grads`` also holds, such as integers, have not been divided.
     """
     unchanged = set(map(id, jax.tree.leaves(scaled_grads)))
     for x in jax.tree.leaves(grads):
@@ -145,7 +145,7 @@ def warn_if_forgotten(state: WithLossScalingState, rule: Any, grads: Any) -> Non
     """Warn at the update of a step whose loss was not scaled, or not unscaled."""
     use = _uses.get(state.scale_state.loss_scale)
     if use is None:
-        # A scale may be kept beside the optimizer, as one of several losses.
+        # The scale may be kept beside the optimizer, for example one for each loss.
         other = _use_of(grads)
         is_bare = other is not None and other.history is _histories[None]
         use = other if is_bare and other.waits_as not in ("", "constant") else None
@@ -177,7 +177,7 @@ def _used(state: Any, by: str) -> tuple[LossScaleState, _Use]:
         for x in (raw.loss_scale, scale_state.loss_scale):
             _uses.put(x, use)
     if by == "unscale_grads" and not use.by:
-        # Perhaps a loss was scaled for it in another function.
+        # Perhaps `scale_loss` was traced separately, with another object.
         is_any = use.history is _histories[None]
         for history in [*_histories.values()] if is_any else [use.history]:
             if history.waiting["scale_loss"] > 0:
@@ -190,7 +190,7 @@ def _used(state: Any, by: str) -> tuple[LossScaleState, _Use]:
 
 
 def _wait(use: _Use, by: str, constant: float | None) -> None:
-    """Note that the scale waits for its update, if it is not an old one already."""
+    """Note that the scale waits for its update, unless it was updated already."""
     if not use.waits_as and "update" not in use.by:
         use.waits_as = by
         if constant is not None:
@@ -200,7 +200,7 @@ def _wait(use: _Use, by: str, constant: float | None) -> None:
 
 
 def _constant_scale(state: LossScaleState) -> float | None:
-    """Return the scale if the function being compiled holds it, but it changes."""
+    """Return a scale that should change, but is a constant of a compiled function."""
     if is_traced((state.loss_scale, state.is_fixed)) or not is_staging():
         return None
     scale, is_fixed = jax.device_get((state.loss_scale, state.is_fixed))
@@ -208,7 +208,7 @@ def _constant_scale(state: LossScaleState) -> float | None:
 
 
 def _warn_if_not_unscaled(use: _Use, history: _History) -> None:
-    """Warn if a function was given the scale of an update, but only to multiply."""
+    """Warn at an update whose scale multiplied a loss, but divided no gradients."""
     use.by.add("update")
     if "value_and_grad" in use.by or use.by >= {"scale_loss", "unscale_grads"}:
         history.apart = False
@@ -222,7 +222,7 @@ def _warn_if_not_unscaled(use: _Use, history: _History) -> None:
 
 
 def _warn_if_not_scaled(history: _History, rule: Any) -> None:
-    """Warn if no function was given the scale of an update, as far as can be seen."""
+    """Warn at an update whose scale no function has used, as far as this file knows."""
     of_any = _histories[None]
     others = _histories.values() if _is_sharded() else [of_any]
     constants = [x.constant for x in (history, of_any) if x.waiting["constant"] > 0]
@@ -231,7 +231,7 @@ def _warn_if_not_scaled(history: _History, rule: Any) -> None:
         history.apart |= bool(scaled)
         if x is history:
             x.waiting.clear()
-        elif scaled:  # another optimizer may wait for another of them
+        elif scaled:  # take one only: another optimizer may wait for the others
             x.waiting -= collections.Counter([min(scaled)])
             break
     del of_any.waiting["constant"]

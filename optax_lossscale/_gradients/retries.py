@@ -95,8 +95,6 @@ def value_and_grad_with_retries(
 
     @functools.wraps(fun, updated=())
     def fun_with_retries(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-        # A Flax NNX optimizer may have changed since.
-
         def attempt(
             scale: jax.Array, /, *args: Any, **kwargs: Any
         ) -> tuple[jax.Array, Any, Any]:
@@ -106,6 +104,7 @@ def value_and_grad_with_retries(
             finite, sound = is_finite(grads), is_finite(value)
             return sound & ~finite, output, grads
 
+        # Read the state now: a Flax NNX optimizer changes in place.
         with (
             differentiating_at(state) as scale_state,
             traced_call(attempt, args, kwargs, [scale_state.loss_scale]) as call,
@@ -152,8 +151,8 @@ def _retried(
         def body(carry: _Carry) -> _Carry:
             lowered = jnp.maximum(carry.scale * backoff_factor, SMALLEST_SCALE)
             scale = jnp.where(carry.attempts == 0, carry.scale, lowered)
-            # The forward pass does not depend on the scale. If XLA hoisted it out of
-            # the loop, all its residuals would stay in memory while the loop runs.
+            # The forward pass does not depend on the scale. If XLA moved it out of the
+            # loop, its residuals would stay in memory while the loop runs.
             barred = [after(scale, x) for x in inputs]
             result = evaluate(jaxpr, scale, *barred)
             return _Carry(carry.attempts + 1, scale, result)
@@ -161,7 +160,7 @@ def _retried(
         # The carry gets its types from the program, so that `fun` is traced only once.
         overflowed, *zeros = [zeros_like_aval(x.aval) for x in jaxpr.outvars]
         check_agreement(overflowed, first_scale, axis_name)
-        # The flag lets the first attempt run.
+        # The first attempt runs because the flag is True.
         start = _Carry(jnp.zeros((), jnp.int32), first_scale, [~overflowed, *zeros])
         last = jax.lax.while_loop(proceed, body, start)
         return [last.attempts, last.scale, *last.result]

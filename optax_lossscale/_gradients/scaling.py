@@ -99,7 +99,7 @@ def warn_of_narrow_loss(value: Any) -> None:
 
 def unscale(tree: Any, scale: jax.Array) -> Any:
     """Multiply by the reciprocal of the scale; see ``grad_dtype`` for the types."""
-    # The scale is a constant here, too.
+    # The scale is a constant, even if training itself is differentiated.
     scale = jax.lax.stop_gradient(scale)
 
     def leaf(path: Any, x: Any) -> Any:

@@ -73,7 +73,7 @@ def value_and_grad(
 
     @functools.wraps(fun, updated=())
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        # A Flax NNX optimizer may have changed since.
+        # Read the state now: a Flax NNX optimizer changes in place.
         with differentiating_at(state) as scale_state:
             output, grads = at_scale(scale_state.loss_scale, *args, **kwargs)
         note_true(grads, scale_state.loss_scale)
@@ -140,7 +140,7 @@ def differentiate(
     value_and_grad: Callable[..., Any],
     **options: Any,
 ) -> Callable[..., tuple[Any, Any]]:
-    """Create a function that differentiates a loss at the scale it is given first.
+    """Create a function of a scale and the loss's arguments that differentiates it.
 
     It returns the output of the loss, a tuple if ``has_aux``, and its true gradients.
     """
@@ -150,7 +150,7 @@ def differentiate(
     argnums = options["argnums"]
     if isinstance(argnums, np.ndarray):
         argnums = jax.tree.map(int, argnums.tolist(), is_leaf=np.isscalar)
-    # Not every function that differentiates takes these. All default to 0 or False.
+    # Leave out defaults, 0 and False: other libraries' functions may not take them.
     options = {k: x for k, x in {**options, "argnums": argnums}.items() if x != 0}
 
     def at_scale(scale: jax.Array, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -160,7 +160,7 @@ def differentiate(
         @functools.wraps(fun, updated=())
         def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
             output = fun(*with_finite_overwrites(args), **kwargs)
-            # Only the derivative of the product is used, so XLA removes the product.
+            # Nothing uses the product, only its derivative, so XLA removes it.
             if not has_aux:
                 return scale_loss_by(output, scale), output
             if not (isinstance(output, tuple | list) and len(output) == 2):

@@ -31,7 +31,7 @@ _TRANSPARENT = {
     *("scan", "while", "cond", "shard_map"),
 }
 
-# The programs that were cast before, so that JAX compiles each only once.
+# The results of ``_cast``, so that JAX compiles each only once.
 _known: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
@@ -44,11 +44,11 @@ def autocast(
 
         loss, grads = ls.value_and_grad(ls.autocast(loss_fn), opt_state)(params, batch)
 
-    Each matrix product and convolution of two float32 arrays, or of one and an array in
-    ``dtype``, rounds its operands to ``dtype``, is computed in ``dtype``, and its
-    result is converted back to float32. So
-    are the products of the backward pass, which is why the loss needs a scale. Sums,
-    norms, softmax, exponentials, lookups and losses stay in float32.
+    A matrix product or convolution of two float32 arrays, or of one and an array in
+    ``dtype``, is computed in ``dtype``: its operands are rounded, and its result is
+    converted back to float32. The products of the backward pass are cast, too, which is
+    why the loss needs a scale. Sums, norms, softmax, exponentials, lookups and losses
+    stay in float32.
 
     These products are left as they are:
 
@@ -124,7 +124,7 @@ def _cast(program: Any, dtype: str) -> Any:
 
 
 def _cast_eqn(eqn: JaxprEqn, dtype: str) -> Iterator[JaxprEqn]:
-    """Yield the equations that take the place of one. They define the same types."""
+    """Yield equations that replace one. Their results have the same types."""
     if eqn.primitive.name in _TRANSPARENT:
         params = {name: _cast(x, dtype) for name, x in eqn.params.items()}
         yield replace(eqn, params=params)
@@ -148,9 +148,9 @@ def _cast_eqn(eqn: JaxprEqn, dtype: str) -> Iterator[JaxprEqn]:
 
 
 def _is_float32(eqn: JaxprEqn, dtype: str) -> bool:
-    """Return whether a product is float32, and its author asks for no precision.
+    """Return whether a product is float32, in the default precision.
 
-    One of its operands may have the narrower type already, as a float16 parameter has.
+    One operand may have the narrower type already, such as a float16 parameter.
     """
     precision = eqn.params["precision"]
     asked = precision if isinstance(precision, tuple) else [precision]

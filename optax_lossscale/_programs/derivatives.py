@@ -16,7 +16,7 @@ def call_with_derivatives_of(
 ) -> Leaves:
     """Call a function with the derivatives of another that has the same values.
 
-    Neither may close over tracers.
+    Neither function may close over tracers.
     """
     leaves, structure = jax.tree.flatten(args)
 

@@ -12,7 +12,7 @@ from .._axes import AxisName, check_axis_name
 from .._jax_internals import collective_axes, replace, without_constants
 from .._validation import describe
 
-_ARRAY = object()  # stands for an array of the output, which only a trace has
+_ARRAY = object()  # marks the place of an array in the output
 
 
 class TracedCall(NamedTuple):
@@ -46,8 +46,8 @@ def traced_call(
 
     Inputs and outputs of the program are jax arrays alone. Everything else that the
     function takes or returns, such as strings, stays outside of the program. The
-    function gets copies of Flax NNX objects, and ``put_back`` changes the originals as
-    it has changed the copies.
+    function gets copies of Flax NNX objects, and ``put_back`` makes the same changes to
+    the originals.
     """
     with _flax.changes_transferred():
         given = _flax.as_arrays((tuple(args), dict(kwargs)))
@@ -81,7 +81,7 @@ def traced_call(
         whole = [_flax.is_overwritten(paths[i][0]) for i in arrays]
         rest = [False] * len(closed_jaxpr.consts)
         overwritten = [*[False] * len(first), *whole, *rest]
-        # An input that is returned unchanged, such as a parameter, is no output.
+        # Inputs that are returned unchanged, such as parameters, bypass the program.
         known = dict(zip(map(id, jaxpr.invars), inputs, strict=True))
         forwarded = [known.get(id(x)) for x in jaxpr.outvars]
         pairs = zip(jaxpr.outvars, forwarded, strict=True)
@@ -106,7 +106,7 @@ def refuse_effects(effects: set[str]) -> None:
 
 
 def check_axes(jaxpr: Jaxpr, axis_name: AxisName | None) -> None:
-    """Raise if devices that compute at different scales would communicate."""
+    """Raise if devices could communicate while they compute at different scales."""
     if axis_name is not None:
         check_axis_name(axis_name)
     axes = collective_axes(jaxpr) - set(

@@ -52,7 +52,7 @@ class LossScale(abc.ABC):
     Attributes:
         skip_nonfinite: whether steps with non-finite gradients are skipped. If False,
             gradients are not checked, and ``update`` is always given True.
-        uses_max_magnitude: whether ``update`` takes a third argument, see there.
+        uses_max_magnitude: whether ``update`` takes ``max_magnitude`` as well.
 
     Examples:
         >>> import dataclasses
@@ -156,7 +156,7 @@ class LossScale(abc.ABC):
 
 
 def check_fields(rule: Any, *ascending: str) -> None:
-    """Call the checks of a frozen rule's fields, of which some must be ascending."""
+    """Check the fields of a frozen rule, and that the named ones ascend."""
     for field in dataclasses.fields(rule):
         value = field.metadata["check"](field.name, getattr(rule, field.name))
         object.__setattr__(rule, field.name, value)
@@ -181,9 +181,9 @@ def check_rule(rule: Any) -> None:
 
 
 def matching_state(rule: LossScale, state: Any) -> LossScaleState:
-    """Return the state of one run in its types, or raise if it is not a rule's own.
+    """Return the state of one run in its types, or raise if the rule cannot use it.
 
-    A rule without a ``rule_state`` leaves that of another rule alone.
+    A rule without a ``rule_state`` keeps that of another rule.
     """
     state = check_state(state)
     own = jax.eval_shape(rule.init).rule_state
@@ -210,7 +210,7 @@ def next_state(
     """
     args = [grads_finite]
     if rule.uses_max_magnitude:
-        # Nobody needs its derivative, which is NaN in a skipped step.
+        # In a skipped step its derivative is NaN, and nothing needs that.
         magnitude = finite_max_magnitude(jax.lax.stop_gradient(grads), axis_name)
         args.append(jnp.where(grads_finite, magnitude, jnp.nan))
     update: Any = rule.update
@@ -229,10 +229,10 @@ def next_state(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _started(rule: LossScale, state: LossScaleState) -> LossScaleState:
-    """Return the state, in which a rule does not continue the scale of another one.
+    """Return the rule's first state if the scale is or was fixed, else the state.
 
-    A fixed rule has its own scale. A rule that changes its scale starts from its first
-    state if the scale was fixed. Only the counters of skipped steps go on.
+    A fixed rule has its own scale, and a rule that changes its scale does not continue
+    a fixed one. The counters of skipped steps continue.
     """
     own = rule.init()
     remembers = bool(jax.tree.leaves(own.rule_state))

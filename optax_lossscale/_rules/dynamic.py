@@ -113,7 +113,7 @@ class Change(NamedTuple):
 def count_step(
     rule: GrowingLossScale, state: LossScaleState, grads_finite: Any, restart: int = 0
 ) -> tuple[LossScaleState, Change]:
-    """Return the state with every field updated but the scale, and how that changes.
+    """Count a step in every field except the scale. Return how the scale changes, too.
 
     ``restart`` is the growth tracker's value after a non-finite step.
     """

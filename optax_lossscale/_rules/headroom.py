@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._dtypes import LARGEST_SCALE, SMALLEST_SCALE, power_of_two
+from .._dtypes import LARGEST_SCALE, SMALLEST_SCALE, exact_power
 from .._state import LossScaleState
 from .._validation import check_dtype
 from . import fields
@@ -124,10 +124,11 @@ class HeadroomLossScale(LossScale):
             scale = _scale_for(magnitude, mantissa, octaves)
             return jnp.where(magnitude > 0, clip_scale(self, scale), self.init_scale)
 
-        # A retry has lowered the scale without the rule: remember the gradient that
-        # overflowed at the higher one.
+        # If a retry lowered the scale, a larger gradient overflowed than is remembered.
+        # Assume the one for which the rule chooses this scale.
         is_lower = scale < scale_for(remembered)
         remembered = jnp.where(is_lower, magnitude_for(scale), remembered)
+        # An overflow does not tell its magnitude: assume the one for a backoff.
         unseen = magnitude_for(scale * self.backoff_factor)
         magnitude = jnp.where(
             new_state.applied,
@@ -145,14 +146,15 @@ class HeadroomLossScale(LossScale):
         )
 
 
-def _scale_for(magnitude: jax.Array, bound: float, exponent: int) -> jax.Array:
-    """Return the largest power of two that keeps a scaled magnitude within a bound.
+def _scale_for(magnitude: jax.Array, mantissa: float, octaves: int) -> jax.Array:
+    """Return the largest power of two for which scale * magnitude stays in bounds.
 
-    It compares mantissas, because a logarithm may round up or down.
+    The bound is ``mantissa * 2**octaves``. Logarithms would round, mantissas are exact.
     """
-    mantissa, octaves = jnp.frexp(jnp.maximum(magnitude, SMALLEST_SCALE))
-    above = (mantissa > bound).astype(jnp.int32)
-    return power_of_two((exponent - octaves - above).astype(jnp.float32))
+    own_mantissa, own_octaves = jnp.frexp(jnp.maximum(magnitude, SMALLEST_SCALE))
+    above = (own_mantissa > mantissa).astype(jnp.int32)
+    # From SMALLEST_SCALE to LARGEST_SCALE.
+    return exact_power(jnp.clip(octaves - own_octaves - above, -126, 126))
 
 
 def _finite_magnitude(x: jax.typing.ArrayLike) -> jax.Array:

@@ -28,9 +28,9 @@ def find_accepted(
 ) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return a function that drops the extra arguments that ``inner`` does not take.
 
-    ``optax.with_extra_args_support`` asks for the type of a transformation instead. But
-    optax.MultiSteps takes extra arguments and has another type, and optax.contrib.sam
-    has the type but takes only one of them.
+    ``optax.with_extra_args_support`` looks at the type of a transformation instead. But
+    optax.MultiSteps, which takes extra arguments, does not have that type, and
+    optax.contrib.sam, which takes only one, has it.
     """
     parameters = list(inspect.signature(inner.update).parameters.values())
     known = frozenset(p.name for p in parameters[3:])
@@ -43,7 +43,7 @@ def find_accepted(
                     f"`update` is given `{name}`, which does not decide whether the "
                     f"step is applied. Pass `value={name}` if it should."
                 )
-        # A line search would pass `grads_finite` on to the loss.
+        # A line search passes all unknown arguments on to the loss.
         dropped = {"grads_finite"} if takes_all else extra_args.keys()
         return {k: x for k, x in extra_args.items() if k in known or k not in dropped}
 

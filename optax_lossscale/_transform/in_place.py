@@ -8,7 +8,7 @@ For an H100 and a v5e it buys nothing: compiled, the update moves 1.143 times th
 with and without it, and 1.000 times after clipping (counted).
 
 In a skipped step the program computes with NaN, and with old moments beside new ones,
-so it must tolerate NaN. Derivatives do not, so they are those of ``mask.py``.
+so it must tolerate NaN. Its derivatives would be NaN, so those of ``mask.py`` are used.
 """
 
 import collections
@@ -24,6 +24,7 @@ from .._jax_internals import (
     new_var,
     replace,
     select_eqn,
+    varying_axes,
     varying_like,
     with_eqns,
 )
@@ -39,24 +40,24 @@ def update_in_place(
     consts: Sequence[Any],
     old_state: Any,
 ) -> list[Any]:
-    """Return what ``mask.py`` does, as leaves.
+    """Return what ``_masked`` in ``mask.py`` returns, as leaves.
 
     The program takes whether the step is finite, the gradients, and constants. It
     returns whether its results are usable, the updates and the new state.
     """
-    # The flag with which it leaves the gradients as they are.
+    # Given this flag, the program does not replace the gradients by placeholders.
     true = varying_like(jnp.ones((), jnp.bool_), finite)
     applied = finite
     if is_checked:
         # Evaluate twice. In one evaluation, the whole new state waits in memory for the
-        # flag, and on a CPU that is slower. On an H100 it depends: after clipping, one
-        # evaluation moves 1.563 instead of 1.688 times the bytes (counted).
+        # flag, which is slower on a CPU. On an H100, after clipping, one evaluation
+        # would move 1.563 instead of 1.688 times the bytes (counted).
         applied &= evaluate(program, true, *inexact, *consts)[0]
         inexact = [after(applied, x) for x in inexact]
     old = jax.tree.leaves(old_state)
     first = len(program.outvars) - len(old)
     pairs = list(zip(program.outvars[first:], old, strict=True))
-    early = _defined_once(program, pairs)
+    early = _defined_once(program, pairs, applied)
     flags = [varying_like(applied, x) for x in early.values()]
     masked_program = _with_masks(program, early, flags)
     inputs = [true, *inexact, *consts, *flags, *early.values()]
@@ -69,18 +70,20 @@ def update_in_place(
     return [applied, *updates, *masked_state]
 
 
-def _defined_once(program: Jaxpr, pairs: Sequence[tuple[Any, Any]]) -> dict[int, Any]:
-    """Return the old leaves of the state whose new leaves are masked in the program.
+def _defined_once(
+    program: Jaxpr, pairs: Sequence[tuple[Any, Any]], flag: jax.Array
+) -> dict[int, Any]:
+    """Choose leaves of the state to mask in the program, and return their old values.
 
-    The pairs are the variables of the new leaves, and the old leaves. The keys of the
-    result are the identities of variables. It leaves out
+    Each pair is the variable of a new leaf, and the old leaf. The result has the
+    identities of variables as keys. It leaves out
 
     - inputs that are passed through, and literals: no equation defines them;
-    - a variable that is two leaves of the state: it has two old values;
-    - a variable whose type the mask would change;
-    - scalars: a mask at the end costs nothing, and what is computed from them need not
-      wait for the flag. With these, `schedule_free` with `check_updates` would move a
-      tenth more bytes.
+    - variables that are two leaves of the state, and so have two old values;
+    - variables whose type the mask would change;
+    - scalars: a mask at the end costs nothing, and results computed from them need not
+      wait for the flag. If they were masked here, `schedule_free` with `check_updates`
+      would move a tenth more bytes.
     """
     defined = {id(var) for eqn in program.eqns for var in eqn.outvars}
     uses = collections.Counter(id(var) for var, _ in pairs)
@@ -91,13 +94,14 @@ def _defined_once(program: Jaxpr, pairs: Sequence[tuple[Any, Any]]) -> dict[int,
         and uses[id(var)] == 1
         and jnp.ndim(x) > 0
         and var.aval == jax.typeof(x)
+        and not varying_axes(flag) - varying_axes(x)
     }
 
 
 def _with_masks(
     program: Jaxpr, old: dict[int, Any], flags: Sequence[jax.Array]
 ) -> Jaxpr:
-    """Return a program that masks some variables, and takes flags and old values."""
+    """Return a program that masks variables, with flags and old values as inputs."""
     masks = {
         name: (new_var(jax.typeof(flag)), new_var(jax.typeof(x)))
         for (name, x), flag in zip(old.items(), flags, strict=True)

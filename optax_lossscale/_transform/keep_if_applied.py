@@ -41,15 +41,15 @@ def keep_if_applied(
 
     Args:
         state: the optimizer state after the step, which ``update`` returned, as for
-            `get_loss_scale_state`. The one from before tells of the previous step.
+            `get_loss_scale_state`; the one before tells of the previous step.
         new: what the optimizer does not protect, such as BatchNorm statistics, counters
             and PRNG keys, after the step; any pytree, as for `select`.
-        old: the values before it, shaped like ``new``. It warns of the same arrays.
+        old: the values before the step, shaped like ``new``, but other arrays.
         axis_name: the mapped axes, as for `all_finite`.
 
     Returns:
-        The whole of ``new``, or the whole of ``old``. Where ``old`` is not finite, as
-        an infinite minimum before the first step, ``new`` need not be finite.
+        The whole of ``new``, or the whole of ``old``. Where ``old`` is not finite, such
+        as a minimum that starts at inf, ``new`` need not be finite.
 
     Raises:
         ValueError: as `get_loss_scale_state`, `select` and `all_finite`.

@@ -1,4 +1,4 @@
-"""Keep the types of the wrapped transformation's state, in which it may be a carry."""
+"""Keep the types of the wrapped transformation's state, so ``scan`` can carry it."""
 
 from typing import Any
 
@@ -29,9 +29,9 @@ def with_kept_types(
 ) -> optax.GradientTransformationExtraArgs:
     """Wrap a transformation so that the types of its state never change.
 
-    A state whose types change in the first step cannot be the carry of a ``scan``. What
-    belongs to a float16 or float8 parameter is float32, as for a float32 parameter:
-    Adam's second moment is zero in float16.
+    A state whose types change in the first step cannot be the carry of a ``scan``. The
+    state of a float16 or float8 parameter is float32: Adam's second moment would be
+    zero in float16.
     """
     accepted = find_accepted(inner)
 
@@ -39,7 +39,7 @@ def with_kept_types(
         state = inner.init(params)
         if any(map(loses_range, jax.tree.leaves(params))):
             wide_state = inner.init(widen(params))
-            # Match by path: wide parameters have no master weights.
+            # Match by path: the wide state has no master weights.
             wide = dict(jax.tree_util.tree_leaves_with_path(wide_state))
             state = jax.tree_util.tree_map_with_path(wide.get, state)
         return jax.tree.map(as_strongly_typed, state)
@@ -53,8 +53,8 @@ def with_kept_types(
         grads, wide_params = updates, params
         has_narrow = any(map(loses_range, jax.tree.leaves(params)))
         has_narrow = has_narrow and not has_master_weights(state)
-        # All are as wide as the state, or the branches of a `jax.lax.cond` in the
-        # optimizer could return different types.
+        # Make gradients and parameters as wide as the state. Otherwise the branches of
+        # a `jax.lax.cond` in the optimizer could return different types.
         if not any(map(loses_range, jax.tree.leaves(state))):
             grads = widen(updates)
             wide_params = widen(params) if has_narrow else params
@@ -143,6 +143,6 @@ def _check_types(new_state: optax.OptState, state: optax.OptState) -> None:
 
 
 def _kind(dtype: Any) -> int:
-    """Rank what a type can hold; -1 for PRNG keys."""
+    """Return the rank of a type: each kind holds those below it; -1 for PRNG keys."""
     kinds = [jnp.issubdtype(dtype, kind) for kind in _KINDS]
     return kinds.index(True) if True in kinds else -1

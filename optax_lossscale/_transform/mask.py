@@ -1,8 +1,8 @@
 """Apply or skip an update: select the new state or the old one, by ``jnp.where``.
 
 The update runs in every step, so that every device reaches a collective inside it. In a
-skipped step it gets finite numbers, and its results are discarded. With NaN, a line
-search might not end, and derivatives would be NaN in spite of ``jnp.where``.
+skipped step it gets finite placeholders, and its results are discarded. With NaN, a
+line search might not end, and derivatives would be NaN in spite of ``jnp.where``.
 """
 
 import functools
@@ -62,11 +62,11 @@ def masked_update(
     ):
         outputs = _in_place_if_possible(run, finite, inexact, old_state, is_checked)
     if outputs is None:
-        # Only eager derivatives need it; compiled steps should not compute twice.
+        # Only eager derivatives need a second run. Compiled, it costs too much.
         again = is_checked and not staging and is_traced((inexact, old_state))
         outputs = _masked(run, finite, inexact, old_state, again)
     applied, updates, new_state = outputs
-    # Shaped like the output: the inner transformation may return another tree.
+    # Like the updates, not the gradients: the optimizer may return another tree.
     no_updates = jax.tree.map(_zeros_like, updates)
     return applied, select(applied, updates, no_updates), new_state
 
@@ -74,12 +74,12 @@ def masked_update(
 def _masked(
     run: Run, finite: jax.Array, inexact: list[jax.Array], old_state: Any, again: bool
 ) -> Any:
-    """Run an update, and return whether it is applied, its updates, and a state."""
+    """Run an update, and return whether it is applied, its updates, and the state."""
     usable, updates, new_state = run(finite, inexact)
     applied = finite & usable
     if again:
-        # Where finite gradients lead to NaN, derivatives would be NaN. Those of a
-        # second run, which gets placeholders in such a step, are not.
+        # If finite gradients lead to NaN, derivatives of this run are NaN. Those of a
+        # second one are not: it gets placeholders unless the step is applied.
         _, updates, new_state = run(applied, inexact)
     return applied, updates, select(applied, new_state, old_state)
 
@@ -108,7 +108,7 @@ def _in_place_if_possible(
     return jax.tree.unflatten(structure, leaves)
 
 
-# Compiled: one equation of the update's program, whatever the number of its gradients.
+# Compiled: one equation of the update's program instead of several per gradient.
 @jax.jit
 def _finite_grads(finite: jax.Array, grads: list[jax.Array]) -> list[jax.Array]:
     return [choose(finite, x, _placeholder(x)) for x in grads]
@@ -118,18 +118,19 @@ def _finite_extra_args(
     finite: jax.Array, extra_args: dict[str, Any], grads: Any, staging: bool
 ) -> dict[str, Any]:
     known = set(map(id, jax.tree.leaves(grads)))
-    # While a step is compiled, Python code may read an array that is no tracer.
+    # While a step is compiled, an array that is no tracer must stay one: Python code in
+    # the optimizer may read it.
     kind = jax.core.Tracer if staging else jax.Array
 
     def leaf(path: Any, x: Any) -> Any:
         if not is_inexact(x):
             return x
-        if id(x) in known:  # a line search takes the gradients twice
+        if id(x) in known:  # a line search takes the gradients as `grad`, too
             return choose(finite, x, _placeholder(x))
         if not isinstance(x, kind) or is_ref(x):
             return x
         if path[0].key == "value":
-            # A loss so large that any other is better, so that a line search ends.
+            # With this old loss, a line search ends: every new loss is below it.
             return choose(finite, x, jnp.full_like(x, _largest(x) / 4))
         return choose(finite | jnp.isfinite(x), x, _placeholder(x))
 
@@ -157,7 +158,7 @@ def _placeholder(x: jax.Array) -> jax.Array:
 
 
 def _zeros_like(x: Any) -> Any:
-    """Return zeros that change no bit of any number that they are added to."""
+    """Return zeros that change no bit of a number when they are added to it."""
     dtype = dtype_of(x)
     if jnp.issubdtype(dtype, np.inexact):
         # Adding 0.0 would turn a parameter of -0.0 into 0.0.

@@ -45,7 +45,7 @@ def with_master_weights(
     Raises:
         TypeError: if ``inner`` is not an Optax transformation.
         ValueError: if ``dtype`` is not a floating-point type, or not enabled; from
-            ``init``, if a parameter is float8, to which updates cannot lead; from
+            ``init``, if a parameter is float8, which no update can set exactly; from
             ``update``, if ``params`` is None or differs in structure, in shapes, or in
             which parameters are narrow, from what ``init`` was given.
 
@@ -134,7 +134,7 @@ def _has_frozen(state: Any) -> bool:
 
 
 def check_last(state: Any) -> None:
-    """Raise if a chain changes the updates that lead to master weights."""
+    """Raise if a chain changes the updates that `with_master_weights` returns."""
 
     def goes_on(node: Any) -> bool:
         if type(node) not in CHAINS:
@@ -156,7 +156,7 @@ def warn_of_float16(params: optax.Params, inner_state: optax.OptState) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(params)
     paths = [path for path, x in leaves if getattr(x, "dtype", None) == jnp.float16]
     if paths and _has_frozen(inner_state):
-        # Beside frozen parameters, those that have moments are trained.
+        # If some parameters are frozen, those with moments are the trained ones.
         known = [path for path, _ in jax.tree_util.tree_leaves_with_path(inner_state)]
         paths = [p for p in paths if any(x[len(x) - len(p) :] == p for x in known)]
     if not paths or has_master_weights(inner_state):
@@ -179,7 +179,7 @@ def _has_fewer_bits(x: Any, dtype: Any) -> bool:
 
 
 def _copied(params: Any, dtype: Any) -> Any:
-    """Return the parameters that have master weights, masked like these."""
+    """Return the parameters that have master weights, and a MaskedNode for others."""
     return jax.tree.map(
         lambda p: p if _has_fewer_bits(p, dtype) else optax.MaskedNode(), params
     )

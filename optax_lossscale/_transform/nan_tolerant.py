@@ -1,7 +1,7 @@
-"""Which programs may compute with NaN: those that end, and do nothing but compute.
+"""Decide whether a program may compute with NaN.
 
-A program is safe if it terminates for any numbers, and has no effect but communication,
-so that all that a NaN can reach is its results. Each operation of it must be known.
+It may if it terminates for any input, and has no effect except communication: a NaN can
+then reach only its results. The list holds the primitives that are known to be so.
 """
 
 import jax

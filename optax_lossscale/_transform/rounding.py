@@ -26,8 +26,8 @@ def update_to(master: jax.Array, param: Any) -> jax.Array:
 def round_to(x: jax.Array, dtype: Any) -> jax.Array:
     """Round to the precision of a narrower type, to nearest, ties to even.
 
-    Two casts would do the same, but XLA removes them: on GPUs and TPUs it keeps more
-    digits if it may. A number above the largest one of the type stays finite.
+    Two casts would do the same, but XLA may remove them on GPUs and TPUs, to keep more
+    digits. A number above the largest one of the type stays finite.
     """
     wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
     digits = wide.nmant - narrow.nmant

@@ -41,9 +41,9 @@ def with_loss_scaling(
     them. Put it outermost: around clipping, weight decay, schedules,
     ``optax.MultiSteps``, ``optax.masked`` and ``optax.partition``, not inside them.
 
-    ``init`` makes the state of ``inner`` as Optax does, but for float16 and float8
-    parameters as for float32 ones. float16 parameters lose small updates; to keep them,
-    use `with_master_weights`.
+    For float16 and float8 parameters, ``init`` makes the state that Optax makes for
+    float32 ones. float16 parameters lose small updates; to keep them, use
+    `with_master_weights`.
 
     Args:
         inner: the optimizer, any Optax transformation. It must not donate its state,
@@ -74,11 +74,11 @@ def with_loss_scaling(
             `LossScale`; from ``update``, if ``state`` is not a `WithLossScalingState`.
         ValueError: if ``check_updates`` is not a bool, or is True and the rule never
             skips; from ``init``, if ``inner`` scales losses itself, or changes updates
-            after `with_master_weights`; from ``update``, if
-            ``inner`` changes the structure, shapes or kinds of numbers of its state,
-            gradients do not match the parameters or the state, ``value`` or
-            ``grads_finite`` is not one number or flag, ``axis_name`` is not bound, or
-            devices of a ``shard_map`` would decide differently.
+            after `with_master_weights`; from ``update``, if ``inner`` changes the
+            structure, shapes or kinds of numbers of its state, gradients do not match
+            the parameters or the state, ``value`` or ``grads_finite`` is not one number
+            or flag, ``axis_name`` is not bound, or devices of a ``shard_map`` would
+            decide differently.
 
     Warns:
         UserWarning: from ``init`` and ``update``,
@@ -92,7 +92,7 @@ def with_loss_scaling(
               ``FixedLossScale(1.0)``;
             - if a compiled function holds the scale as a constant;
             - if ``scale_loss`` was called in this step, but not ``unscale_grads``;
-            - if the types of the state round the new one;
+            - if the state of ``inner`` is rounded to narrower types in every step;
             - if ``loss`` or ``values`` is passed, but not ``value``.
 
     Examples:
@@ -182,8 +182,8 @@ def with_loss_scaling(
         )
         if takes_grads:
             grads_finite = applied
-        # No scale cures a loss that is not finite before it is scaled, nor an optimizer
-        # that turns finite gradients into NaN or inf.
+        # Another scale does not help if the unscaled loss is not finite, or if the
+        # optimizer turns finite gradients into NaN or inf.
         scale_may_change = value_finite & (applied | ~grads_finite)
         new_scale_state = select(
             scale_may_change,

@@ -97,3 +97,21 @@ def test_devices_with_models_of_their_own_skip_alone(check_vma):
     updates, states = step(jnp.array([1.0, jnp.nan, 1.0, 1.0]), states)
     assert updates[:, 0].tolist() == [3.0, 0.0, 3.0, 3.0]
     assert states.scale_state.skipped_steps.tolist() == [0, 1, 0, 0]
+
+
+def test_devices_that_skip_alone_may_share_a_leaf_of_the_state():
+    """After the step the leaf differs, because not every device has applied it."""
+    ones = jnp.ones(3)
+    tx = ls.with_loss_scaling(transformation(lambda g, m: (g, (m + 1,)), ones))
+
+    def on_each(losses, scale_states, shared):
+        loss, scale_state = jax.tree.map(lambda x: x[0], (losses, scale_states))
+        state = ls.WithLossScalingState(scale_state, shared)
+        state = tx.update(ones, state, value=loss)[1]
+        return state.inner_state[0][None]
+
+    step = on_mesh(on_each, (P("d"), P("d"), P()), P("d"), make_mesh(d=2))
+    state = tx.init(ones)
+    scale_states = jax.tree.map(lambda x: jnp.stack([x] * 2), state.scale_state)
+    new = step(jnp.array([1.0, jnp.nan]), scale_states, state.inner_state)
+    assert (new - state.inner_state[0])[:, 0].tolist() == [1.0, 0.0]
