@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.interpreters import ad
 
 # The names of effect classes, which jax does not export.
@@ -50,30 +50,17 @@ def new_var(aval: Any, dtype: Any = None) -> Var:
     return Var(aval)
 
 
-def convert_eqn(eqn: JaxprEqn, x: Var | Literal, y: Var) -> JaxprEqn:
-    """Return ``eqn``, replaced by a conversion to another dtype."""
-    old, new = cast(Any, x.aval), cast(Any, y.aval)
-    like = jax.ShapeDtypeStruct((), old.dtype)
-    program = jax.make_jaxpr(lambda x: jax.lax.convert_element_type(x, new.dtype))(like)
-    (conversion,) = program.jaxpr.eqns
+def eqn_like(eqn: JaxprEqn, fun: Any, inputs: Sequence[Any], output: Var) -> Any:
+    """Return an equation that computes one primitive, with the context of another."""
+    like = [jax.ShapeDtypeStruct((), x.aval.dtype) for x in inputs]
+    (new,) = jax.make_jaxpr(fun)(*like).jaxpr.eqns
     return replace(
         eqn,
-        primitive=conversion.primitive,
-        invars=[x],
-        outvars=[y],
-        params=conversion.params,
-    )
-
-
-def select_eqn(eqn: JaxprEqn, y: Var, flag: Var, on_true: Var, on_false: Var) -> Any:
-    """Return ``eqn``, replaced by a selection of one of two variables."""
-    return replace(
-        eqn,
-        primitive=jax.lax.select_n_p,
-        invars=[flag, on_false, on_true],
-        outvars=[y],
-        params={},
-        effects=frozenset(),
+        primitive=new.primitive,
+        invars=[*inputs],
+        outvars=[output],
+        params=new.params,
+        effects=new.effects,
     )
 
 

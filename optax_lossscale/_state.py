@@ -40,8 +40,8 @@ class LossScaleState(NamedTuple):
     Examples:
         >>> import optax_lossscale as ls
         >>> state = ls.HeadroomLossScale().init()
-        >>> float(state.loss_scale), int(state.skipped_steps), state.rule_state
-        (32768.0, 0, HeadroomState(max_magnitude=Array(0., dtype=float32)))
+        >>> float(state.loss_scale), int(state.skipped_steps), state.rule_state._fields
+        (32768.0, 0, ('max_magnitude', 'chosen_scale'))
     """
 
     loss_scale: jax.Array

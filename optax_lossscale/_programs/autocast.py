@@ -11,8 +11,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from .._jax_internals import (
     MUTABLE_ARRAYS,
-    convert_eqn,
     effect_names,
+    eqn_like,
     new_var,
     replace,
     with_eqns,
@@ -133,7 +133,7 @@ def _cast_eqn(eqn: JaxprEqn, dtype: str) -> Iterator[JaxprEqn]:
         for i, x in enumerate(operands[:2]):
             if x.aval.dtype == jnp.float32:
                 operands[i] = new_var(x.aval, dtype)
-                yield convert_eqn(eqn, x, operands[i])
+                yield _convert(eqn, x, operands[i])
         (result,) = eqn.outvars
         narrow_result = new_var(result.aval, dtype)
         yield replace(
@@ -142,9 +142,17 @@ def _cast_eqn(eqn: JaxprEqn, dtype: str) -> Iterator[JaxprEqn]:
             outvars=[narrow_result],
             params={**eqn.params, "preferred_element_type": jnp.dtype(dtype)},
         )
-        yield convert_eqn(eqn, narrow_result, result)
+        yield _convert(eqn, narrow_result, result)
     else:
         yield eqn
+
+
+def _convert(eqn: JaxprEqn, x: Any, y: Any) -> JaxprEqn:
+    def convert(x: Any) -> jax.Array:
+        return jax.lax.convert_element_type(x, y.aval.dtype)
+
+    new: JaxprEqn = eqn_like(eqn, convert, [x], y)
+    return new
 
 
 def _is_float32(eqn: JaxprEqn, dtype: str) -> bool:

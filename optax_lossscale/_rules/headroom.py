@@ -23,14 +23,17 @@ class HeadroomState(NamedTuple):
     Attributes:
         max_magnitude: float32 of shape ``()``, a decaying maximum of the largest
             absolute value of the gradients; 0 before the first one.
+        chosen_scale: float32 of shape ``()``, the scale that the rule chose last. If
+            ``loss_scale`` is lower, retries lowered it.
 
     Examples:
         >>> import optax_lossscale as ls
-        >>> ls.HeadroomLossScale().init().rule_state
-        HeadroomState(max_magnitude=Array(0., dtype=float32))
+        >>> ls.HeadroomLossScale().init().rule_state.max_magnitude
+        Array(0., dtype=float32)
     """
 
     max_magnitude: jax.Array
+    chosen_scale: jax.Array
 
 
 @final
@@ -96,7 +99,7 @@ class HeadroomLossScale(LossScale):
         check_fields(self, "min_scale", "init_scale", "max_scale")
 
     def init(self) -> LossScaleState:
-        rule_state = HeadroomState(jnp.zeros((), jnp.float32))
+        rule_state = HeadroomState(jnp.float32(0), jnp.float32(self.init_scale))
         return LossScaleState.create(self.init_scale, rule_state=rule_state)
 
     @check_and_compile
@@ -126,7 +129,7 @@ class HeadroomLossScale(LossScale):
 
         # If a retry lowered the scale, a larger gradient overflowed than is remembered.
         # Assume the one for which the rule chooses this scale.
-        is_lower = scale < scale_for(remembered)
+        is_lower = scale < state.rule_state.chosen_scale
         remembered = jnp.where(is_lower, magnitude_for(scale), remembered)
         # An overflow does not tell its magnitude: assume the one for a backoff.
         unseen = magnitude_for(scale * self.backoff_factor)
@@ -142,7 +145,7 @@ class HeadroomLossScale(LossScale):
         return new_state._replace(
             loss_scale=loss_scale,
             growth_tracker=jnp.where(new_state.applied, finite_steps, 0),
-            rule_state=HeadroomState(magnitude),
+            rule_state=HeadroomState(magnitude, loss_scale),
         )
 
 

@@ -21,9 +21,9 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._jax_internals import (
     after,
+    eqn_like,
     new_var,
     replace,
-    select_eqn,
     varying_axes,
     varying_like,
     with_eqns,
@@ -113,7 +113,8 @@ def _with_masks(
         for var in eqn.outvars:
             if id(var) in masks:
                 flag, old_var = masks[id(var)]
-                yield select_eqn(eqn, var, flag, new[id(var)], old_var)
+                inputs = [flag, old_var, new[id(var)]]
+                yield eqn_like(eqn, jax.lax.select_n, inputs, var)
 
     inputs = [flag for flag, _ in masks.values()] + [x for _, x in masks.values()]
     masked: Jaxpr = with_eqns(program, mask, inputs)

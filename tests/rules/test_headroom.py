@@ -51,3 +51,10 @@ def test_a_scale_that_is_lowered_without_the_rule_is_kept():
         assert new.loss_scale == lowered.loss_scale
     raised = state._replace(loss_scale=state.loss_scale * 64)
     assert rule.update(raised, True, 1.0).loss_scale == state.loss_scale
+
+
+def test_a_rule_with_less_headroom_raises_the_scale_at_once():
+    """Although the scale is lower than its own, no retry has lowered it."""
+    careful, bold = (ls.HeadroomLossScale(headroom=x) for x in (6, 3))
+    state = careful.update(careful.init(), True, 1e-3)
+    assert bold.update(state, True, 1e-3).loss_scale == 8 * state.loss_scale
