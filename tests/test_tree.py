@@ -8,6 +8,7 @@ import pytest
 from asserts import assert_same_bits
 
 import optax_lossscale as ls
+from optax_lossscale._tree import at_paths_of, cast_like, mismatch
 
 
 @pytest.mark.parametrize("jit", [False, True])
@@ -54,3 +55,36 @@ def test_select_refuses_trees_that_do_not_match(t, f):
         ls.select(True, {"a": t}, {"a": f})
     with pytest.raises(ValueError, match="must have the same structure"):
         ls.select(True, {"a": t}, {"b": t})
+
+
+MISMATCHES = [
+    ({"a": jnp.ones(2)}, {"a": jnp.ones(2)}, None),
+    ({"a": jnp.ones(2)}, {"a": jnp.ones(3)}, "['a']"),
+    ({"a": 1.0, "b": jnp.ones(1)}, {"a": 2, "b": 1.0}, "['b']"),
+    ({"a": 1.0}, {"a": 1.0, "c": 1.0}, "['c']"),
+    ({"a": 1.0}, [1.0], "[0]"),
+    # The same arrays at the same paths, in other containers.
+    ((1.0,), [1.0], "the root"),
+]
+
+
+@pytest.mark.parametrize(("new", "old", "where"), MISMATCHES)
+def test_a_mismatch_is_where_shapes_or_containers_differ(new, old, where):
+    found = mismatch(new, old)
+    assert found is None if where is None else found[0] == where
+    assert found is None or found[1] != found[2]
+
+
+def test_leaves_are_cast_unless_they_have_the_type_strongly():
+    x, key = jnp.ones(2), jax.random.key(0)
+    tree = [x, 1.0, jnp.asarray(1.0), jnp.float16(1), "text", key]
+    like = [x, x, x, x, "text", key]
+    same, *cast, text, other = cast_like(tree, like)
+    assert same is x and text == "text" and other is key
+    assert [(y.dtype, y.weak_type) for y in cast] == [(jnp.float32, False)] * 3
+
+
+def test_other_leaves_are_found_by_their_paths():
+    tree, other = {"a": [1, 2]}, {"a": [3, 4], "f": len}
+    assert at_paths_of(tree, other) == {"a": [3, 4]}
+    assert at_paths_of({"b": 1}, None) == {"b": 0}

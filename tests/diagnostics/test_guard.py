@@ -112,6 +112,18 @@ def test_errors_come_at_the_first_skip_beyond_the_limit_and_then_every_few(compi
     assert {key: skips(told) for key, told in errors.items()} == WATCHED
 
 
+def test_a_share_of_skips_is_told_once_for_each_of_them_in_a_compiled_loop():
+    rule, told = ls.DynamicLossScale(min_scale=2.0), []
+
+    def step(state, flag):
+        state = rule.update(state, flag)
+        ls.check_loss_scale(state, every=10, on_error=told.append)
+        return state, None
+
+    run(lambda: jax.lax.scan(step, rule.init(), jnp.arange(200) % 2 == 0))
+    assert len(told) == len(set(map(str, told))) == 7  # above 1/4 from the 35th on
+
+
 def test_only_what_is_due_calls_the_host_or_measures_the_gradients():
     def check(state, grads):
         ls.check_loss_scale(state, grads=grads)
