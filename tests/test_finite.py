@@ -15,6 +15,7 @@ from processes import WARNINGS_ARE_ERRORS, worker_environment
 from shared import enable_x64
 
 import optax_lossscale as ls
+from optax_lossscale._finite import is_nonfinite
 
 FLOATS = ["float16", "bfloat16", "float32", "float8_e5m2", "float8_e4m3fn"]
 BAD = [np.nan, np.inf, -np.inf]
@@ -57,6 +58,16 @@ def test_leaves_that_cannot_hold_a_nan_are_finite_and_have_no_magnitude():
     for empty in ({}, None, [], optax.MaskedNode()):
         assert ls.all_finite(empty) and jax.jit(ls.all_finite)(empty)
         assert float(ls.max_magnitude(empty)) == 0.0
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, "complex64", "float64", "complex128"])
+def test_bits_tell_what_is_not_finite(dtype):
+    with enable_x64(True):
+        info = jnp.finfo(dtype)
+        finite = [0.0, float(info.max), float(info.min), float(info.tiny)]
+        x = jnp.asarray([*finite, jnp.nan, jnp.inf, -jnp.inf]).astype(dtype)
+        expected = ~np.isfinite(np.asarray(x))
+        np.testing.assert_array_equal(jax.jit(is_nonfinite)(x), expected)
 
 
 @pytest.mark.parametrize("jit", [True, False])
