@@ -85,7 +85,9 @@ def scale_backward(
         # Read the state now: a Flax NNX optimizer changes in place.
         with _number(scale) as number, traced_call(fun, args, kwargs) as call:
             jaxpr, overwritten = call.jaxpr, call.overwritten
-            program = _scaled("scale_backward", jaxpr, overwritten, lambda x, *_: x)
+            program = _scale_program(
+                "scale_backward", jaxpr, overwritten, lambda x, *_: x
+            )
             return call.put_back(program(jax.lax.stop_gradient(number), *call.inputs))
 
     return fun_scaled_backward
@@ -167,7 +169,9 @@ def scale_block(
     @functools.wraps(fun, updated=())
     def fun_scaled_backward(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
         with traced_call(fun, args, kwargs) as call:
-            program = _scaled("scale_block", call.jaxpr, call.overwritten, choose)
+            program = _scale_program(
+                "scale_block", call.jaxpr, call.overwritten, choose
+            )
             return call.put_back(program(None, *call.inputs))
 
     return fun_scaled_backward
@@ -185,7 +189,7 @@ def _number(scale: Any) -> Iterator[jax.Array]:
             yield scale_state.loss_scale
 
 
-def _scaled(
+def _scale_program(
     name: str, jaxpr: Jaxpr, overwritten: Sequence[bool], choose: Choose
 ) -> Callable[..., Sequence[jax.Array]]:
     """Return a program whose backward pass runs at the scale that ``choose`` returns.

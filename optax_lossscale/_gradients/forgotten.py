@@ -88,13 +88,13 @@ _around = contextvars.ContextVar("around", default=())
 
 def use_scale(state: Any, by: str) -> LossScaleState:
     """Return the state whose scale a function uses, and note that."""
-    return _used(state, by)[0]
+    return _find_use(state, by)[0]
 
 
 @contextlib.contextmanager
 def differentiating_at(state: Any) -> Iterator[LossScaleState]:
     """Yield the state whose scale multiplies a loss, while it is differentiated."""
-    scale_state, use = _used(state, "value_and_grad")
+    scale_state, use = _find_use(state, "value_and_grad")
     calls: collections.Counter[str] = collections.Counter()
     token = _around.set((*_around.get(), (use, calls)))
     try:
@@ -166,7 +166,7 @@ def _use_of(grads: Any) -> Any:
     return next(filter(None, map(_true_grads.get, jax.tree.leaves(grads))), None)
 
 
-def _used(state: Any, by: str) -> tuple[LossScaleState, _Use]:
+def _find_use(state: Any, by: str) -> tuple[LossScaleState, _Use]:
     raw = raw_scale_state(state)
     scale_state = check_state(raw)
     check_outermost(state)

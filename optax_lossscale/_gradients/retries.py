@@ -111,7 +111,7 @@ def value_and_grad_with_retries(
         ):
             check_axes(call.jaxpr, axis_name)
             refuse_effects(effect_names(call.jaxpr) & MUTABLE_ARRAYS)
-            attempts, scale, *outputs = _retried(
+            attempts, scale, *outputs = _retry(
                 call.jaxpr, call.inputs, max_retries, backoff_factor, axis_name
             )
             _, output, grads = call.put_back(outputs)
@@ -132,7 +132,7 @@ class _Carry(NamedTuple):
     result: Sequence[jax.Array]  # whether the last attempt overflowed, and its outputs
 
 
-def _retried(
+def _retry(
     jaxpr: Jaxpr,
     inputs: Sequence[jax.Array],
     max_retries: int,

@@ -194,7 +194,7 @@ def matching_state(rule: LossScale, state: Any) -> LossScaleState:
             f"which needs {old}. To switch to another rule, start with its first "
             "state: `opt_state._replace(scale_state=rule.init())`."
         )
-    return _started(rule, state)
+    return _take_over(rule, state)
 
 
 def next_state(
@@ -228,7 +228,7 @@ def next_state(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _started(rule: LossScale, state: LossScaleState) -> LossScaleState:
+def _take_over(rule: LossScale, state: LossScaleState) -> LossScaleState:
     """Return the rule's first state if the scale is or was fixed, else the state.
 
     A fixed rule has its own scale, and a rule that changes its scale does not continue

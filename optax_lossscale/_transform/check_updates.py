@@ -39,7 +39,7 @@ def _outcome_finite(
         jax.tree.map(_bad_update, new_updates, params),
         jax.tree.map(_bad_change, new_state, old_state),
     )
-    return none_is_true(_joined(*flags))
+    return none_is_true(_join(*flags))
 
 
 def _bad_change(new: Any, old: Any) -> Any:
@@ -73,7 +73,7 @@ def _bad_update(update: Any, param: Any) -> Any:
     return bad | _bad_change(new.astype(dtype_of(param)), param)
 
 
-def _joined(updates: Any, state: Any) -> list[jax.Array]:
+def _join(updates: Any, state: Any) -> list[jax.Array]:
     """Combine the flags of each parameter: of its update and of its moments.
 
     The update depends on the moments, which are then computed and read only once.

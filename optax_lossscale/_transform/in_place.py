@@ -57,7 +57,7 @@ def update_in_place(
     old = jax.tree.leaves(old_state)
     first = len(program.outvars) - len(old)
     pairs = list(zip(program.outvars[first:], old, strict=True))
-    early = _defined_once(program, pairs, applied)
+    early = _choose_early(program, pairs, applied)
     flags = [varying_like(applied, x) for x in early.values()]
     masked_program = _with_masks(program, early, flags)
     inputs = [true, *inexact, *consts, *flags, *early.values()]
@@ -70,7 +70,7 @@ def update_in_place(
     return [applied, *updates, *masked_state]
 
 
-def _defined_once(
+def _choose_early(
     program: Jaxpr, pairs: Sequence[tuple[Any, Any]], flag: jax.Array
 ) -> dict[int, Any]:
     """Choose leaves of the state to mask in the program, and return their old values.

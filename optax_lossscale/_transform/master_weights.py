@@ -79,7 +79,7 @@ def with_master_weights(
         # Cast twice: some optimizers keep the arrays that they are given, and no array
         # may be two leaves of a donated state.
         inner_state = inner.init(jax.tree.map(wide, params))
-        masters = jax.tree.map(wide, _copied(params, dtype))
+        masters = jax.tree.map(wide, _keep_narrow(params, dtype))
         return MasterWeightsState(masters, inner_state)
 
     def update_fn(
@@ -178,7 +178,7 @@ def _has_fewer_bits(x: Any, dtype: Any) -> bool:
     return is_real and jnp.finfo(dtype_of(x)).bits < jnp.finfo(dtype).bits
 
 
-def _copied(params: Any, dtype: Any) -> Any:
+def _keep_narrow(params: Any, dtype: Any) -> Any:
     """Return the parameters that have master weights, and a MaskedNode for others."""
     return jax.tree.map(
         lambda p: p if _has_fewer_bits(p, dtype) else optax.MaskedNode(), params
@@ -212,7 +212,7 @@ def _refuse_float8(params: Any) -> None:
 
 def _check_params(params: Any, masters: Any, dtype: Any) -> None:
     """Raise if parameters do not match the master weights in the state."""
-    expected = _copied(params, dtype)
+    expected = _keep_narrow(params, dtype)
     if found := mismatch(expected, masters):
         path, new, old = found
         raise ValueError(

@@ -5,7 +5,7 @@ from typing import Literal
 from .._rules import fields
 from .._rules.fixed import FixedLossScale
 from .._validation import check_order
-from ._build import Growing, growing, least_scale
+from ._build import Growing, build_rule, least_scale
 
 
 def apex_amp(
@@ -38,7 +38,7 @@ def apex_amp(
     least = least_scale("min_loss_scale", least)
     largest = fields.scale("max_loss_scale", max_loss_scale)
     check_order(min_loss_scale=least, max_loss_scale=largest)
-    return growing(
+    return build_rule(
         init_scale=min(fields.scale("init_scale", init_scale), largest),
         growth_interval=fields.growth_interval("scale_window", scale_window),
         min_scale=least,

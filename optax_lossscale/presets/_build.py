@@ -17,7 +17,7 @@ def least_scale(name: str, value: Any, largest: float = LARGEST_SCALE) -> float:
     return max(check_number(name, value, 0, largest, advice), SMALLEST_SCALE)
 
 
-def growing(**arguments: Any) -> Growing:
+def build_rule(**arguments: Any) -> Growing:
     """Return a `DynamicLossScale` if that behaves alike, else a `VerbatimLossScale`.
 
     Without a ``backoff_factor``, the growth factor also divides the scale.

@@ -4,7 +4,7 @@ from .._dtypes import LARGEST_SCALE
 from .._rules import fields
 from .._rules.fixed import FixedLossScale
 from .._validation import check_number, check_switch
-from ._build import Growing, growing, least_scale
+from ._build import Growing, build_rule, least_scale
 
 
 def deepspeed(
@@ -41,7 +41,7 @@ def deepspeed(
     del raise_error_at_min_scale
     advice = "It decides what resets the hysteresis counter."
     check_switch("consecutive_hysteresis", consecutive_hysteresis, advice)
-    return growing(
+    return build_rule(
         init_scale=init_scale,
         growth_interval=fields.growth_interval("scale_window", scale_window),
         min_scale=least_scale("min_scale", min_scale),

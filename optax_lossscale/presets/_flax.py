@@ -2,7 +2,7 @@
 
 from .._dtypes import SMALLEST_SCALE
 from .._rules import fields
-from ._build import Growing, growing, least_scale
+from ._build import Growing, build_rule, least_scale
 
 
 def flax_dynamic_scale(
@@ -30,7 +30,7 @@ def flax_dynamic_scale(
         2001
     """
     minimum_scale = 0.0 if minimum_scale is None else minimum_scale
-    return growing(
+    return build_rule(
         init_scale=fields.scale("scale", scale),
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,

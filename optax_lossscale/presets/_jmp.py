@@ -3,7 +3,7 @@
 from typing import Any
 
 from .._rules import fields
-from ._build import Growing, growing, least_scale
+from ._build import Growing, build_rule, least_scale
 
 
 def jmp_dynamic(
@@ -25,7 +25,7 @@ def jmp_dynamic(
         >>> presets.jmp_dynamic(2.0**15, period=500).growth_interval
         500
     """
-    return growing(
+    return build_rule(
         init_scale=fields.scale("loss_scale", loss_scale),
         growth_interval=fields.growth_interval("period", period),
         min_scale=least_scale("min_loss_scale", min_loss_scale),

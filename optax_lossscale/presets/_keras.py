@@ -3,7 +3,7 @@
 from .._rules import fields
 from .._rules.fixed import FixedLossScale
 from .._validation import check_switch
-from ._build import Growing, growing
+from ._build import Growing, build_rule
 
 
 def keras_loss_scale(
@@ -28,7 +28,7 @@ def keras_loss_scale(
             f"`dynamic` must be True, got {dynamic!r}. For a scale that never changes, "
             "use `FixedLossScale`."
         )
-    return growing(
+    return build_rule(
         init_scale=fields.scale("initial_scale", initial_scale),
         growth_interval=fields.growth_interval(
             "dynamic_growth_steps", dynamic_growth_steps
@@ -59,7 +59,7 @@ def tf_keras_loss_scale(
     if check_switch("dynamic", dynamic, "Pass a number as `initial_scale`."):
         first = 2.0**15 if initial_scale is None else initial_scale
         steps = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
-        return growing(
+        return build_rule(
             init_scale=fields.scale("initial_scale", first),
             growth_interval=fields.growth_interval("dynamic_growth_steps", steps),
             min_scale=1.0,

@@ -1,7 +1,7 @@
 """MindSpore: ``DynamicLossScaleManager``."""
 
 from .._rules import fields
-from ._build import Growing, growing
+from ._build import Growing, build_rule
 
 
 def mindspore_dynamic(
@@ -24,7 +24,7 @@ def mindspore_dynamic(
         >>> presets.mindspore_dynamic().init_scale
         16777216.0
     """
-    return growing(
+    return build_rule(
         init_scale=fields.constant_scale("init_loss_scale", init_loss_scale),
         growth_interval=fields.growth_interval("scale_window", scale_window),
         min_scale=1.0,

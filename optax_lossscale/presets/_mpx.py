@@ -3,7 +3,7 @@
 from typing import Any
 
 from .._rules import fields
-from ._build import Growing, growing, least_scale
+from ._build import Growing, build_rule, least_scale
 
 
 def mpx_dynamic(
@@ -28,7 +28,7 @@ def mpx_dynamic(
         65504.0
     """
     largest = 65504.0
-    return growing(
+    return build_rule(
         init_scale=fields.scale("loss_scaling", loss_scaling),
         growth_interval=fields.growth_interval("period", period),
         min_scale=least_scale("min_loss_scaling", min_loss_scaling, largest),

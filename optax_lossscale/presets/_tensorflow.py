@@ -1,7 +1,7 @@
 """TensorFlow and ``tf.contrib``: dynamic loss scales."""
 
 from .._rules import fields
-from ._build import Growing, growing
+from ._build import Growing, build_rule
 
 
 def tf_dynamic_loss_scale(
@@ -21,7 +21,7 @@ def tf_dynamic_loss_scale(
         >>> presets.tf_dynamic_loss_scale(multiplier=4.0).backoff_factor
         0.25
     """
-    return growing(
+    return build_rule(
         init_scale=fields.scale("initial_loss_scale", initial_loss_scale),
         growth_interval=fields.growth_interval("increment_period", increment_period),
         min_scale=1.0,
@@ -54,7 +54,7 @@ def tf_contrib_exponential_update(
         >>> presets.tf_contrib_exponential_update(2.0**15, 1000).hysteresis_refill
         'change'
     """
-    return growing(
+    return build_rule(
         init_scale=fields.scale("init_loss_scale", init_loss_scale),
         growth_factor=fields.growth_factor("incr_ratio", incr_ratio),
         backoff_factor=fields.backoff_factor("decr_ratio", decr_ratio),

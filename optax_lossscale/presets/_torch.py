@@ -2,7 +2,7 @@
 
 from .._rules.fixed import FixedLossScale
 from .._validation import check_switch
-from ._build import Growing, growing
+from ._build import Growing, build_rule
 
 
 def torch_grad_scaler(
@@ -28,7 +28,7 @@ def torch_grad_scaler(
     """
     if not check_switch("enabled", enabled, "It decides whether to scale the loss."):
         return FixedLossScale(1.0, skip_nonfinite=False)
-    return growing(
+    return build_rule(
         init_scale=init_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
