@@ -38,6 +38,7 @@ def select(pred: jax.typing.ArrayLike, on_true: Any, on_false: Any) -> Any:
         >>> ls.select(ls.all_finite(new), new, old)
         {'mean': Array([0., 0.], dtype=float32)}
     """
+    # ``optax.tree.where`` broadcasts other shapes, and takes no functions as leaves.
     check_flag("pred", pred)
     if not same_structure(on_true, on_false):
         raise ValueError(
@@ -88,6 +89,7 @@ def cast_like(tree: Any, like: Any) -> Any:
     Unlike ``optax.tree.cast_like``, it leaves alone what is not an array.
     """
 
+    # ``optax.tree.cast_like`` takes no Python numbers.
     def leaf(x: Any, like: Any) -> Any:
         same = hasattr(x, "dtype") and x.dtype == getattr(like, "dtype", None)
         if not is_array(x) or same and not getattr(x, "weak_type", False):
