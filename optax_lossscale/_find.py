@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import optax
 
-from ._flax import unwrap
+from ._flax_internals import unwrap
 from ._state import (
     LossScaleState,
     WithLossScalingState,

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from asserts import assert_holds
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, on_mesh
@@ -155,11 +156,7 @@ CANARIES = [
 
 @pytest.mark.parametrize("holds", CANARIES, ids=lambda x: x.__name__)
 def test_a_private_part_of_jax_is_where_it_was(holds):
-    broken = f"jax {jax.__version__} has moved something: mend `_jax_internals.py`"
-    try:
-        assert holds(), broken
-    except Exception as error:
-        pytest.fail(f"{broken}: {error!r}")
+    assert_holds(holds, f"jax {jax.__version__} has moved it: mend `_jax_internals.py`")
 
 
 @pytest.fixture

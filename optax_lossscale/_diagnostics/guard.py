@@ -164,16 +164,16 @@ def _is_due(
     all_zero &= any(jnp.size(x) for x in grads)
     for x in grads:
         all_zero &= jnp.all(x == 0)
-    if not eager:
-        never_overflowed &= tracker % 500 == 0
-        at_floor &= (skips == 1) & (skipped % every == 0)
-        all_zero &= jnp.all(tracker % 500 == 20)
-    # A compiled loop sees every step: it tells each skip once.
-    is_new = eager | (skips > 0)
     valid = (scale > 0) & (scale < jnp.inf)
     in_a_row = valid & (skips > limit) & ((skips - limit - 1) % every == 0)
     # Without a fault, a rule skips about one step in a growth interval.
-    of_late = valid & (skips <= limit) & (rate > 0.25) & (skipped % every == 0) & is_new
+    of_late = valid & (skips <= limit) & (rate > 0.25) & (skipped % every == 0)
+    if not eager:
+        # A compiled loop sees every step: it tells each skip once, and the rest seldom.
+        never_overflowed &= tracker % 500 == 0
+        at_floor &= (skips == 1) & (skipped % every == 0)
+        all_zero &= jnp.all(tracker % 500 == 20)
+        of_late &= skips > 0
     due = {
         "never overflowed": never_overflowed,
         "at the floor": at_floor,

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from .._find import check_outermost, find_nodes, raw_scale_state
-from .._flax import unwrap
+from .._flax_internals import unwrap
 from .._jax_internals import is_staging
 from .._state import LossScaleState, WithLossScalingState, check_state
 from .._validation import is_traced, warn

@@ -12,7 +12,7 @@ from .._axes import AxisName, check_agreement
 from .._dtypes import SMALLEST_SCALE
 from .._find import replace_loss_scale_state
 from .._finite import all_finite
-from .._flax import update_objects
+from .._flax_internals import update_objects
 from .._jax_internals import MUTABLE_ARRAYS, after, effect_names, zeros_like_aval
 from .._programs.derivatives import call_with_derivatives_of
 from .._programs.traced_call import check_axes, evaluate, refuse_effects, traced_call

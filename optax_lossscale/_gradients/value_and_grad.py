@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._flax import check_no_modules, with_finite_overwrites
+from .._flax_internals import check_no_modules, with_finite_overwrites
 from .._validation import check_function, describe
 from .forgotten import differentiating_at, note_true
 from .scaling import scale_loss_by, unscale, warn_of_narrow_loss

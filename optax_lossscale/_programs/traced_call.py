@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
-from .. import _flax
+from .. import _flax_internals
 from .._axes import AxisName, check_axis_name
 from .._jax_internals import collective_axes, replace, without_constants
 from .._validation import describe
@@ -49,8 +49,8 @@ def traced_call(
     function gets copies of Flax NNX objects, and ``put_back`` makes the same changes to
     the originals.
     """
-    with _flax.changes_transferred():
-        given = _flax.as_arrays((tuple(args), dict(kwargs)))
+    with _flax_internals.changes_transferred():
+        given = _flax_internals.as_arrays((tuple(args), dict(kwargs)))
         paths, structure = jax.tree_util.tree_flatten_with_path(given)
         leaves = [x for _, x in paths]
         arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
@@ -60,17 +60,17 @@ def traced_call(
         def flat(first: Any, arrays: dict[int, jax.Array]) -> list[jax.Array]:
             nonlocal returned, out_structure
             copies = [arrays.get(i, x) for i, x in enumerate(leaves)]
-            arguments = _flax.with_objects(
+            arguments = _flax_internals.with_objects(
                 jax.tree.unflatten(structure, copies), copies=True
             )
-            before = _flax.leaves_with_objects(arguments)
+            before = _flax_internals.leaves_with_objects(arguments)
             output = fun(*first, *arguments[0], **arguments[1])
             after = before
             with contextlib.suppress(ValueError):  # raised by a used `eqx.nn.State`
-                after = _flax.leaves_with_objects(arguments)
+                after = _flax_internals.leaves_with_objects(arguments)
             _check_unchanged(before, after)
-            objects = list(filter(_flax.is_object, before.values()))
-            changed = _flax.as_arrays((output, objects))
+            objects = list(filter(_flax_internals.is_object, before.values()))
+            changed = _flax_internals.as_arrays((output, objects))
             outputs, out_structure = jax.tree.flatten(changed)
             returned = [_ARRAY if isinstance(x, jax.Array) else x for x in outputs]
             return [x for x in outputs if isinstance(x, jax.Array)]
@@ -78,7 +78,7 @@ def traced_call(
         closed_jaxpr = jax.make_jaxpr(flat)(first, arrays)
         jaxpr = without_constants(closed_jaxpr)
         inputs = [*first, *arrays.values(), *closed_jaxpr.consts]
-        whole = [_flax.is_overwritten(paths[i][0]) for i in arrays]
+        whole = [_flax_internals.is_overwritten(paths[i][0]) for i in arrays]
         rest = [False] * len(closed_jaxpr.consts)
         overwritten = [*[False] * len(first), *whole, *rest]
         # Inputs that are returned unchanged, such as parameters, bypass the program.
@@ -92,7 +92,7 @@ def traced_call(
             outputs = iter([next(remaining) if y is None else y for y in forwarded])
             leaves = [next(outputs) if x is _ARRAY else x for x in returned]
             changed = jax.tree.unflatten(out_structure, leaves)
-            return _flax.with_objects(changed, copies=False)[0]
+            return _flax_internals.with_objects(changed, copies=False)[0]
 
         yield TracedCall(jaxpr, inputs, overwritten, put_back)
 

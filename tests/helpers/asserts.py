@@ -61,3 +61,11 @@ def without_keys(tree: Any) -> Any:
         return jax.random.key_data(x) if is_key else x
 
     return jax.tree.map(leaf, tree)
+
+
+def assert_holds(statement, otherwise):
+    """Assert that a function returns True, and say the same if it raises."""
+    try:
+        assert statement(), otherwise
+    except Exception as error:
+        raise AssertionError(f"{otherwise}: {error!r}") from error
