@@ -12,11 +12,10 @@ ROOT = Path(__file__).parents[1]
 
 nox.needs_version = ">=2025.5"
 nox.options.sessions = [
-    *("lint", "demo", "tests", "slow", "oldest", "colab", "newest_python"),
-    *("book", "package"),
+    *("lint", "demo", "tests", "slow", "oldest", "newest_python", "book", "package"),
 ]
 nox.options.stop_on_first_error = True
-nox.options.default_venv_backend = "venv"
+nox.options.default_venv_backend = "uv|venv"
 nox.options.download_python = "never"
 nox.options.error_on_missing_interpreters = False
 
@@ -61,17 +60,19 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def slow(session: nox.Session) -> None:
-    """The tests marked slow."""
+    """The tests marked slow. Programs that train for long run optimized."""
     install(session, "test", "slow")
-    session.run("pytest", "-m", "slow", "--dist=worksteal")
+    options, programs = ("-m", "slow", "--dist=worksteal"), "tests/integration"
+    session.run("pytest", *options, f"--ignore={programs}")
+    session.run("pytest", *options, programs, env={"XLA_FLAGS": ""})
 
 
 @nox.session
 def oldest(session: nox.Session) -> None:
-    """The tests on the oldest supported jax and optax."""
+    """The tests on the oldest supported jax and optax, with optimized programs."""
     oldest = ("jax==0.7.0", "jaxlib==0.7.0", "optax==0.2.5", "chex==0.1.90")
     install(session, "test", pins=oldest)
-    session.run("pytest")
+    session.run("pytest", env={"XLA_FLAGS": ""})
 
 
 @nox.session
@@ -107,7 +108,7 @@ def book(session: nox.Session) -> None:
         session.run("sphinx-build", "-q", "-W", "--keep-going", "notebooks", folder)
 
 
-@nox.session
+@nox.session(venv_backend="venv")
 def package(session: nox.Session) -> None:
     """The wheel and the sdist in dist/: built, checked, and used outside of the clone.
 
@@ -142,6 +143,15 @@ def faults(session: nox.Session) -> None:
 
 
 @nox.session
+def random(session: nox.Session) -> None:
+    """Random optimizers, masked early and late."""
+    install(session, "test")
+    program = ("python", "tests/helpers/random_optimizers.py", *session.posargs)
+    session.run(*program)
+    session.run(*program, "--late")
+
+
+@nox.session(venv_backend="venv")
 def nightly(session: nox.Session) -> None:
     """The tests on the nightly jax, which may fail."""
     install(session, "test")

@@ -6,9 +6,25 @@ import importlib.util
 import os
 from pathlib import Path
 
-# Nearly all of the time goes into compiling. What one process has compiled, the others
-# and the next run load, those that tests start among them: hence the environment.
+accelerated = any(importlib.metadata.entry_points(group="jax_plugins"))
+accelerated |= importlib.util.find_spec("libtpu") is not None
+ON_CPU = os.environ.get("JAX_PLATFORMS") == "cpu" or not accelerated
+
+# Nearly all of the time goes into compiling: half of it is saved if XLA does not
+# optimize. `XLA_FLAGS= pytest` runs optimized programs, as users do.
+XLA_FLAGS = [
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+    "--xla_cpu_parallel_codegen_split_count=1",
+]
+version = importlib.metadata.version("jaxlib")
+if [*map(int, version.split(".")[:2])] < [0, 11]:  # A newer XLA ends at this name.
+    XLA_FLAGS += ["--xla_cpu_use_fusion_emitters=false"]
+
+# What one process has compiled, the others and the next run load. The environment
+# reaches the programs that tests start, too.
 for name, value in {
+    **({"XLA_FLAGS": " ".join(XLA_FLAGS)} if ON_CPU else {}),
     "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).parents[1] / ".pytest_cache/jax"),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -19,8 +35,6 @@ import chex  # noqa: E402
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
-from optax_lossscale._gradients import forgotten  # noqa: E402
-
 # Programs, with dependencies of their own.
 collect_ignore = ["benchmarks", "helpers"]
 
@@ -30,6 +44,8 @@ chex.set_n_cpu_devices(8)
 @pytest.fixture
 def new_process():
     """As if the package had just been imported."""
+    from optax_lossscale._gradients import forgotten
+
     forgotten._histories.clear()
 
 
@@ -46,7 +62,4 @@ def pytest_collection_finish():
 
 def pytest_xdist_auto_num_workers(config):
     """Two processes, but one where they would fight for an accelerator's memory."""
-    plugins = importlib.metadata.entry_points(group="jax_plugins")
-    accelerated = plugins or importlib.util.find_spec("libtpu")
-    on_cpu = os.environ.get("JAX_PLATFORMS") == "cpu" or not accelerated
-    return min(2, os.cpu_count() or 1) if on_cpu else 0
+    return min(2, os.cpu_count() or 1) if ON_CPU else 0

@@ -142,9 +142,9 @@ def check_report(report: GradientReport) -> None:
 def percent(share: float, digits: int = 0) -> str:
     """Format a share, with ``<`` or ``>`` if it would round to 0 % or 100 %."""
     least = 10.0 ** -(digits + 2)
-    if 0 < share < least / 2:
+    if 0 < share <= least / 2:
         return f"<{least:.{digits}%}"
-    if 1 - least / 2 < share < 1:
+    if 1 - least / 2 <= share < 1:
         return f">{1 - least:.{digits}%}"
     return f"{share:.{digits if 0 < share < 1 else 0}%}"
 

@@ -1,6 +1,8 @@
 """Assertions on trees, to the last bit and type: chex ignores -0.0 and weak types."""
 
+import contextlib
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -69,3 +71,13 @@ def assert_holds(statement, otherwise):
         assert statement(), otherwise
     except Exception as error:
         raise AssertionError(f"{otherwise}: {error!r}") from error
+
+
+@contextlib.contextmanager
+def noted(*notes: Any) -> Iterator[None]:
+    """Say, where an error is shown, in what it happened: pytest prints its notes."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(", ".join(map(str, notes)))
+        raise

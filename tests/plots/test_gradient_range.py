@@ -61,6 +61,8 @@ def test_the_zones_are_where_the_type_has_them():
 def test_what_is_in_no_bar_is_in_the_title():
     title = "7 gradients in the range of float16\n14.3% already zero, 1 NaN or inf"
     assert plot_range(GRADS).get_title() == title
+    title = "4 gradients in the range of float16\n3 NaN or inf"
+    assert plot_range(np.float32([1, np.nan, np.inf, -np.inf])).get_title() == title
 
 
 def test_nothing_to_draw_leaves_the_zones():

@@ -35,6 +35,7 @@ def test_a_constant_scale_and_none_at_all_can_be_drawn():
     assert low < 128 < high and len(axes.lines) == 1 and axes.get_legend() is None
     assert 128 in [y for y in axes.get_yticks() if low < y < high]
     plot_scale([], []).figure.draw_without_rendering()
+    assert len(plot_scale([8.0, 16.0]).lines) == 1
 
 
 def test_scales_and_flags_that_make_no_sense_are_refused():
