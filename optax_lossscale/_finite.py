@@ -110,14 +110,21 @@ def max_magnitude(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
         >>> ls.max_magnitude({"w": jnp.array([0.5, -3.0]), "b": jnp.zeros(2)})
         Array(3., dtype=float32)
     """
+    leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x)]
+    no_nan, largest = _measure(leaves)
+    largest = reduce_along(jax.lax.pmax, largest, axis_name)
+    return jnp.where(all_along(no_nan, axis_name), largest, jnp.nan)
+
+
+@jax.jit
+def _measure(leaves: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Return whether no element is NaN, and the largest magnitude if none is."""
     # On CPU, XLA drops NaN from a maximum of floats. A maximum of their bits would keep
     # NaN, but XLA would write all the bits to memory first.
-    flags = [_is_nan(x) for x in jax.tree.leaves(tree) if is_inexact(x)]
-    no_nan = all_along(none_is_true(flags), axis_name)
-    return jnp.where(no_nan, finite_max_magnitude(tree, axis_name), jnp.nan)
+    return none_is_true([_is_nan(x) for x in leaves]), finite_max_magnitude(leaves)
 
 
-def finite_max_magnitude(tree: Any, axis_name: AxisName | None) -> jax.Array:
+def finite_max_magnitude(tree: Any, axis_name: AxisName | None = None) -> jax.Array:
     """Return `max_magnitude` of a finite tree, at half of the cost on a CPU."""
     leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x)]
     magnitudes = [jnp.max(_magnitude(x), initial=0) for x in leaves]

@@ -47,7 +47,7 @@ def loss_fn(model, x):
     return loss, model.first.kernel[0, 0]
 
 
-def test_a_module_changes_once_however_often_its_gradients_are_repeated():
+def test_nnx_module_changes_once_however_often_repeated():
     results = []
     once = functools.partial(ls.value_and_grad, value_and_grad=nnx.value_and_grad)
     for make, first_scale in ((by_nnx, 2.0**20), (once, 2.0**11)):
@@ -63,9 +63,10 @@ def test_a_module_changes_once_however_often_its_gradients_are_repeated():
             return output, grads
 
         result = step(model, optimizer, X)
-        assert model.calls[...] == model.dropout.rngs.count[...] == 1
+        assert int(model.calls[...]) == int(model.dropout.rngs.count[...]) == 1
         assert model.first is model.second and np.array_equal(model.newest[...], X)
-        assert ls.was_applied(optimizer) and ls.get_loss_scale(optimizer) == 2.0**11
+        assert ls.was_applied(optimizer)
+        assert float(ls.get_loss_scale(optimizer)) == 2.0**11
         results.append(jax.tree.leaves((result, nnx.state((model, optimizer)))))
     assert_same_bits(*results)
 
@@ -86,17 +87,17 @@ def test_a_module_may_change_its_structure():
         return steep(model.linear(x))
 
     repeated, once = Changing(), Changing()
-    kernel, x = repeated.linear.kernel, jnp.ones((2, 3))
+    kernel, x = repeated.linear.kernel, np.ones((2, 3), np.float32)
     step = nnx.jit(lambda state, *args: by_nnx(loss_fn, state)(*args))
     _, grads, state = step(HIGH, repeated, x)
     assert ls.all_finite(grads) and ls.get_loss_scale(state) < 2.0**20
-    nnx.value_and_grad(loss_fn)(once, x)
+    nnx.jit(nnx.value_and_grad(loss_fn))(once, x)
     assert nnx.graphdef(repeated) == nnx.graphdef(once) != nnx.graphdef(Changing())
     assert_same_bits(*(jax.tree.leaves(nnx.state(m)) for m in (repeated, once)))
     assert repeated.linear.kernel is kernel
 
 
-def test_arguments_may_share_variables_and_be_variables_and_come_back():
+def test_nnx_arguments_may_share_variables_and_come_back():
     counter = nnx.Variable(jnp.zeros((), jnp.int32))
     model, other = Changing(), Changing()
     model.counter = other.counter = counter
@@ -112,34 +113,35 @@ def test_arguments_may_share_variables_and_be_variables_and_come_back():
     fun = by_nnx(loss_fn, HIGH, has_aux=True)
     (_, (same, new, aux)), grad, _ = fun(weight, (model, other), calls)
     assert same is model and aux == "aux"
-    assert counter[...] == 2 and calls[...] == 1
+    assert int(counter[...]) == 2 and int(calls[...]) == 1
     assert np.array_equal(new[...], [2, 2, 2])
     assert np.array_equal(jax.tree.leaves(grad)[0], [64, 64, 64])
 
 
 @pytest.mark.parametrize("make", [ls.value_and_grad, ls.value_and_grad_with_retries])
-def test_a_function_that_is_kept_follows_an_optimizer_that_changes(make):
+def test_kept_function_follows_an_optimizer_that_changes(make):
     model = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
-    tx = ls.with_loss_scaling(optax.sgd(0.01), ls.DynamicLossScale(init_scale=2.0**13))
+    tx = ls.with_loss_scaling(optax.sgd(0.01), ls.DynamicLossScale(init_scale=2.0**11))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     fun = make(lambda m: steep(m(X)), optimizer, value_and_grad=nnx.value_and_grad)
-    for _ in range(5):
+    update = nnx.jit(lambda optimizer, *args: optimizer.update(*args))
+    for _ in range(3):
         _, grads, *_ = fun(model)
-        optimizer.update(model, grads)
-    assert ls.was_applied(optimizer) and ls.get_loss_scale(optimizer) < 2.0**11
+        update(optimizer, model, grads)
+    assert ls.was_applied(optimizer) and float(ls.get_loss_scale(optimizer)) < 2.0**11
 
 
 @pytest.mark.parametrize("make", [ls.value_and_grad, ls.value_and_grad_with_retries])
 def test_a_module_whose_changes_jax_would_lose_is_refused(make):
     fun = make(lambda w, models: jnp.zeros(()), HIGH)
     with pytest.raises(TypeError, match="Pass `value_and_grad=nnx.value_and_grad`"):
-        fun(jnp.ones(3), models=[Changing()])
+        fun(X, models=[Changing()])
     linear = nnx.Linear(8, 1, use_bias=False, rngs=nnx.Rngs(0))
     with pytest.raises(TypeError, match="Pass `value_and_grad=nnx.value_and_grad`"):
         fun([linear], models=[])
     # One that has nothing but parameters, and is not differentiated, loses nothing.
     beside = make(lambda x, model: jnp.sum(model(x)), HIGH)
-    slopes = jnp.broadcast_to(linear.kernel[:, 0], X.shape)
+    slopes = np.broadcast_to(np.asarray(linear.kernel[...])[:, 0], X.shape)
     assert_same_bits(beside(X, linear)[1], slopes)
     last = make(lambda model, x: jnp.sum(model(x)), HIGH, argnums=-1)
     assert_same_bits(last(linear, X)[1], slopes)
@@ -149,9 +151,10 @@ def test_a_module_whose_changes_jax_would_lose_is_refused(make):
 def test_the_scale_is_read_from_variables_of_the_new_kinds(kind):
     if not hasattr(nnx, "var_defaults"):
         pytest.skip("this Flax has no such variables")
+    tx = ls.with_loss_scaling(optax.sgd(0.01))
     with nnx.var_defaults(**{kind: True}):
-        model = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+        model = nnx.Linear(8, 1, use_bias=False, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     assert float(ls.get_loss_scale(optimizer)) == 2.0**15
     assert bool(ls.was_applied(optimizer))
     assert float(ls.grad(lambda w: w**2, optimizer)(3.0)) == 6.0

@@ -7,7 +7,7 @@ import unittest.mock
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
@@ -29,6 +29,12 @@ NAMES = [
 BEYOND = "guides/beyond_one_scale"  # it trains layers in float8
 
 
+def spoiled(x, value):
+    bad = np.array(x)
+    bad[0, 0] = value
+    return bad
+
+
 @functools.cache
 def run(name):
     with pytest.MonkeyPatch.context() as patch:
@@ -47,7 +53,7 @@ def test_the_first_program_trains():
     assert float(loss) < 0.3
 
 
-def test_a_checkpoint_is_restored_with_the_same_bits_and_under_another_mesh():
+def test_checkpoint_is_restored_bit_for_bit_on_any_mesh():
     guide = run("guides/checkpoints")
     saved = {"params": guide["params"], "opt_state": guide["opt_state"]}
     assert_same_bits(guide["restored"], saved)
@@ -72,7 +78,7 @@ def test_a_checkpoint_made_without_loss_scaling_is_adopted():
             checkpointer.restore(guide["old_path"], target)
 
 
-def test_a_sharded_run_that_goes_on_equals_one_that_never_stopped(tmp_path):
+def test_sharded_run_goes_on_as_if_it_never_stopped(tmp_path):
     guide = run("guides/many_devices")
     assert guide["printed"] == "from step 0\nfrom step 8\n"
     assert_same_bits(guide["resumed"], guide["train"](tmp_path, 20))
@@ -92,7 +98,7 @@ def test_each_recipe_finds_the_block_that_overflows():
     assert len(re.findall(r"^\S.*1.*: inf$", printed, re.M)) == 3
 
 
-def test_every_step_reaches_tensorboard_and_weights_and_biases_and_the_scan_prints():
+def test_logging_reaches_every_logger_in_every_step():
     guide = run("guides/logging")
     assert len(guide["wandb"].init().log.mock_calls) == 200
     assert "step 199: " in guide["printed"]
@@ -105,7 +111,7 @@ def test_the_log_marks_a_skip_at_the_scale_that_overflowed():
     x, y = guide["batch"]
     state, history = guide["tx"].init(guide["params"]), []
     for bad in (False, True, False):
-        batch = x.at[0, 0].set(jnp.inf) if bad else x, y
+        batch = spoiled(x, np.inf) if bad else x, y
         _, state, metrics = guide["logged_step"](guide["params"], state, batch)
         history.append(metrics)
     scales, skipped = ([m[k] for m in history] for k in ("loss_scale", "skipped"))
@@ -117,7 +123,7 @@ def test_several_losses_have_a_scale_each_and_skip_together():
     params, (x, y) = guide["params"], guide["batch"]
     scales = {name: guide["rule"].init() for name in guide["losses"]}
     start = params, guide["skip_only"].init(params)
-    bad_batch = x.at[0, 0].set(jnp.inf), y
+    bad_batch = spoiled(x, np.inf), y
     params, state, scales = guide["two_loss_step"](*start, scales, bad_batch)
     assert_same_bits((params, state.inner_state), (start[0], start[1].inner_state))
     lowered = {name: float(state.loss_scale) for name, state in scales.items()}
@@ -126,7 +132,7 @@ def test_several_losses_have_a_scale_each_and_skip_together():
 
 def test_a_gan_skips_only_the_optimizer_whose_gradients_are_bad():
     guide = run("guides/several_losses")
-    batch = guide["x"].at[0, 0].set(jnp.inf), guide["noise"]
+    batch = spoiled(guide["x"], np.inf), guide["noise"]
     old = guide["generator"], guide["discriminator"]
     *new, states = guide["gan_step"](*old, guide["states"], *batch)
     assert [bool(ls.was_applied(state)) for state in states] == [True, False]
@@ -144,7 +150,7 @@ def test_one_gradient_moves_both_optimizers_or_none():
     *new, scale_state = guide["one_gradient"]
     assert all(map(ls.was_applied, new[2])) and scale_state.loss_scale == 2.0**15
     # Only the discriminator sees this NaN.
-    bad = real.at[0, 0].set(jnp.nan), noise
+    bad = spoiled(real, np.nan), noise
     *new, scale_state = guide["one_gradient_step"](*old, scale_state, *bad)
     assert_same_bits(kept(new), kept(old))
     assert scale_state.loss_scale == 2.0**14
@@ -158,14 +164,14 @@ def test_moments_are_sharded_beside_replicated_parameters():
     for name in ("mu", "nu"):
         moments = optax.tree.get(actual, name)["w"]
         assert moments.sharding.shard_shape((8, 1)) == (1, 1)
-        assert jnp.allclose(moments, optax.tree.get(expected, name)["w"], atol=1e-5)
+        assert np.allclose(moments, optax.tree.get(expected, name)["w"], atol=1e-5)
     assert guide["zero_params"]["w"].sharding.is_fully_replicated
     assert_same_bits(actual.scale_state, expected.scale_state)
 
 
 def test_scaled_float16_gradients_are_averaged_at_half_the_bytes():
     guide = run("guides/many_devices")
-    params = {"w": jnp.zeros((8, 1)), "b": jnp.zeros(1)}
+    params = guide["params"]
     for step, dtype, others in (("half_bytes_step", "f16", 0), ("mapped", "f32", 3)):
         lowered = guide[step].lower(params, guide["tx"].init(params), guide["batch"])
         reduced = re.findall(r"= (.*?) all-reduce\(", lowered.compile().as_text())
@@ -179,10 +185,10 @@ def test_one_program_scales_and_skips_only_in_half_precision(half_precision):
     namespace = dict(run("index"))
     block = block.replace("half_precision = False", f"{half_precision = }")
     exec(block, namespace)
-    state = namespace["tx"].init(jnp.ones(2))
-    bad = jnp.full(2, jnp.nan)
-    updates, state = namespace["tx"].update(bad, state, jnp.ones(2))
-    assert ls.all_finite(updates) == half_precision
+    tx = namespace["tx"]
+    ones, bad = np.ones(2, np.float32), np.full(2, np.nan, np.float32)
+    updates, state = jax.jit(tx.update)(bad, tx.init(ones), ones)
+    assert bool(ls.all_finite(updates)) == half_precision
     assert ls.get_loss_scale(state) == (2.0**14 if half_precision else 1.0)
 
 
@@ -193,21 +199,22 @@ def test_float8_layers_train_through_a_bad_batch():
     assert ls.get_loss_scale_state(guide["fp8_state"]).skipped_steps == 1
 
 
-def test_a_schedule_inside_counts_applied_steps_and_one_outside_all():
-    guide, bad = run("guides/wrappers"), {"w": jnp.full((8, 1), jnp.nan)}
-    good, rates = {"w": jnp.ones((8, 1))}, []
+def test_schedule_inside_counts_only_applied_steps():
+    guide, rates = run("guides/wrappers"), []
+    good, bad = ({"w": np.full((8, 1), x, np.float32)} for x in (1, np.nan))
     for tx in (guide["scheduled_tx"], guide["all_steps_tx"]):
-        state = tx.init(good)
+        state, update = jax.jit(tx.init)(good), jax.jit(tx.update)
         for grads in (good, bad, bad, good):
-            _, state = tx.update(grads, state, good)
+            _, state = update(grads, state, good)
         injected = state if hasattr(state, "hyperparams") else state.inner_state
         rates.append(injected.hyperparams["learning_rate"])
     assert float(guide["learning_rate"]) == 0.0
-    assert jnp.allclose(jnp.array(rates), jnp.array([0.003, 0.009]))
+    np.testing.assert_allclose(rates, [0.003, 0.009], rtol=1e-5)
 
 
 def test_a_mapped_step_has_the_gradients_of_the_whole_batch():
     guide = run("guides/many_devices")
-    grads = jax.grad(guide["loss_fn"])(guide["params"], guide["batch"])
+    grads = jax.jit(jax.grad(guide["loss_fn"]))(guide["params"], guide["batch"])
     moment = optax.tree.get(guide["mapped_state"], "mu")["w"]  # of one step, 0.1
-    assert jnp.allclose(moment, 0.1 * grads["w"], rtol=0.01, atol=1e-5)
+    expected = 0.1 * np.asarray(grads["w"])
+    np.testing.assert_allclose(moment, expected, rtol=0.01, atol=1e-5)

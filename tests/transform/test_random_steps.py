@@ -3,7 +3,6 @@
 import pickle
 
 import chex
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
