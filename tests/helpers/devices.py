@@ -10,7 +10,8 @@ from training import make_step, normal, train
 
 import optax_lossscale as ls
 
-PARAMS = {"w": jnp.asarray(np.arange(32.0).reshape(8, 4) / 32), "b": jnp.zeros(4)}
+PARAMS = {"w": np.arange(32.0).reshape(8, 4) / 32, "b": np.zeros(4)}
+PARAMS = jax.device_put(jax.tree.map(np.float32, PARAMS))
 X, BAD_X = normal(5, 16, 8), normal(5, 16, 8)
 BAD_X[2, 11, 3] = np.nan  # in the part of one device alone
 RULE = ls.DynamicLossScale(growth_interval=2)

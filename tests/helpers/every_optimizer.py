@@ -1,12 +1,15 @@
 """Every transformation that optax has, enumerated from its modules, ready to run."""
 
+import functools
 import inspect
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from optax import contrib
+from training import normal
 
 # What optax warns of in its own factories, and what we do.
 IGNORED_WARNINGS = [
@@ -19,9 +22,9 @@ IGNORED_WARNINGS = [
 
 PARAMS = {
     # Of full rank: Muon's orthogonalization would blow up the rounding of any other.
-    "w": jax.random.normal(jax.random.key(0), (4, 3)),
-    "b": jnp.array([0.1, -0.2, 0.3]),
-    "s": jnp.array(0.5),
+    "w": normal(4, 3),
+    "b": np.array([0.1, -0.2, 0.3], np.float32),
+    "s": np.array(0.5, np.float32),
 }
 
 
@@ -149,16 +152,19 @@ def params_for(name, dtype=jnp.float32):
 def grads_for(name, params):
     """True gradients, in the types of `ls.value_and_grad` and in the form that fits."""
     params = params.fast if name == "optax.lookahead" else params
+    # They take the gradients of each example.
+    private = ("optax.contrib.dpsgd", "optax.contrib.differentially_private_aggregate")
+    return _grads(params, per_example=name in private)
+
+
+@functools.partial(jax.jit, static_argnames="per_example")
+def _grads(params, per_example):
     grads = jax.grad(value_fn)(jax.tree.map(lambda x: x.astype(jnp.float32), params))
     grads = jax.tree.map(
         lambda g, p: g.astype(p.dtype) if p.dtype == jnp.bfloat16 else g, grads, params
     )
-    if name in (
-        "optax.contrib.dpsgd",
-        "optax.contrib.differentially_private_aggregate",
-    ):
-        # They take the gradients of each example.
-        return jax.tree.map(lambda g: jnp.stack([g, 2 * g]), grads)
+    if per_example:
+        grads = jax.tree.map(lambda g: jnp.stack([g, 2 * g]), grads)
     return grads
 
 

@@ -3,6 +3,9 @@
 import inspect
 import re
 
+import pytest
+from shared import slow_but
+
 import optax_lossscale as ls
 from optax_lossscale import presets
 
@@ -37,3 +40,9 @@ VARIANTS = {
     "above its ceiling": presets.mpx_dynamic(2.0**20, period=2),
 }
 RULES = {**PRESETS, **VARIANTS}
+# The others compile the same code with other numbers.
+QUICK = ["dynamic", "megatron", "tf_contrib_exponential_update", "fixed", "headroom"]
+QUICK += ["apex, fixed", "deepspeed", "below its floor"]
+every_rule = pytest.mark.parametrize(
+    "rule", slow_but([RULES[name] for name in QUICK], RULES.values()), ids=RULES
+)

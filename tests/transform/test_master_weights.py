@@ -12,8 +12,8 @@ from training import float16_loss, normal
 import optax_lossscale as ls
 
 WEIGHTS = {"w": np.float16(0.3 * normal(8, 4)), "b": np.zeros(4, np.float16)}
-HALF, FLOAT32 = (jax.tree.map(t, WEIGHTS) for t in (jnp.float16, jnp.float32))
-GRADS = {"w": jnp.cos(100 * FLOAT32["w"]), "b": jnp.ones(4)}
+HALF, FLOAT32 = WEIGHTS, jax.tree.map(np.float32, WEIGHTS)
+GRADS = {"w": np.cos(100 * FLOAT32["w"]), "b": np.ones(4, np.float32)}
 BATCHES = normal(30, 16, 8)
 BATCHES[7, 3, 2] = np.inf
 
@@ -52,7 +52,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize("name", slow_but(("clipped adam",), RUNS))
-def test_a_run_equals_that_of_float32_parameters_cast_in_the_loss(name):
+def test_master_weights_equal_float32_cast_in_the_loss(name):
     params, state = trained(RUNS[name](lambda inner: inner), FLOAT32)
     half, half_state = trained(RUNS[name](ls.with_master_weights), HALF)
     assert int(state.scale_state.skipped_steps) == 1
@@ -66,12 +66,12 @@ def test_a_run_equals_that_of_float32_parameters_cast_in_the_loss(name):
 
 
 MIXED = {
-    "half": jnp.ones(3, jnp.float16),
-    "float": jnp.ones(3),
-    "bfloat16": jnp.ones((), jnp.bfloat16),
-    "table": jnp.arange(3),
+    "half": np.ones(3, np.float16),
+    "float": np.ones(3, np.float32),
+    "bfloat16": np.ones((), jnp.bfloat16),
+    "table": np.arange(3, dtype=np.int32),
     "none": None,
-    "complex": jnp.ones(2, jnp.complex64),
+    "complex": np.ones(2, np.complex64),
 }
 
 
@@ -82,9 +82,9 @@ def test_only_what_is_narrower_is_copied():
     copied = {k: getattr(x, "dtype", None) for k, x in state.master_weights.items()}
     assert copied == {**dict.fromkeys(MIXED), "half": "float32", "bfloat16": "float32"}
     assert state.master_weights["float"] == optax.MaskedNode()
-    grads = jax.tree.map(jnp.ones_like, MIXED)
-    grads["table"] = jnp.zeros_like(MIXED["table"])
-    updates, state = tx.update(grads, state, MIXED)
+    grads = jax.tree.map(np.ones_like, MIXED)
+    grads["table"] = np.zeros_like(MIXED["table"])
+    updates, state = jax.jit(tx.update)(grads, state, MIXED)
     for name in ("float", "complex"):
         assert_same_bits(updates[name], -1e-4 * grads[name])
     assert updates["table"].dtype == jnp.int32 and updates["none"] is None
@@ -93,12 +93,12 @@ def test_only_what_is_narrower_is_copied():
 
 
 def test_float8_parameters_are_refused():
-    params = {"w": jnp.ones(2, jnp.float8_e5m2), "b": jnp.ones(2)}
+    params = {"w": np.ones(2, jnp.float8_e5m2), "b": np.ones(2, np.float32)}
     with pytest.raises(ValueError, match=r"must not be float8 .*_e5m2 at \['w'\]"):
         ls.with_master_weights(optax.sgd(0.1)).init(params)
 
 
-def test_a_state_may_be_donated_whose_optimizer_keeps_the_first_parameters():
+def test_donated_state_may_keep_the_first_parameters():
     tx = ls.with_loss_scaling(ls.with_master_weights(optax.contrib.prodigy(1.0)))
     state = tx.init(HALF)
     _, new_state = jax.jit(tx.update, donate_argnums=1)(GRADS, state, HALF)
@@ -117,7 +117,7 @@ def test_gradients_that_are_none_leave_their_parameters_alone():
 
 def test_training_can_be_differentiated_as_in_float32():
     """Also through a step that is skipped, whose gradients are nobody's function."""
-    bad = jax.tree.map(lambda g: jnp.full_like(g, jnp.nan), GRADS)
+    bad = jax.tree.map(lambda g: np.full_like(g, np.nan), GRADS)
 
     def reached(inner, params):
         tx = ls.with_loss_scaling(inner)
@@ -132,7 +132,7 @@ def test_training_can_be_differentiated_as_in_float32():
         return jax.jit(jax.grad(train))(0.1)
 
     expected = reached(SGD, FLOAT32)
-    assert abs(expected) > 0.1
+    assert abs(float(expected)) > 0.1
     # What goes back through float16 parameters is rounded to float16.
     actual = reached(ls.with_master_weights(SGD), HALF)
     np.testing.assert_allclose(actual, expected, rtol=2e-2)
@@ -151,14 +151,14 @@ def test_moments_beside_the_copies_are_made_as_for_float32():
 
 
 def test_float16_parameters_alone_are_warned_of_once():
-    params = {"w": jnp.ones(2, jnp.float16), "v": jnp.ones(3, jnp.float16)}
+    params = {"w": np.ones(2, np.float16), "v": np.ones(3, np.float16)}
     message = r"2 of 2 parameters are float16, the first one at \['v'\]"
     with pytest.warns(UserWarning, match=message) as record:
         ls.with_loss_scaling(ADAM).init(params)
     assert len(record) == 1 and record[0].filename == __file__
 
 
-def test_parameters_that_become_float16_later_are_warned_of_when_they_do():
+def test_parameters_that_become_float16_are_warned_of_then():
     """After a validation that casts, or from a checkpoint of half the size."""
     tx = ls.with_loss_scaling(ADAM)
     state, step = tx.init(FLOAT32), jax.jit(tx.update)
@@ -172,15 +172,16 @@ def test_parameters_that_become_float16_later_are_warned_of_when_they_do():
 
 
 @pytest.mark.parametrize("trained", [ADAM, SGD], ids=["adam", "sgd"])
-def test_a_frozen_float16_base_with_float32_adapters_is_not_warned_of(trained):
-    params = {"base": jnp.ones((4, 4), jnp.float16), "adapter": jnp.ones((4, 2))}
+def test_frozen_float16_base_is_not_warned_of(trained):
+    params = {"base": np.ones((4, 4), np.float16)}
+    params["adapter"] = np.ones((4, 2), np.float32)
     labels = {"base": "frozen", "adapter": "trained"}
     groups = {"trained": trained, "frozen": optax.set_to_zero()}
     tx = ls.with_loss_scaling(optax.partition(groups, labels))
     state = tx.init(params)  # warnings are errors
-    tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+    jax.jit(tx.update)(params, state, params)
     # One that is trained is.
-    half = {name: p.astype(jnp.float16) for name, p in params.items()}
+    half = {name: p.astype(np.float16) for name, p in params.items()}
     with pytest.warns(UserWarning, match=r"1 of 2 .* at \['adapter'\]"):
         ls.with_loss_scaling(optax.partition({**groups, "trained": ADAM}, labels)).init(
             half
@@ -211,10 +212,10 @@ def test_a_state_of_ones_own_may_stand_beside_master_weights():
         return updates, (inner_state, state[1] + 1)
 
     inner = optax.GradientTransformation(
-        lambda params: (masters.init(params), jnp.zeros((), jnp.int32)), update
+        lambda params: (masters.init(params), np.int32(0)), update
     )
     state = ls.with_loss_scaling(inner).init(HALF).inner_state
-    assert inner.update(HALF, state, HALF)[1][1] == 1
+    assert int(jax.jit(inner.update)(HALF, state, HALF)[1][1]) == 1
 
 
 def test_what_is_no_optimizer_or_no_type_is_refused():
@@ -234,7 +235,7 @@ def test_what_is_no_optimizer_or_no_type_is_refused():
 )
 def test_parameters_must_be_given_and_those_of_the_state(params):
     tx = ls.with_master_weights(ADAM)
-    grads = jax.tree.map(jnp.ones_like, HALF if params is None else params)
+    grads = jax.tree.map(np.ones_like, HALF if params is None else params)
     remedy = "" if params is None else "`optax.apply_updates.*`eqx.apply_updates` makes"
     with pytest.raises(ValueError, match=f"`params` must .*{remedy}"):
         tx.update(grads, tx.init(HALF), params)

@@ -5,6 +5,7 @@ import itertools
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from asserts import assert_no_update, assert_same_bits, assert_same_types, without_keys
@@ -80,11 +81,11 @@ def test_a_wrapped_optimizer(name, kind):
     assert types(state.inner_state) == types(plain_state)
 
     def skip(params, state):
-        good = grads_for(name, params)
+        good = jax.device_get(grads_for(name, params))
         for leaf in good:
-            for bad in (jnp.nan, jnp.inf, -jnp.inf):
-                last = (-1,) * good[leaf].ndim
-                grads = {**good, leaf: good[leaf].at[last].set(bad)}
+            for bad in (np.nan, np.inf, -np.inf):
+                grads = {**good, leaf: good[leaf].copy()}
+                grads[leaf][(-1,) * grads[leaf].ndim] = bad
                 new_params, new_state, updates = step(params, state, grads)
                 assert_no_update(updates)
                 assert_same_bits(new_params, params)
@@ -128,11 +129,11 @@ REFUSED = {
 }
 
 
-def test_all_optimizers_are_fast_but_those_with_branches_and_loops():
+def test_optimizers_are_fast_without_branches_and_loops():
     refused = set()
     for name in NAMES:
         tx, params = make(name), params_for(name)
-        args = grads_for(name, params), tx.init(params), params
+        args = grads_for(name, params), jax.eval_shape(tx.init, params), params
         program = jax.make_jaxpr(lambda *args, n=name, tx=tx: update(n, tx, *args))
         if not tolerates_nan(program(*args).jaxpr):
             refused.add(name)

@@ -65,7 +65,7 @@ def test_no_memory_beyond_the_plain_step(name, scanned, rule):
 
 
 @reductions_are_fused
-def test_checked_updates_keep_no_state_waiting_but_masks_at_the_end_would(monkeypatch):
+def test_checked_updates_keep_no_state_waiting(monkeypatch):
     adamw, leaves = make("optax.adamw"), 16
     checked = ls.with_loss_scaling(adamw, check_updates=True)
     assert temporary(compiled(checked, leaves)) < 0.3 * leaves * BYTES
