@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from every_rule import RULES
+from every_rule import every_rule
 from shared import enable_x64
 from training import run_rule
 
@@ -24,7 +24,7 @@ TYPES = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@every_rule
 @pytest.mark.parametrize(("jit", "x64"), [(False, False), (True, True)])
 def test_every_leaf_is_a_strongly_typed_scalar(rule, jit, x64):
     with enable_x64(x64), jax.numpy_dtype_promotion("strict"):
@@ -51,9 +51,7 @@ def test_every_leaf_is_a_strongly_typed_scalar(rule, jit, x64):
         ([False, True, True] * 150, True),
     ],
 )
-def test_the_skip_rate_is_above_a_quarter_only_if_every_third_step_is_lost(
-    flags, often
-):
+def test_skip_rate_exceeds_a_quarter_if_a_third_is_lost(flags, often):
     rates = run_rule(ls.FixedLossScale(), flags).skip_rate
     assert (max(rates) > 0.25) == often
 

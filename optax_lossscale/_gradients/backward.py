@@ -180,7 +180,7 @@ def scale_block(
 @contextlib.contextmanager
 def _number(scale: Any) -> Iterator[jax.Array]:
     """Yield the scale, from a number or a state, while a loss is traced with it."""
-    if isinstance(scale, float | int | np.generic | jax.Array):
+    if isinstance(scale, float | int | np.generic | np.ndarray | jax.Array):
         check_scale("scale", scale)
         note_number(scale)
         yield jnp.asarray(scale, jnp.float32)

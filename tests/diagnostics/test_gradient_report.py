@@ -53,7 +53,8 @@ LEAVES = {
     "complex128": np.array(COMPLEX),
     "empty": np.zeros((0, 3)),
 }
-UNCOUNTED = {"count": np.arange(3), "key": jax.random.key(0)}
+KEY = jax.random.wrap_key_data(np.zeros(2, np.uint32))
+UNCOUNTED = {"count": np.arange(3), "key": KEY}
 UNCOUNTED["float0"] = np.zeros(2, jax.dtypes.float0)
 
 
@@ -78,10 +79,13 @@ def test_each_leaf_has_its_counts_compiled_or_not():
 
 @pytest.mark.parametrize("shape", [(3, 2**22 + 1), (2**16 + 1, 2**15 + 3)])
 def test_counts_are_exact_to_2_to_the_24_and_within_1e_6_beyond(shape):
-    @jax.jit  # which never writes the array out
     def report(x, y):
         index = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
         return ls.gradient_report([jnp.where(index % 7 == 0, x, y)])
+
+    # Optimized, the program never writes the array out.
+    options = {"xla_backend_optimization_level": 3}
+    report = jax.jit(report, compiler_options=options)
 
     found = counts(report(np.nan, 1e-9))
     *rows, length = shape
@@ -91,14 +95,15 @@ def test_counts_are_exact_to_2_to_the_24_and_within_1e_6_beyond(shape):
 
 
 def test_sums_over_leaves_are_within_1e_6():
-    numbers = [40_000_019.0, *[7.0] * 300]
+    numbers = [40_000_019.0, *[7.0] * 100]
     totals = ls.GradientReport(*[numbers] * 8).totals
     assert float(totals.size) == pytest.approx(sum(numbers), rel=1e-6)
+    assert {*map(float, ls.gradient_report({}).totals)} == {0.0}
 
 
 def test_an_ensemble_has_a_report_for_each_member():
-    members = jnp.array([[1.0, 2.0, 3.0], [jnp.nan, 0.0, 5.0]])
-    report = jax.vmap(lambda g: ls.gradient_report([g, g[:1]]))(members)
+    members = np.float32([[1.0, 2.0, 3.0], [np.nan, 0.0, 5.0]])
+    report = jax.jit(jax.vmap(lambda g: ls.gradient_report([g, g[:1]])))(members)
     assert report.nan[0].tolist() == [0, 1]
     assert report.totals.max_abs.tolist() == [3.0, 5.0]
     assert report.totals.nan.tolist() == [0, 2]
@@ -106,18 +111,19 @@ def test_an_ensemble_has_a_report_for_each_member():
 
 GLOBAL = np.ones((16, 8), np.float32)
 GLOBAL[3, 3], GLOBAL[11], GLOBAL[15, 7] = np.nan, 1e-9, 9.0
+suggest = jax.jit(ls.suggest_loss_scale)
 
 
 @pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
 def test_a_report_on_sharded_arrays_is_the_same(axis_type):
     mesh = make_mesh(axis_type, a=4, b=2)
     sharded = jax.device_put([GLOBAL], NamedSharding(mesh, P("a", "b")))
-    for function in (ls.gradient_report, ls.suggest_loss_scale):
+    for function in (ls.gradient_report, suggest):
         assert host(function(sharded)) == host(function([GLOBAL]))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_under_shard_map_counts_are_added_up_along_the_axis_named(check_vma):
+def test_report_under_shard_map_sums_along_the_named_axis(check_vma):
     def report(x, bias):
         # The bias has a gradient on every device.
         grads = {"w": x, "b": vary(bias, "d")}
@@ -126,15 +132,15 @@ def test_under_shard_map_counts_are_added_up_along_the_axis_named(check_vma):
 
     specs = (P("d"), P()), (P(), P("d"))
     per_device = on_mesh(report, *specs, check_vma=check_vma)
-    summed, alone = per_device(GLOBAL, jnp.ones(3))
-    expected = ls.gradient_report({"w": GLOBAL, "b": jnp.ones(8 * 3)})
+    summed, alone = per_device(GLOBAL, np.ones(3, np.float32))
+    expected = ls.gradient_report({"w": GLOBAL, "b": np.ones(8 * 3)})
     assert host(summed) == host(expected)
     assert alone.tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
 
 
 def test_more_arrays_of_the_same_shapes_compile_nothing_more(caplog):
     """XLA compiles one program of many arrays in quadratic time."""
-    grads = {"w": jnp.ones((7, 3)), "b": jnp.ones(3)}
+    grads = {"w": np.ones((7, 3)), "b": np.ones(3)}
     ls.gradient_report([grads])
     with jax.log_compiles():
         ls.gradient_report([grads] * 50)
@@ -142,14 +148,14 @@ def test_more_arrays_of_the_same_shapes_compile_nothing_more(caplog):
 
 
 def test_nothing_waits_for_the_device():
+    grads = {"w": jnp.asarray(np.ones(3))}
     with jax.transfer_guard_device_to_host("disallow"):
-        grads = {"w": jnp.ones(3)}
         ls.gradient_report(grads, loss_scale=jnp.float32(8.0)).totals  # noqa: B018
         ls.suggest_loss_scale(grads)
 
 
 REFUSED = [
-    ("grads", {"a": jnp.arange(3)}, "must hold floating-point gradients, got {'a'"),
+    ("grads", {"a": np.arange(3)}, "must hold floating-point gradients, got {'a'"),
     ("grads", {"a": [1.0, "b"]}, r"must hold only arrays, got 'b' at \['a'\]\[1\]"),
     *(("dtype", x, "must be a floating-point type") for x in ("int8", "float17", None)),
 ]
@@ -159,12 +165,12 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "value", "message"), REFUSED)
 def test_what_cannot_be_measured_is_refused(function, name, value, message):
     with pytest.raises(ValueError, match=message):
-        function(**{"grads": [jnp.ones(2)], name: value})
+        function(**{"grads": [np.ones(2)], name: value})
 
 
 def test_what_is_no_scale_or_no_axis_is_refused():
     for scale in (0, math.inf, True, np.ones(2), np.array(True)):
         with pytest.raises(ValueError, match="`loss_scale` must be one number above 0"):
-            ls.gradient_report([jnp.ones(2)], loss_scale=scale)
+            ls.gradient_report([np.ones(2)], loss_scale=scale)
     with pytest.raises(ValueError, match="`axis_name` must name an axis"):
-        ls.gradient_report([jnp.ones(2)], axis_name="data")
+        ls.gradient_report([np.ones(2)], axis_name="data")

@@ -8,7 +8,7 @@ import optax_lossscale as ls
 STOPPED = ls.DynamicLossScale().init()._replace(consecutive_skips=jnp.int32(7))
 
 
-def test_diagnostics_are_constants_inside_of_a_differentiated_function():
+def test_diagnostics_are_constants_to_derivatives():
     errors = []
 
     def grads_at(x):

@@ -21,7 +21,7 @@ KINDS += [("float8_e5m2", 0.0)]
     exponents=st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=9),
     kind=st.sampled_from(KINDS),
 )
-def test_the_suggested_scale_is_the_largest_that_leaves_the_headroom(exponents, kind):
+def test_suggested_is_the_largest_scale_within_headroom(exponents, kind):
     dtype, headroom = kind
     x = np.resize(np.exp2(np.array(exponents, np.float32)), 9).astype(np.float32)
     grads = {"w": x, "not counted": np.float32([0, np.nan, -np.inf])}
@@ -69,24 +69,24 @@ def test_rules_take_the_suggestion_within_the_same_bounds(bounds, magnitude, sca
 )
 def test_a_number_outside_its_range_or_traced_is_refused(name, value):
     with pytest.raises(ValueError, match=f"`{name}` must be a number from "):
-        ls.suggest_loss_scale([jnp.ones(2)], **{name: value})
+        ls.suggest_loss_scale([np.ones(2)], **{name: value})
     with pytest.raises(ValueError, match=f"`{name}` must be .*, got a traced value"):
-        jax.jit(lambda x: ls.suggest_loss_scale([jnp.ones(2)], **{name: x}))(1.0)
+        jax.jit(lambda x: ls.suggest_loss_scale([np.ones(2)], **{name: x}))(1.0)
 
 
 def test_bounds_in_the_wrong_order_are_refused_under_their_names():
     with pytest.raises(ValueError, match="`min_scale` must not exceed `max_scale`"):
-        ls.suggest_loss_scale([jnp.ones(2)], min_scale=8.0, max_scale=2.0)
+        ls.suggest_loss_scale([np.ones(2)], min_scale=8.0, max_scale=2.0)
 
 
 def test_several_batches_are_taken_together_compiled_or_not():
-    batches = [{"w": x * jnp.array([1e-9, 1e-6])} for x in (1.0, 1e3, 0.0)]
+    batches = [{"w": np.float32([1e-9, 1e-6]) * np.float32(x)} for x in (1.0, 1e3, 0.0)]
     suggested = ls.suggest_loss_scale(batches)
     assert host(suggested) == (2.0**22, 0.25, 0.0, True)
     assert host(jax.jit(ls.suggest_loss_scale)(batches)) == host(suggested)
 
 
 def test_a_suggestion_shows_a_table():
-    grads = [jnp.array([0.0, 2e-5, 2e-2]), jnp.array([1e-9, 2e-6, 2e-3])]
+    grads = [np.float32([0.0, 2e-5, 2e-2]), np.float32([1e-9, 2e-6, 2e-3])]
     shown = repr(ls.suggest_loss_scale(grads))
     assert shown.startswith("loss_scale   262144.0\nrescued      0.2\nlost ")

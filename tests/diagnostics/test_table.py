@@ -40,7 +40,7 @@ def test_a_report_that_has_no_table_is_shown_without():
     assert all(x.startswith("GradientReport(nan=") for x in shown)
 
 
-def test_worst_are_nonfinite_then_overflow_then_underflow_then_subnormal_then_zero():
+def test_table_begins_with_the_worst():
     whole = {"a": 1, "b": 0, "c": 1e-6, "d": 1e-9, "e": 1e6, "f": 2}
     grads = {name: np.full(4, x, np.float32) for name, x in whole.items()}
     grads["g"] = np.float32([1, 1, 1, np.nan])
@@ -74,6 +74,16 @@ def test_one_array_and_none_have_a_summary_too():
 
 
 @pytest.mark.parametrize(
+    ("number", "share"),
+    [(5, "<1%"), (6, "1%"), (494, "49%"), (994, "99%"), (995, ">99%"), (1000, "100%")],
+)
+def test_shares_round_to_nothing_and_to_all_only_if_they_are(number, share):
+    grads = np.repeat(np.float32([np.nan, 1]), [number, 1000 - number])
+    table = ls.format_report(ls.gradient_report(grads))
+    assert f" 1,000  {number:,} {share} " in table
+
+
+@pytest.mark.parametrize(
     ("report", "message"),
     [
         ({}, "`report` must be a GradientReport"),
@@ -85,7 +95,7 @@ def test_what_is_no_report_of_one_tree_is_refused(report, message):
         ls.format_report(report)
 
 
-def test_a_traced_report_and_a_limit_that_is_no_count_are_refused():
+def test_table_refuses_a_traced_report_and_a_bad_limit():
     with pytest.raises(ValueError, match="a traced value. Return it from the compiled"):
         jax.jit(lambda g: len(ls.format_report(ls.gradient_report(g))))(GRADS)
     with pytest.raises(ValueError, match="`limit` must be a whole number from 1"):

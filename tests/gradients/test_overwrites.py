@@ -4,13 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from shared import slow_but
 
 import optax_lossscale as ls
 
 STATE = ls.FixedLossScale(1024.0).init()
 PARAMS = {
-    "params": {"w": jnp.ones(3)},
-    "_overwrite_with_gradient": {"layer": {"history": jnp.array([1.0, 2.0])}},
+    "params": {"w": np.ones(3, np.float32)},
+    "_overwrite_with_gradient": {"layer": {"history": np.float32([1, 2])}},
 }
 
 
@@ -44,16 +45,19 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("jit", [True, False])
-def test_a_new_value_is_stored_as_it_is_or_the_old_one_if_it_is_not_finite(way, jit):
-    gradients = jax.jit(WAYS[way]) if jit else WAYS[way]
-    scale = 512.0 if way == "scale_block" else 1024.0  # what a block chooses for a loss
-    for factor, expected in ((1.0, [scale, 7.0]), (jnp.nan, [1.0, 2.0])):
+CASES = {way: jax.jit(gradients) for way, gradients in WAYS.items()}
+CASES |= {f"{way}, eager": gradients for way, gradients in WAYS.items()}
+
+
+@pytest.mark.parametrize("case", slow_but([*WAYS, "value_and_grad, eager"], CASES))
+def test_overwrites_keep_the_old_value_of_a_nonfinite_one(case):
+    gradients = CASES[case]
+    scale = 512.0 if "scale_block" in case else 1024.0  # a block chooses for a loss
+    for factor, expected in ((1.0, [scale, 7.0]), (np.nan, [1.0, 2.0])):
         grads = gradients(PARAMS, factor)
         [new] = jax.tree.leaves(grads["_overwrite_with_gradient"])
         np.testing.assert_array_equal(new, expected)
-        np.testing.assert_array_equal(grads["params"]["w"], factor * jnp.ones(3))
+        np.testing.assert_array_equal(grads["params"]["w"], factor * np.ones(3))
 
 
 def test_unscale_grads_leaves_it_alone():

@@ -18,7 +18,8 @@ from meshes import EXPLICIT, make_mesh, on_mesh
 import optax_lossscale as ls
 
 RULE = ls.DynamicLossScale(growth_interval=5)
-W, KEY = jnp.ones(3), jax.random.key(5)
+W = np.ones(3, np.float32)
+KEY = jax.random.wrap_key_data(np.uint32([0, 5]))
 MESH = make_mesh(data=8)
 
 
@@ -67,32 +68,36 @@ def test_it_does_as_its_docstring_says(exponent, slope, shift, options):
 def test_the_scale_stays_a_normal_number():
     state = at_scale(2.0**-120)
     fun = ls.value_and_grad_with_retries(jnp.sqrt, state, backoff_factor=2.0**-100)
-    value, grads, new_state = fun(0.0)
+    value, grads, new_state = jax.device_get(fun(0.0))
     assert value == 0 and np.isinf(grads) and new_state.loss_scale == 2.0**-126
 
 
 def test_a_train_state_is_returned_as_a_train_state():
     state = TrainState(0, None, W, None, RULE.init())
     value, grads, new = ls.value_and_grad_with_retries(loss_fn, state)(W, 15.0)
-    assert value == 45 and (grads == 15).all()
+    assert float(value) == 45 and (np.asarray(grads) == 15).all()
     assert isinstance(new, TrainState)
-    assert ls.get_loss_scale(new) == 2.0**12 < RULE.init_scale
+    assert float(ls.get_loss_scale(new)) == 2.0**12 < RULE.init_scale
 
 
-def test_every_attempt_draws_the_same_numbers_and_returns_what_value_and_grad_does():
+def test_every_attempt_draws_the_same_random_numbers():
     seen = []
 
     def dropped(params, n):
         keep = jax.random.bernoulli(KEY, 0.5, W.shape)
         jax.debug.callback(lambda x: seen.append(np.asarray(x)), keep)
         aux = [KEY, n, jnp.sin, "name", params["w"]]
-        return loss_fn(jnp.where(keep, params["w"], 0.0), params["slope"]), aux
+        return masked_loss(keep, params["w"], params["slope"]), aux
+
+    @jax.jit
+    def masked_loss(keep, w, slope):
+        return loss_fn(jnp.where(keep, w, 0.0), slope)
 
     params, options = {"w": W, "slope": 3.0}, {"has_aux": True}
     fun = ls.value_and_grad_with_retries(dropped, at_scale(2.0**16), **options)
     *result, state = fun(params, n=7)
     jax.effects_barrier()
-    assert ls.get_loss_scale(state) == 2.0**14 and len(seen) == 3
+    assert float(ls.get_loss_scale(state)) == 2.0**14 and len(seen) == 3
     assert (np.array(seen) == seen[0]).all() and 0 < seen[0].sum() < 3
     expected = ls.value_and_grad(dropped, state, **options)(params, n=7)
     assert_same_bits(tuple(result), expected)
@@ -106,7 +111,7 @@ def test_the_program_holds_the_function_once_and_costs_no_memory():
 
     def compiled(make):
         step = jax.jit(lambda state, *args: make(mlp_loss, state)(*args))
-        args = [jnp.ones((64, 64))] * 4, jnp.ones((1024, 64))
+        args = [np.ones((64, 64))] * 4, np.ones((1024, 64))
         return step.lower(at_scale(4.0), *args).compile()
 
     ours, plain = map(compiled, (ls.value_and_grad_with_retries, ls.value_and_grad))
@@ -115,7 +120,7 @@ def test_the_program_holds_the_function_once_and_costs_no_memory():
     assert memory[0] < 1.01 * memory[1]
 
 
-SLOPES = jnp.ones(8).at[5].set(3.0)  # one device overflows twice more
+SLOPES = np.float32([1, 1, 1, 1, 1, 3, 1, 1])  # one device overflows twice more
 
 
 def on_devices(axis_name, check_vma=True):
@@ -134,7 +139,8 @@ def on_devices(axis_name, check_vma=True):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_devices_retry_together(check_vma):
     value, grads, state = on_devices(("data",), check_vma)
-    assert value == 3 * SLOPES.mean() and ls.get_loss_scale(state) < 2.0**16
+    assert float(value) == 3 * SLOPES.mean()
+    assert float(ls.get_loss_scale(state)) < 2.0**16
     np.testing.assert_allclose(grads, SLOPES.mean(), rtol=1e-3)
 
 
@@ -151,18 +157,18 @@ def test_devices_that_would_decide_alone_are_refused(options, message):
         on_devices(**options)
 
 
-def test_one_state_for_devices_with_models_of_their_own_is_refused():
+def test_one_state_for_different_models_is_refused():
     def local(state, w, slope):
         return ls.value_and_grad_with_retries(loss_fn, state)(w, slope)[1]
 
     mapped = on_mesh(local, (P(), P("data"), P()), P("data"), MESH)
     with pytest.raises(ValueError, match="loss or gradients differ"):
-        mapped(at_scale(2.0**15), jnp.ones(24), 2.0)
+        mapped(at_scale(2.0**15), np.ones(24), 2.0)
 
 
 def test_explicit_meshes_keep_their_shardings():
     sharding = NamedSharding(make_mesh(EXPLICIT, data=8), P("data", None))
-    w = jax.device_put(jnp.ones((8, 1)), sharding)
+    w = jax.device_put(np.ones((8, 1), np.float32), sharding)
 
     def fun(w):
         return loss_fn(w, 3.0), w * 2
@@ -170,7 +176,8 @@ def test_explicit_meshes_keep_their_shardings():
     run = jax.jit(lambda s, w: ls.value_and_grad_with_retries(fun, s, has_aux=True)(w))
     (value, aux), grads, state = run(at_scale(2.0**16), w)
     assert grads.sharding == aux.sharding == sharding
-    assert value == 24 and (grads == 3).all() and state.loss_scale == 2.0**14
+    value, grads, scale = jax.device_get((value, grads, state.loss_scale))
+    assert value == 24 and (grads == 3).all() and scale == 2.0**14
 
 
 @pytest.mark.parametrize("argument", [{"max_retries": -1}, {"backoff_factor": 1.0}])
@@ -187,7 +194,7 @@ def test_a_step_can_be_exported_for_all_platforms():
 
 @pytest.mark.skipif(not hasattr(jax, "new_ref"), reason="jax gives it another name")
 def test_a_function_that_changes_mutable_arrays_is_refused():
-    calls = jax.new_ref(jnp.zeros(()))
+    calls = jax.new_ref(jnp.float32(0))
 
     def counting(w):
         calls[...] += 1.0
@@ -196,7 +203,7 @@ def test_a_function_that_changes_mutable_arrays_is_refused():
     fun = ls.value_and_grad_with_retries(counting, at_scale(1.0))
     with pytest.raises(TypeError, match="`fun` must be free of effects"):
         fun(W)
-    assert calls[...] == 0
+    assert float(calls[...]) == 0
 
 
 @pytest.mark.parametrize("name", ["scale", "state", "fun", "args", "loss", "tree"])
@@ -209,4 +216,5 @@ def test_a_function_that_changes_mutable_arrays_is_refused():
     ],
 )
 def test_a_loss_may_have_keywords_of_any_name(wrap, name):
-    wrap(lambda w, **named: named[name] * w)(2.0, **{name: 3.0})
+    fun = wrap(lambda w, **named: named[name] * w)
+    jax.eval_shape(functools.partial(fun, 2.0, **{name: 3.0}))

@@ -65,6 +65,13 @@ def test_what_is_in_no_bar_is_in_the_title():
     assert plot_range(np.float32([1, np.nan, np.inf, -np.inf])).get_title() == title
 
 
+def test_shares_round_to_nothing_and_to_all_only_if_they_are():
+    grads = np.float32([1e-9] + [1.0] * 1999)
+    assert legend(plot_range(grads)) == [
+        *("lost <0.1%", "subnormal 0%", "normal >99.9%", "overflow 0%")
+    ]
+
+
 def test_nothing_to_draw_leaves_the_zones():
     for grads in ({}, [jnp.array([0.0, jnp.nan])]):
         axes = plot_range(grads)

@@ -5,6 +5,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from every_rule import RULES
 
@@ -21,7 +22,7 @@ def test_a_configuration_goes_through_json_and_comes_back_equal(rule):
     assert not callable(rule), "`inject_hyperparams` would take it for a schedule"
 
 
-def test_rules_are_frozen_printable_and_equal_only_by_class_and_numbers():
+def test_rules_are_frozen_and_equal_by_class_and_numbers():
     rule = ls.FixedLossScale(8.0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         rule.loss_scale = 4.0
@@ -60,7 +61,7 @@ class Halving(ls.LossScale):
         return state.record(grads_finite)._replace(loss_scale=scale)
 
 
-def test_a_users_rule_restores_itself_and_the_base_only_those_of_the_package():
+def test_a_users_rule_restores_itself_but_the_base_does_not():
     config = Halving(16.0).get_config()
     assert config == {"class_name": "Halving", "start": 16.0}
     assert Halving.from_config(config) == Halving(16.0)
@@ -75,7 +76,7 @@ def test_an_eager_update_moves_nothing_between_host_and_device(rule):
         rule.update(*args)
 
 
-@pytest.mark.parametrize("value", [jnp.ones(2), True])
+@pytest.mark.parametrize("value", [np.ones(2), True])
 def test_a_magnitude_that_is_no_number_is_refused(value):
     rule = ls.HeadroomLossScale()
     with pytest.raises(ValueError, match="`max_magnitude` must be one real number"):

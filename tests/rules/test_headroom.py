@@ -32,7 +32,7 @@ def test_the_scale_is_the_largest_power_of_two_within_the_bound(dtype):
     magnitudes = [around(top) for top in tops]
     for headroom, top, m in zip(headrooms, tops, magnitudes, strict=True):
         rule = ls.HeadroomLossScale(headroom=headroom, **limits)
-        state = jax.vmap(lambda m, r=rule: r.update(r.init(), True, m))(m)
+        state = jax.jit(jax.vmap(lambda m, r=rule: r.update(r.init(), True, m)))(m)
         # Exact: a power of two times a float32.
         m, scale = np.float64(m), np.float64(state.loss_scale)
         bound = top * (1 + 2.0**-23)  # a float32
@@ -44,17 +44,18 @@ def test_a_scale_that_is_lowered_without_the_rule_is_kept():
     """As retries lower it. A memory of the gradient that overflowed keeps it low."""
     rule = ls.HeadroomLossScale()
     state = rule.update(rule.init(), True, 1.0)
-    lowered = state._replace(loss_scale=state.loss_scale / 64)
-    new = lowered
+    scale = float(state.loss_scale)
+    new = state._replace(loss_scale=jnp.float32(scale / 64))
     for _ in range(50):
         new = rule.update(new, True, 1.0)
-        assert new.loss_scale == lowered.loss_scale
-    raised = state._replace(loss_scale=state.loss_scale * 64)
-    assert rule.update(raised, True, 1.0).loss_scale == state.loss_scale
+        assert float(new.loss_scale) == scale / 64
+    raised = state._replace(loss_scale=jnp.float32(scale * 64))
+    assert float(rule.update(raised, True, 1.0).loss_scale) == scale
 
 
 def test_a_rule_with_less_headroom_raises_the_scale_at_once():
     """Although the scale is lower than its own, no retry has lowered it."""
     careful, bold = (ls.HeadroomLossScale(headroom=x) for x in (6, 3))
     state = careful.update(careful.init(), True, 1e-3)
-    assert bold.update(state, True, 1e-3).loss_scale == 8 * state.loss_scale
+    bolder = bold.update(state, True, 1e-3)
+    assert float(bolder.loss_scale) == 8 * float(state.loss_scale)

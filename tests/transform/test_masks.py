@@ -71,3 +71,20 @@ def test_two_leaves_of_one_value_keep_the_old_value_of_each():
     assert_same_bits(skipped.inner_state, state.inner_state)
     _, applied = jax.jit(tx.update)(ONE, state)
     assert_same_bits(applied.inner_state, (4 * ONE, 4 * ONE))
+
+
+@pytest.mark.parametrize("shape", [(2,), (3,), (4,), (2, 2), (3, 5)])
+def test_placeholders_are_neither_zero_nor_their_mean(shape):
+    """There a norm and a standard deviation have no derivative."""
+    seen = []
+
+    def update(g):
+        seen.append(np.asarray(g))
+        return g, ()
+
+    tx = ls.with_loss_scaling(transformation(update))
+    bad = np.full(shape, np.nan, np.float32)
+    tx.update(bad, tx.init(bad))
+    [placeholders] = seen
+    assert np.all(np.float16(1e-3) * np.float16(placeholders) ** 2 > 0)
+    assert np.all(placeholders != placeholders.mean())
