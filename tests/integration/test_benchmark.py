@@ -63,6 +63,6 @@ def test_the_table_of_rules_is_what_the_comparison_prints(monkeypatch, capsys):
     runpy.run_path(str(BENCHMARKS / "compare_rules.py"), run_name="__main__")
     printed = figures(capsys.readouterr().out)
     in_the_book = figures(page("start/rules"))
-    assert in_the_book.keys() == printed.keys() and len(printed) == 16
+    assert printed and in_the_book.keys() == printed.keys()
     for key, numbers in printed.items():
         assert in_the_book[key] == pytest.approx(numbers, rel=0.02, abs=0.011), key

@@ -63,7 +63,7 @@ def test_every_warning_is_in_the_table_of_warnings():
                 first_words += [text[:20] for text in texts[:1]]
     rows = table(page("troubleshooting"), "warning")
     assert [x for x in first_words if not any(x in row[0] for row in rows)] == []
-    assert len(first_words) == 15
+    assert "No loss has been scaled for"[:20] in first_words  # calls are found
 
 
 def test_every_public_name_is_in_the_reference_once():

@@ -25,7 +25,8 @@ def test_what_the_table_of_classes_writes_as_code_runs():
     names |= {"optax": optax, "loss_fn": jnp.sum, "config": rule.get_config()}
     classes = PAGE.split("## TensorFlow and MindSpore, class by class\n")[1]
     rows = table(classes, "there")
-    assert len(rows) == 36
+    for name in ("FixedLossScale", "FixedLossScaleManager", "DynamicLossScaleManager"):
+        assert f"`{name}" in str(rows)
     for *_, here in rows:
         expressions = re.findall(r"`([^`]+)`", here)
         assert expressions, here

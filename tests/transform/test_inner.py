@@ -86,7 +86,7 @@ def test_every_optimizer_makes_finite_updates_of_float16_zeros(name):
 def test_plain_optimizers_make_nan_of_zero_gradients_in_float16():
     cell = table(page("guides/float16_parameters"), "float16 parameters, grad")[0][1]
     names = re.findall(r"`(\w+)`", cell)
-    assert names.pop() == "eps" and len(names) == 7
+    assert names.pop() == "eps" and {"adam", "adamw"} <= {*names}
     for name in names:
         tx, params = make(f"optax.{name}"), HALF["w"]
         updates, _ = tx.update(np.zeros_like(params), tx.init(params), params)
