@@ -139,13 +139,11 @@ def random_program(rng, others, depth=2):
     said, steps = [], []
     for name in [rng.choice([*PRODUCTS]), *names]:
         if name in BLOCKS and depth:
-            block, (inside, inner) = (
-                BLOCKS[name],
-                random_program(rng, others, depth - 1),
-            )
-            name = f"{name} of ({inside})"
-            steps.append(lambda cast, block=block, inner=inner: block(inner(cast)))
-        elif name in PRODUCTS:
+            inside, inner = random_program(rng, others, depth - 1)
+            steps.append(lambda cast, name=name, inner=inner: BLOCKS[name](inner(cast)))
+            said.append(f"{name} of ({inside})")
+            continue
+        if name in PRODUCTS:
             steps.append(PRODUCTS[name])
         else:
             name = name if name in OTHERS else "add"

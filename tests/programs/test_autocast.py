@@ -3,7 +3,6 @@
 Random programs are compared with themselves, cast by hand at each product.
 """
 
-import contextlib
 import functools
 import random
 
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from asserts import assert_same_types
+from asserts import assert_same_types, noted
 from devices import vary
 from flax import nnx
 from float32_losses import (
@@ -50,15 +49,6 @@ jit = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision":
 PARAMS = {"w": jnp.asarray(normal(N, N, seed=1)), "b": np.zeros(N, np.float32)}
 
 
-@contextlib.contextmanager
-def noted(note):
-    try:
-        yield
-    except Exception as error:
-        error.add_note(note)
-        raise
-
-
 @pytest.mark.parametrize("seed", slow_but(range(1), range(24)))
 def test_a_random_program_is_the_one_that_is_cast_by_hand(seed):
     has_jvp = seed % 2 == 0  # a ``custom_vjp`` has none
@@ -68,7 +58,7 @@ def test_a_random_program_is_the_one_that_is_cast_by_hand(seed):
     before = loss_of(program, plain)
     ours, theirs = ls.autocast(before), loss_of(program, by_hand)
     with (
-        noted(f"seed {seed}, {modes}, steps: {steps}"),
+        noted(f"seed {seed}", modes, steps),
         enable_x64(modes == "x64"),
         jax.numpy_dtype_promotion("strict" if modes == "strict" else "standard"),
         jax.numpy_rank_promotion("raise" if modes == "strict" else "allow"),
