@@ -1,6 +1,7 @@
 """Compute the products of a function in a narrower type, and nothing else."""
 
 import functools
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
@@ -23,7 +24,9 @@ from .traced_call import evaluate, refuse_effects, traced_call
 Arguments = ParamSpec("Arguments")
 Output = TypeVar("Output")
 
-_PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"}
+_PRODUCTS = {"conv_general_dilated", "ragged_dot", "ragged_dot_general"}
+# How many numbers a matrix product sums up at least.
+_FEWEST = 8
 # Equations whose programs are evaluated and differentiated as they stand. Others, such
 # as ``custom_vjp_call``, have a derivative that was written for their types.
 _TRANSPARENT = {
@@ -46,13 +49,16 @@ def autocast(
 
     A matrix product or convolution of two float32 arrays, or of one and an array in
     ``dtype``, is computed in ``dtype``: its operands are rounded, and its result is
-    converted back to float32. The products of the backward pass are cast, too, which is
+    converted back to float32. The products of its backward pass are cast, too, which is
     why the loss needs a scale. Sums, norms, softmax, exponentials, lookups and losses
     stay in float32.
 
-    These products are left as they are:
+    A matrix product, also one times a vector, sums 8 numbers or more for each element
+    of its result. These are left as they are:
 
-    - of other types than float32;
+    - sums of products as in ``jnp.vdot``, outer and elementwise products, and products
+      that sum fewer numbers, such as rotations: no matrix unit computes them;
+    - products of other types than float32;
     - with a ``precision`` other than the default, and so all that are traced under
       ``jax.default_matmul_precision("highest")``. This keeps a part of ``fun`` in
       float32;
@@ -128,7 +134,7 @@ def _cast_eqn(eqn: JaxprEqn, dtype: str) -> Iterator[JaxprEqn]:
     if eqn.primitive.name in _TRANSPARENT:
         params = {name: _cast(x, dtype) for name, x in eqn.params.items()}
         yield replace(eqn, params=params)
-    elif eqn.primitive.name in _PRODUCTS and _is_float32(eqn, dtype):
+    elif _is_product(eqn) and _is_float32(eqn, dtype):
         operands: list[Any] = list(eqn.invars)
         for i, x in enumerate(operands[:2]):
             if x.aval.dtype == jnp.float32:
@@ -153,6 +159,27 @@ def _convert(eqn: JaxprEqn, x: Any, y: Any) -> JaxprEqn:
 
     new: JaxprEqn = eqn_like(eqn, convert, [x], y)
     return new
+
+
+def _is_product(eqn: JaxprEqn) -> bool:
+    """Return whether an equation is a product that matrix units compute.
+
+    Other uses of ``dot_general`` are sums of products, as in ``jnp.vdot``, outer and
+    elementwise products, and products of a few numbers, such as rotations.
+    """
+    if eqn.primitive.name != "dot_general":
+        return eqn.primitive.name in _PRODUCTS
+    contracted, batch = eqn.params["dimension_numbers"]
+    avals: list[Any] = [x.aval for x in eqn.invars]
+    # A size that `jax.export` leaves open is no int.
+    length = math.prod(avals[0].shape[i] for i in contracted[0])
+    is_long = not isinstance(length, int) or length >= _FEWEST
+    is_matrix = any(
+        size != 1 and axis not in (*contracted[i], *batch[i])
+        for i, aval in enumerate(avals)
+        for axis, size in enumerate(aval.shape)
+    )
+    return is_long and is_matrix
 
 
 def _is_float32(eqn: JaxprEqn, dtype: str) -> bool:

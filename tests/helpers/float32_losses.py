@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.scipy.spatial.transform import Rotation
 from training import normal
 
 F16, F32 = jnp.float16, jnp.float32
-N = 4
+N = 8  # a product of fewer numbers is not cast
 X = jnp.asarray(normal(N, N))
 
 
@@ -93,6 +94,12 @@ PRODUCTS = {
     "batched": lambda cast: (
         lambda x, w: cast(einsum("ij,ijk->ik"))(x, jnp.stack([w] * N))
     ),
+    "vector": lambda cast: lambda x, w: x + cast(jnp.matmul)(x, w[0])[None],
+    "contracted twice": lambda cast: (
+        lambda x, w: (
+            x + cast(einsum("abi,abj->ij"))(*(y.reshape(2, 4, N) for y in (x, w)))
+        )
+    ),
     "convolution": convolved,
 }
 # They are left as they are.
@@ -102,6 +109,18 @@ OTHERS = {
     "bfloat16": in_bfloat16,
     "highest": highest,
     "HIGH": functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGH),
+    # Of `x` with itself: under `vmap`, a sum of products with `w` is a matrix product.
+    "dot": lambda x, w: x + jnp.dot(x[0], x[1]),
+    "vdot": lambda x, w: x + jnp.vdot(x, x),
+    "vecdot": lambda x, w: x + einsum("ij,ij->i")(x, w)[None],
+    "column": lambda x, w: x + x[:1] @ x[:, :1],
+    "outer": lambda x, w: einsum("i,j->ij")(x[0], w[0]),
+    "matrices of 1": lambda x, w: x[:, :1] @ w[:1],
+    "elementwise": einsum("ij,ij->ij"),
+    "few": lambda x, w: x[:, :7] @ w[:7],
+    "batch of few": lambda x, w: (
+        (x.reshape(N, 2, 4) @ w.reshape(N, 4, 2)).reshape(N, 4).repeat(2, 1)
+    ),
     "add": jnp.add,
     "where": lambda x, w: jnp.where(x > w, x, 0.5 * w),
     "softmax": lambda x, w: jax.nn.softmax(4 * x) + w[:1],
@@ -194,7 +213,7 @@ def flax_linen():
             policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
             for block in (nn.Dense, nn.remat(nn.Dense, policy=policy)):
                 x = nn.LayerNorm()(nn.relu(block(N)(x)))
-            x = nn.MultiHeadDotProductAttention(2)(x, x)
+            x = nn.MultiHeadDotProductAttention(1)(x, x)
             return nn.Conv(3, (3,))(x)
 
     model = Model()
@@ -246,7 +265,49 @@ def counted(x, cast):
 
 def lookup(x, cast):
     table = x @ x
-    return jnp.sum(table[jnp.zeros(30_000, int)] * cast(1 / 3))
+    return jnp.sum(table[jnp.zeros(10_000, int)] * cast(1 / 3))
 
 
 RUINED = [attention, small_norm, log_of_tanh, counted, lookup]
+
+
+# No matrix product, and wrong in float16.
+
+
+def dice(x):
+    """A share of two sums over the elements of two images."""
+    image = jnp.tile(jnp.abs(x) + 1, (48, 48)).ravel()
+    return -2 * jnp.dot(image, image) / (jnp.vdot(image, image) + image @ image)
+
+
+def weight_decay(x):
+    weights = jnp.tile(x, (40, 40)).ravel()
+    return jnp.vdot(weights, weights)
+
+
+def log_density(x):
+    far = 100 * x[:, :2]
+    covariance = jnp.array([[2.0, 1.0], [1.0, 2.0]])
+    return jnp.sum(jax.scipy.stats.multivariate_normal.logpdf(far, far[0], covariance))
+
+
+def rotary_angles(x):
+    positions = 4096 * jnp.abs(x[0]) + jnp.arange(N)
+    angles = jnp.einsum("i,j->ij", positions, 1 / 10_000 ** jnp.linspace(0, 1, N))
+    outer = jnp.outer(positions, jnp.ones(N))
+    return jnp.sum(jnp.sin(angles)) + jnp.sum(outer)
+
+
+def weighted_pixels(x):
+    images = 300 * jnp.broadcast_to(x, (2, 3, N, N))
+    return jnp.sum(jnp.einsum("bkwh,bkwh->bk", images, images))
+
+
+def rotated(x):
+    """Three coordinates of large numbers."""
+    turn = Rotation.from_euler("z", 0.3).as_matrix()
+    return jnp.sum((1e5 * x[:, :3]) @ turn)
+
+
+STAY_FLOAT32 = [dice, weight_decay, log_density, rotary_angles, weighted_pixels]
+STAY_FLOAT32 += [rotated]

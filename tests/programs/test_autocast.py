@@ -21,6 +21,7 @@ from float32_losses import (
     F32,
     OTHERS,
     RUINED,
+    STAY_FLOAT32,
     N,
     X,
     by_hand,
@@ -296,6 +297,14 @@ def test_a_state_of_equinox_may_be_used_up():
 
     ours, theirs = both(model, (eqx.nn.State(model), eqx.nn.State(model)))
     assert abs(float(ours) - float(theirs)) < 0.01
+
+
+@pytest.mark.parametrize("fun", STAY_FLOAT32)
+def test_sums_of_products_and_products_of_few_stay_float32(fun):
+    found = products_of(jax.value_and_grad(ls.autocast(fun)), X)
+    assert found.keys() == {"float32"}
+    value, slope = jit(jax.value_and_grad(ls.autocast(fun)))(X)
+    assert np.isfinite(value) and np.isfinite(slope).all()
 
 
 @pytest.mark.parametrize("loss_fn", RUINED)
