@@ -1,5 +1,6 @@
 """Uses of jax internals. Only this file handles differences between jax versions."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
@@ -52,8 +53,7 @@ def new_var(aval: Any, dtype: Any = None) -> Var:
 
 def eqn_like(eqn: JaxprEqn, fun: Any, inputs: Sequence[Any], output: Var) -> Any:
     """Return an equation that computes one primitive, with the context of another."""
-    like = [jax.ShapeDtypeStruct((), x.aval.dtype) for x in inputs]
-    (new,) = jax.make_jaxpr(fun)(*like).jaxpr.eqns
+    new = _equation(fun, *(x.aval.dtype for x in inputs))
     return replace(
         eqn,
         primitive=new.primitive,
@@ -62,6 +62,39 @@ def eqn_like(eqn: JaxprEqn, fun: Any, inputs: Sequence[Any], output: Var) -> Any
         params=new.params,
         effects=new.effects,
     )
+
+
+@functools.lru_cache
+def _equation(fun: Any, *dtypes: Any) -> Any:
+    """Return an equation on scalars. It is traced once, for any number of copies."""
+    like = [jax.ShapeDtypeStruct((), dtype) for dtype in dtypes]
+    (eqn,) = jax.make_jaxpr(fun)(*like).jaxpr.eqns
+    return eqn
+
+
+def checkpointed(
+    eqn: JaxprEqn, program: Jaxpr | ClosedJaxpr, policy: Callable[..., bool]
+) -> Any:
+    """Return a program that is one ``jax.checkpoint``, in the context of an equation.
+
+    Without ``prevent_cse``, which the bodies of loops do not need.
+    """
+    outer: Any = program.jaxpr if isinstance(program, ClosedJaxpr) else program
+    fun = jax.checkpoint(jnp.negative, policy=policy, prevent_cse=False)
+    (new,) = jax.make_jaxpr(fun)(0.0).jaxpr.eqns
+    inner = replace(outer, constvars=[], invars=[*outer.constvars, *outer.invars])
+    results = [new_var(x.aval) for x in outer.outvars]
+    new = replace(
+        eqn,
+        primitive=new.primitive,
+        invars=inner.invars,
+        outvars=results,
+        params={**new.params, "jaxpr": inner},
+        effects=outer.effects,
+    )
+    outer = replace(outer, eqns=[new], outvars=results)
+    same = isinstance(program, Jaxpr)
+    return outer if same else ClosedJaxpr(outer, cast(Any, program).consts)
 
 
 def is_staging() -> bool:

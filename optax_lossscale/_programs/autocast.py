@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from .._jax_internals import (
+    COLLECTIVE,
     MUTABLE_ARRAYS,
+    checkpointed,
     effect_names,
     eqn_like,
     new_var,
@@ -19,20 +21,23 @@ from .._jax_internals import (
     with_eqns,
 )
 from .._validation import check_dtype, check_function
+from .equations import ELEMENTWISE, REDUCTIONS, RESHAPES, equations, operations
 from .traced_call import evaluate, refuse_effects, traced_call
 
 Arguments = ParamSpec("Arguments")
 Output = TypeVar("Output")
 
-_PRODUCTS = {"conv_general_dilated", "ragged_dot", "ragged_dot_general"}
+_PRODUCTS = {"conv_general_dilated", "dot_general", "ragged_dot", "ragged_dot_general"}
 # How many numbers a matrix product sums up at least.
 _FEWEST = 8
 # Equations whose programs are evaluated and differentiated as they stand. Others, such
 # as ``custom_vjp_call``, have a derivative that was written for their types.
-_TRANSPARENT = {
-    *("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"),
-    *("scan", "while", "cond", "shard_map"),
+_CHECKPOINTS = {"checkpoint", "remat2"}
+_TRANSPARENT = _CHECKPOINTS | {
+    *("jit", "pjit", "closed_call", "core_call", "scan", "while", "cond", "shard_map"),
 }
+# What the backward pass of a loop computes again instead of keeping it.
+_CHEAP = ELEMENTWISE | REDUCTIONS | RESHAPES
 
 # The results of ``_cast``, so that JAX compiles each only once.
 _known: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
@@ -65,6 +70,10 @@ def autocast(
     - in functions with a derivative of their own (``jax.custom_jvp``,
       ``jax.custom_vjp``, Pallas). Put `autocast` inside of these, as in
       ``scale_backward(autocast(fun), scale)``.
+
+    The body of a ``scan`` keeps, for its backward pass, the results of products, which
+    are float16, and what is expensive to compute. Casts, elementwise functions and
+    reductions are computed again. A body with a ``jax.checkpoint`` is left as it is.
 
     Args:
         fun: a function of pytrees, traced as under ``jax.jit``. It must not change its
@@ -133,6 +142,8 @@ def _cast_eqn(eqn: JaxprEqn, dtype: str) -> Iterator[JaxprEqn]:
     """Yield equations that replace one. Their results have the same types."""
     if eqn.primitive.name in _TRANSPARENT:
         params = {name: _cast(x, dtype) for name, x in eqn.params.items()}
+        if eqn.primitive.name == "scan" and _keeps_float32(eqn, params, dtype):
+            params["jaxpr"] = checkpointed(eqn, params["jaxpr"], _is_kept)
         yield replace(eqn, params=params)
     elif _is_product(eqn) and _is_float32(eqn, dtype):
         operands: list[Any] = list(eqn.invars)
@@ -153,12 +164,40 @@ def _cast_eqn(eqn: JaxprEqn, dtype: str) -> Iterator[JaxprEqn]:
         yield eqn
 
 
-def _convert(eqn: JaxprEqn, x: Any, y: Any) -> JaxprEqn:
-    def convert(x: Any) -> jax.Array:
-        return jax.lax.convert_element_type(x, y.aval.dtype)
+def _keeps_float32(eqn: JaxprEqn, params: Any, dtype: str) -> bool:
+    """Return whether a loop would keep float32 results of cast products.
 
-    new: JaxprEqn = eqn_like(eqn, convert, [x], y)
+    JAX keeps what the backward pass of a ``scan`` needs. Behind a cast product that is
+    float32, although it can be computed from the float16 result. If the body has a
+    ``jax.checkpoint``, its author has decided.
+    """
+    before, after = (
+        sum(_has_type(x, dtype) for x in equations(body))
+        for body in (eqn.params["jaxpr"], params["jaxpr"])
+    )
+    is_pure = effect_names(eqn) <= {COLLECTIVE}
+    decided = operations(eqn.params["jaxpr"]) & _CHECKPOINTS
+    return after > before and is_pure and not decided
+
+
+def _has_type(eqn: JaxprEqn, dtype: str) -> bool:
+    avals: list[Any] = [x.aval for x in eqn.outvars]
+    return eqn.primitive.name in _PRODUCTS and avals[0].dtype.name == dtype
+
+
+def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Return whether a loop keeps the result of an operation for its backward pass."""
+    return primitive.name not in _CHEAP
+
+
+def _convert(eqn: JaxprEqn, x: Any, y: Any) -> JaxprEqn:
+    new: JaxprEqn = eqn_like(eqn, _to(y.aval.dtype.name), [x], y)
     return new
+
+
+@functools.cache
+def _to(dtype: str) -> Callable[[jax.Array], jax.Array]:
+    return lambda x: jax.lax.convert_element_type(x, dtype)
 
 
 def _is_product(eqn: JaxprEqn) -> bool:
