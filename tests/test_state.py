@@ -77,3 +77,8 @@ def test_a_flag_that_is_not_one_boolean_is_refused(flag):
         rule.update(rule.init(), flag)
     with pytest.raises(ValueError, match="`applied` must be one boolean"):
         rule.init().record(flag)
+
+
+def test_created_state_has_counted_nothing():
+    state = ls.LossScaleState.create(8.0)
+    assert [*map(float, state[:-1])] == [8, 0, 1, 0, 0, 0, 0]

@@ -42,6 +42,7 @@ def test_octaves_and_zones_have_their_shares_before_and_after(
         np.testing.assert_allclose(edges, np.arange(-30, 16) + moved)
         octaves = {i - 30: v for i, v in enumerate(values) if v}
         assert octaves == {-30: 0.2, -20: 0.2, -1: 0.2, 14: 0.4}
+    assert 0.4 < axes.get_ylim()[1] < 0.5
     zones = zip(["20.0%", "20.0%", "60.0%", "0%"], shares.split(), strict=True)
     shown = [f"{before} → {after}" for before, after in zones]
     names = "lost", "subnormal", "normal", "overflow"

@@ -92,6 +92,7 @@ def test_a_preset_makes_of_its_arguments_what_the_table_says(preset, given, rule
         (P.mpx_dynamic, (8.0, 65505.0), "min_loss_scaling` must be .* 0 to 65504"),
         (P.megatron, (4.0, 8.0), "min_scale` must not exceed `initial_scale"),
         (P.fairseq, (4.0, 2.0, 1, 8.0), "threshold` must not exceed `init_scale"),
+        (P.fairseq, (0.0,), "init_scale` must be a number from"),
     ],
 )
 def test_arguments_that_do_not_go_together_are_refused(preset, given, message):

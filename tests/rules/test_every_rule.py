@@ -89,6 +89,7 @@ NOT_STATES = [
     (None, "be a LossScaleState, .* got None"),
     (OPT_STATE, "`get_loss_scale_state` returns"),
     (SEVERAL, "of one run, .* inside `jax.vmap`"),
+    (STATE._replace(growth_tracker=SEVERAL.growth_tracker), "one run, .* for `growth"),
     (STATE._replace(growth_tracker=None), "hold numbers, got None for `growth_track"),
     (ls.DynamicLossScale().init(), r"`rule_state` of Headroom.*scale_state=rule.init"),
     (STATE._replace(rule_state=SEVERAL.rule_state), "`rule_state` of Headroom"),

@@ -131,7 +131,8 @@ def test_a_nan_that_the_step_does_not_change_does_not_skip_it():
     assert not applied(imaginary, one, one, one)
     assert not applied(one, one, np.float32(np.nan), np.float32(0.0))
     key = jax.random.key(0)
-    assert applied(one, np.arange(2, dtype=np.int32), key, key)
+    counts = np.arange(2, dtype=np.int32)
+    assert applied(one, counts, key, key) and applied(counts, counts, one, one)
 
 
 @pytest.mark.parametrize("spec", [P("d"), P()])
