@@ -96,9 +96,9 @@ def autocast(
         >>> import optax_lossscale as ls
         >>> def loss_fn(w, x):
         ...     return jnp.sum(x @ w) + 2.0**-12
-        >>> w, x = jnp.full(2, 1 + 2.0**-12), jnp.ones((3, 2))
-        >>> print(loss_fn(w, x) - 6, ls.autocast(loss_fn)(w, x) - 6)
-        0.0017089844 0.00024414062
+        >>> w, x = jnp.full(8, 1 + 2.0**-12), jnp.ones((3, 8))
+        >>> print(loss_fn(w, x) - 24, ls.autocast(loss_fn)(w, x) - 24)
+        0.0061035156 0.00024414062
 
         In float16, 1 + 2**-12 rounds to 1. The sum, which is float32, does not round.
 
