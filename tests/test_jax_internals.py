@@ -68,6 +68,16 @@ def a_closed_program_keeps_its_constants():
     return bool(jnp.all(result == 2))
 
 
+def a_program_becomes_one_checkpoint():
+    closed = jax.make_jaxpr(lambda x: jnp.sin(x + ONES))(ONES)
+    [*_, sin] = closed.eqns
+    new = internals.checkpointed(sin, closed, lambda *_, **__: False)
+    [eqn] = new.eqns
+    [result] = jaxpr_as_fun(new)(ONES)
+    is_one = eqn.primitive.name in ("checkpoint", "remat2")
+    return is_one and bool(jnp.all(result == jnp.sin(2.0)))
+
+
 def staging_is_known():
     seen = []
 
@@ -144,6 +154,7 @@ CANARIES = [
     an_equation_is_followed_by_a_conversion,
     an_equation_is_followed_by_a_selection,
     a_closed_program_keeps_its_constants,
+    a_program_becomes_one_checkpoint,
     staging_is_known,
     varying_axes_are_known,
     a_barrier_keeps_the_order,

@@ -44,7 +44,7 @@ from shared import enable_x64, slow_but
 from training import normal
 
 import optax_lossscale as ls
-from optax_lossscale._programs.equations import equations
+from optax_lossscale._programs.equations import equations, operations
 
 # Otherwise XLA may leave out the rounding of some results, not of others.
 jit = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
@@ -85,8 +85,15 @@ def test_a_random_program_is_the_one_that_is_cast_by_hand(seed):
         counts = [products(x.jaxpr.jaxpr) for x in both]
         assert counts[0] == counts[1]
         results = [x.lower().compile()(PARAMS, X) for x in both]
-        # In a loop XLA fuses otherwise. A lost cast is off by 2**-12.
-        chex.assert_trees_all_close(*results, rtol=1e-5, atol=1e-6)
+        if "scan" in operations(both[0].jaxpr):
+            # XLA fuses its body otherwise, and some numbers round to others in float16.
+            jax.tree.map(assert_close_in_float16, *results)
+        else:
+            jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def assert_close_in_float16(x, y):
+    np.testing.assert_allclose(x, y, atol=2.0**-10 * np.max(np.abs(y), initial=0))
 
 
 CAST = ls.autocast(squares)
@@ -148,8 +155,9 @@ def kept_in_loops(fun, *args):
     kept = collections.Counter()
     for eqn in equations(program):
         if eqn.primitive.name == "scan":
-            for x in eqn.outvars[eqn.params["num_carry"] :]:
-                kept[x.aval.dtype.name] += x.aval.size * x.aval.dtype.itemsize
+            for aval in (x.aval for x in eqn.outvars):
+                if aval.shape[:1] == (LAYERS,):
+                    kept[aval.dtype.name] += aval.size * aval.dtype.itemsize
     return {name: size // LAYERS for name, size in kept.items()}
 
 
