@@ -2,19 +2,21 @@
 
     pip install -e '.[plots]' --group cuda && python tests/benchmarks/casts.py
 
-A whole train step of three programs, by adamw at a dynamic loss scale, is compiled for
-each device: in float32, with casts by hand (all in float16 but norms, softmax and the
-loss), and the float32 program through `autocast`. ``--device`` names other devices, or
+A whole train step at a dynamic loss scale is compiled for each device: in float32, with
+casts by hand (all in float16 but norms, softmax and the loss; in the LSTM the products
+alone), and the float32 program through `autocast`. ``--device`` names other devices, or
 a mesh such as ``H100:8``, for which only the transformer is meant.
 """
 
 import argparse
+import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
 import optax
 import topology
+import transformer
 from compiled import transformer_on
 from count import count, place
 from recipes import lossscale
@@ -54,8 +56,40 @@ def network_on(sharding: jax.sharding.Sharding, dtype: jnp.dtype) -> tuple:
     return *place((jax.eval_shape(init), batch), sharding), loss_fn
 
 
+def scanned_on(sharding: jax.sharding.Sharding, dtype: jnp.dtype) -> tuple:
+    """The transformer with its layers in a ``scan`` that keeps what it needs."""
+    params, batch, loss_fn = transformer_on(sharding, dtype)
+    params = place(jax.eval_shape(transformer.stacked, params), sharding)
+    return params, batch, functools.partial(loss_fn, in_scan=lambda layer: layer)
+
+
+def lstm_on(sharding: jax.sharding.Sharding, dtype: jnp.dtype) -> tuple:
+    """An LSTM of 1,024 units, over 64 steps of 64 rows."""
+    width, batch = 1024, jax.ShapeDtypeStruct((64, 64, 1024), jnp.float32)
+
+    def init() -> dict:
+        return {"w": jnp.zeros((2 * width, 4 * width)), "b": jnp.zeros(4 * width)}
+
+    def loss_fn(params: dict, batch: jax.Array) -> jax.Array:
+        def step(carry: tuple, x: jax.Array) -> tuple:
+            h, c = carry
+            inputs = jnp.concatenate([x, h], axis=1)
+            gates = inputs.astype(dtype) @ params["w"].astype(dtype)
+            i, f, g, o = jnp.split(gates.astype(jnp.float32) + params["b"], 4, axis=1)
+            c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            h = jax.nn.sigmoid(o) * jnp.tanh(c)
+            return (h, c), h
+
+        zeros = jnp.zeros(batch.shape[1:])
+        return jnp.mean(jax.lax.scan(step, (zeros, zeros), batch)[1] ** 2)
+
+    return *place((jax.eval_shape(init), batch), sharding), loss_fn
+
+
 MODELS = {
     "transformer": (transformer_on, optax.adamw(3e-4)),
+    "scanned": (scanned_on, optax.adamw(3e-4)),
+    "LSTM": (lstm_on, optax.adamw(3e-4)),
     "convolutions": (network_on, optax.sgd(0.1, momentum=0.9)),
 }
 

@@ -58,7 +58,7 @@ def init(key: jax.Array, sizes: Sizes = SMALL) -> dict:
 
 
 def stacked(params: dict) -> dict:
-    """Stack the layers, so that the loss scans over them and computes them again."""
+    """Stack the layers, so that the loss scans over them."""
     layers = jax.tree.map(lambda *x: jnp.stack(x), *params["layers"])
     return {**params, "layers": layers}
 
@@ -103,12 +103,14 @@ def loss_fn(
     dtype: jnp.dtype,
     wrap: Callable = unwrapped,
     constrain: Callable[[jax.Array], jax.Array] = lambda x: x,
+    in_scan: Callable[[Callable], Callable] = jax.checkpoint,
 ) -> jax.Array:
     """Next-token loss, computed in ``dtype`` and averaged in float32.
 
     ``wrap`` is put around each block, which takes and returns float32 and computes in
     ``dtype``: the embedding, every layer, and the head. ``constrain`` shards what one
-    block passes to the next.
+    block passes to the next. If the layers are stacked, the loss scans over them, with
+    ``in_scan`` around each.
     """
 
     def in_dtype(block: Callable) -> Callable:
@@ -121,8 +123,8 @@ def loss_fn(
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     x = embed(params["embedding"], params["positions"], inputs)
     if isinstance(params["layers"], dict):
-        again = jax.checkpoint(layer)
-        x, _ = jax.lax.scan(lambda x, p: (again(p, x), None), x, params["layers"])
+        scanned = in_scan(layer)
+        x, _ = jax.lax.scan(lambda x, p: (scanned(p, x), None), x, params["layers"])
     else:
         for layer_params in params["layers"]:
             x = layer(layer_params, x)
