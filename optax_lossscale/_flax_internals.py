@@ -4,6 +4,7 @@ Flax is not imported here. If the program does not import it, it has no such obj
 """
 
 import contextlib
+import operator
 import sys
 from typing import Any
 
@@ -29,6 +30,31 @@ def with_objects(tree: Any, *, copies: bool) -> Any:
     """Undo ``as_arrays``: return copies, or the originals, changed like the copies."""
     nnx = _nnx()
     return tree if nnx is None else nnx.from_tree(tree, is_inner=copies, ctxtag=_TAG)
+
+
+def contents(objects: list[Any]) -> tuple[Any, list[Any]]:
+    """Return the structure and the arrays of objects, for `are_same`."""
+    if not objects:
+        return None, []
+    structure, state = _nnx().split(objects)
+    return structure, jax.tree.leaves(state)
+
+
+def are_same(objects: list[Any], before: tuple[Any, list[Any]]) -> bool:
+    """Return whether objects hold what they held before."""
+    structure, arrays = contents(objects)
+    return structure == before[0] and all(map(operator.is_, arrays, before[1]))
+
+
+def check_writable(tree: Any) -> None:
+    """Raise if objects cannot be written here, before any of them is.
+
+    A transformation inside of which they are can read those from outside of it alone.
+    """
+    objects = list(filter(is_object, leaves_with_objects(tree).values()))
+    for _, x in _nnx().iter_graph(objects):
+        if isinstance(x, _nnx().Variable):
+            x.copy_from(x.copy())
 
 
 def leaves_with_objects(tree: Any) -> dict[str, Any]:

@@ -56,20 +56,27 @@ def traced_call(
         arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
         returned: list[Any] = []
         out_structure: Any = None
+        are_changed = False
 
         def flat(first: Any, arrays: dict[int, jax.Array]) -> list[jax.Array]:
-            nonlocal returned, out_structure
+            nonlocal returned, out_structure, are_changed
             copies = [arrays.get(i, x) for i, x in enumerate(leaves)]
             arguments = _flax_internals.with_objects(
                 jax.tree.unflatten(structure, copies), copies=True
             )
             before = _flax_internals.leaves_with_objects(arguments)
+            again = _flax_internals.leaves_with_objects(arguments)
+            objects = list(filter(_flax_internals.is_object, before.values()))
+            contents = _flax_internals.contents(objects)
             output = fun(*first, *arguments[0], **arguments[1])
             after = before
             with contextlib.suppress(ValueError):  # raised by a used `eqx.nn.State`
                 after = _flax_internals.leaves_with_objects(arguments)
-            _check_unchanged(before, after)
-            objects = list(filter(_flax_internals.is_object, before.values()))
+            # Some trees compute their leaves whenever they are flattened.
+            computed = {path for path, x in before.items() if x is not again.get(path)}
+            _check_unchanged(before, after, besides=computed)
+            are_changed = not _flax_internals.are_same(objects, contents)
+            objects = objects if are_changed else []
             changed = _flax_internals.as_arrays((output, objects))
             outputs, out_structure = jax.tree.flatten(changed)
             returned = [_ARRAY if isinstance(x, jax.Array) else x for x in outputs]
@@ -91,6 +98,8 @@ def traced_call(
             remaining = iter(computed)
             outputs = iter([next(remaining) if y is None else y for y in forwarded])
             leaves = [next(outputs) if x is _ARRAY else x for x in returned]
+            if are_changed:
+                _flax_internals.check_writable((args, kwargs))
             changed = jax.tree.unflatten(out_structure, leaves)
             return _flax_internals.with_objects(changed, copies=False)[0]
 
@@ -121,8 +130,12 @@ def check_axes(jaxpr: Jaxpr, axis_name: AxisName | None) -> None:
         )
 
 
-def _check_unchanged(before: dict[str, Any], after: dict[str, Any]) -> None:
+def _check_unchanged(
+    before: dict[str, Any], after: dict[str, Any], besides: set[str]
+) -> None:
     for path in {**after, **before}:
+        if path in besides:
+            continue
         pair = [leaves.get(path) for leaves in (before, after)]
         if pair[0] is not pair[1] and any(isinstance(x, jax.Array) for x in pair):
             raise ValueError(

@@ -1,0 +1,100 @@
+"""What functions are given: objects from outside, and trees of their own kind."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from training import normal
+
+import optax_lossscale as ls
+
+X = normal(3, 8)
+STATE = ls.DynamicLossScale().init()
+
+WRAPPED = {
+    "autocast": ls.autocast,
+    "scale_backward": lambda f: ls.scale_backward(f, 8.0),
+    "scale_block": ls.scale_block,
+}
+# What is around the function; the module is outside of it.
+AROUND = {
+    "jit": lambda f: jax.jit(f)(X),
+    "vmap": lambda f: jax.vmap(f)(X[None])[0],
+    "grad": lambda f: jax.grad(f)(X),
+    "checkpoint": lambda f: jax.checkpoint(f)(X),
+    "scan": lambda f: jax.lax.scan(lambda c, x: (c + f(x), None), 0.0, X[None])[0],
+}
+
+
+def loss_fn(model, x):
+    return jnp.sum(model(x) ** 2)
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+def test_module_from_outside_may_be_read(wrap, around):
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    before = jax.tree.leaves(nnx.state(model))
+    expected = around(lambda x: loss_fn(model, x))
+    for found in (
+        around(lambda x: wrap(loss_fn)(model, x)),
+        around(wrap(lambda x: loss_fn(model, x))),
+    ):
+        np.testing.assert_allclose(found, expected, rtol=0.01, atol=0.01)
+    after = jax.tree.leaves(nnx.state(model))
+    assert all(a is b for a, b in zip(before, after, strict=True))
+
+
+def test_module_that_cannot_be_written_keeps_what_it_holds():
+    norm = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+    before = jax.tree.leaves(nnx.state(norm))
+    with pytest.raises(Exception, match="Cannot mutate"):
+        jax.jit(lambda x: ls.autocast(loss_fn)(norm, x))(X)
+    after = jax.tree.leaves(nnx.state(norm))
+    assert all(a is b for a, b in zip(before, after, strict=True))
+    ls.autocast(loss_fn)(norm, X + 1)
+    assert np.all(np.asarray(norm.mean[...]) != 0)
+
+
+@jax.tree_util.register_pytree_node_class
+class Positive:
+    """It holds a logarithm, and is a tree of its exponential."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def tree_flatten(self):
+        return (jnp.exp(self.log),), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(jnp.log(children[0]))
+
+
+def test_tree_may_compute_its_leaves():
+    def fun(positive, x):
+        return jnp.sum(x * positive.log)
+
+    positive = Positive(jnp.float32(0.5))
+    expected = float(fun(positive, X))
+    assert float(ls.autocast(fun)(positive, X)) == pytest.approx(expected)
+    value, *_ = ls.value_and_grad_with_retries(fun, STATE)(positive, X)
+    assert float(value) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tree: tree.update(w=2 * tree["w"]),
+        lambda tree: tree.update(another=tree["w"]),
+        lambda tree: tree.pop("w"),
+    ],
+)
+def test_function_that_changes_what_it_is_given_is_refused(change):
+    def fun(tree, x):
+        change(tree)
+        return jnp.sum(x)
+
+    with pytest.raises(ValueError, match="must not change its arguments"):
+        ls.autocast(fun)({"w": jnp.asarray(X)}, X)
