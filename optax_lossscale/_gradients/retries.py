@@ -15,7 +15,12 @@ from .._finite import all_finite
 from .._flax_internals import update_objects
 from .._jax_internals import MUTABLE_ARRAYS, after, effect_names, zeros_like_aval
 from .._programs.derivatives import call_with_derivatives_of
-from .._programs.traced_call import check_axes, evaluate, refuse_effects, traced_call
+from .._programs.traced_call import (
+    check_axes,
+    evaluate_with_nan,
+    refuse_effects,
+    traced_call,
+)
 from .._rules import fields
 from .._validation import check_count
 from .forgotten import differentiating_at, note_same_use, note_true
@@ -154,7 +159,7 @@ def _retry(
             # The forward pass does not depend on the scale. If XLA moved it out of the
             # loop, its residuals would stay in memory while the loop runs.
             barred = [after(scale, x) for x in inputs]
-            result = evaluate(jaxpr, scale, *barred)
+            result = evaluate_with_nan(jaxpr, scale, *barred)
             return _Carry(carry.attempts + 1, scale, result)
 
         # The carry gets its types from the program, so that `fun` is traced only once.
@@ -167,6 +172,6 @@ def _retry(
 
     def last_attempt(*inputs: Any) -> Sequence[jax.Array]:
         number, scale, *_ = attempts(*map(jax.lax.stop_gradient, inputs))
-        return [number, scale, *evaluate(jaxpr, scale, *inputs[1:])]
+        return [number, scale, *evaluate_with_nan(jaxpr, scale, *inputs[1:])]
 
     return call_with_derivatives_of(last_attempt, attempts, *inputs)

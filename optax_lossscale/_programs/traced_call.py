@@ -1,6 +1,7 @@
 """Trace a call into a program of arrays, and keep everything else apart."""
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +33,12 @@ class TracedCall(NamedTuple):
 
 
 def evaluate(jaxpr: Jaxpr, *inputs: jax.Array) -> Sequence[jax.Array]:
+    """Run a program. With ``jax_debug_nans``, JAX names the operation of a NaN."""
+    return jax.core.eval_jaxpr(jaxpr, [], *inputs)
+
+
+def evaluate_with_nan(jaxpr: Jaxpr, *inputs: jax.Array) -> Sequence[jax.Array]:
+    """Run a program that may compute with NaN, also with ``jax_debug_nans``."""
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, []))(*inputs)
 
 
@@ -82,6 +89,8 @@ def traced_call(
             returned = [_ARRAY if isinstance(x, jax.Array) else x for x in outputs]
             return [x for x in outputs if isinstance(x, jax.Array)]
 
+        # Errors of JAX name the function that it unwraps.
+        vars(flat).update(__wrapped__=fun, __signature__=inspect.signature(flat))
         closed_jaxpr = jax.make_jaxpr(flat)(first, arrays)
         jaxpr = without_constants(closed_jaxpr)
         inputs = [*first, *arrays.values(), *closed_jaxpr.consts]

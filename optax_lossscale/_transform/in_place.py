@@ -28,7 +28,7 @@ from .._jax_internals import (
     varying_like,
     with_eqns,
 )
-from .._programs.traced_call import evaluate
+from .._programs.traced_call import evaluate_with_nan
 from .._tree import choose
 
 
@@ -52,7 +52,7 @@ def update_in_place(
         # Evaluate twice. In one evaluation, the whole new state waits in memory for the
         # flag, which is slower on a CPU. On an H100, after clipping, one evaluation
         # would move 1.563 instead of 1.688 times the bytes (counted).
-        applied &= evaluate(program, true, *inexact, *consts)[0]
+        applied &= evaluate_with_nan(program, true, *inexact, *consts)[0]
         inexact = [after(applied, x) for x in inexact]
     old = jax.tree.leaves(old_state)
     first = len(program.outvars) - len(old)
@@ -61,7 +61,7 @@ def update_in_place(
     flags = [varying_like(applied, x) for x in early.values()]
     masked_program = _with_masks(program, early, flags)
     inputs = [true, *inexact, *consts, *flags, *early.values()]
-    _, *outputs = evaluate(masked_program, *inputs)
+    _, *outputs = evaluate_with_nan(masked_program, *inputs)
     updates, new_state = outputs[: first - 1], outputs[first - 1 :]
     masked_state = [
         new if id(var) in early else choose(applied, new, x)

@@ -17,7 +17,7 @@ import optax
 from .._dtypes import dtype_of, is_inexact
 from .._jax_internals import is_ref, is_staging, without_constants
 from .._programs.derivatives import call_with_derivatives_of
-from .._programs.traced_call import evaluate
+from .._programs.traced_call import evaluate_with_nan
 from .._tree import choose, select
 from .._validation import is_traced
 from .in_place import update_in_place
@@ -96,7 +96,7 @@ def _in_place_if_possible(
 
     def masked(finite: Any, inexact: Any, consts: Any, old_state: Any) -> Any:
         def run(*inputs: Any) -> Any:
-            outputs = evaluate(program, *jax.tree.leaves(inputs), *consts)
+            outputs = evaluate_with_nan(program, *jax.tree.leaves(inputs), *consts)
             return jax.tree.unflatten(structure, outputs)
 
         outputs = _masked(run, finite, inexact, old_state, again=checked)

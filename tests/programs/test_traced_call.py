@@ -1,5 +1,7 @@
 """What functions are given: objects from outside, and trees of their own kind."""
 
+import traceback
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -98,3 +100,28 @@ def test_function_that_changes_what_it_is_given_is_refused(change):
 
     with pytest.raises(ValueError, match="must not change its arguments"):
         ls.autocast(fun)({"w": jnp.asarray(X)}, X)
+
+
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+def test_debug_nans_names_the_operation_and_the_line(wrap):
+    def of_negative_numbers(x):
+        return jnp.sum(jnp.log(x))
+
+    refused = pytest.raises(FloatingPointError, match=r"\(nan\) encountered in log")
+    with jax.debug_nans(True):
+        with refused as seen:
+            wrap(of_negative_numbers)(-np.abs(X))
+        with refused:
+            jax.jit(wrap(of_negative_numbers))(-np.abs(X))
+    assert "in of_negative_numbers" in "".join(traceback.format_exception(seen.value))
+
+
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+def test_errors_name_the_function_of_the_user(wrap):
+    def branching(x):
+        return x[0, 0] if jnp.sum(x) > 0 else 0.0
+
+    with pytest.raises(jax.errors.TracerBoolConversionError) as error:
+        wrap(branching)(X)
+    assert f"branching at {__file__}" in str(error.value)
+    assert "flat at" not in str(error.value)
