@@ -46,6 +46,7 @@ from ._gradients.retries import value_and_grad_with_retries
 from ._gradients.scaling import scale_loss, unscale_grads
 from ._gradients.value_and_grad import grad, value_and_grad
 from ._programs.autocast import autocast
+from ._programs.report import AutocastReport, autocast_report
 from ._public import set_module as _set_module
 from ._rules.base import LossScale
 from ._rules.dynamic import DynamicLossScale
@@ -60,6 +61,7 @@ from ._tree import select
 __version__ = "0.1.0"
 
 __all__ = [
+    "AutocastReport",
     "DynamicLossScale",
     "FixedLossScale",
     "GradientReport",
@@ -73,6 +75,7 @@ __all__ = [
     "WithLossScalingState",
     "all_finite",
     "autocast",
+    "autocast_report",
     "check_loss_scale",
     "format_report",
     "get_loss_scale",

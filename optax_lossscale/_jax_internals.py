@@ -2,6 +2,8 @@
 
 import functools
 import itertools
+import os
+import sysconfig
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -13,6 +15,11 @@ from jax.interpreters import ad
 # The names of effect classes, which jax does not export.
 COLLECTIVE = "NamedAxisEffect"
 DEBUGGING = frozenset({"DebugEffect", "OrderedDebugEffect"})
+# Where the code is that is not the user's.
+_INSTALLED = (
+    *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
+    os.path.dirname(__file__),
+)
 MUTABLE_ARRAYS = frozenset({"ReadEffect", "WriteEffect", "AccumEffect"})
 
 
@@ -31,10 +38,15 @@ def with_eqns(
     change: Callable[[JaxprEqn], Iterable[JaxprEqn]],
     inputs: Sequence[Var] = (),
 ) -> Any:
-    """Replace each equation by those that ``change`` returns, and append inputs."""
+    """Replace each equation by those that ``change`` returns, and append inputs.
+
+    They may have effects of debugging.
+    """
     jaxpr: Any = program.jaxpr if isinstance(program, ClosedJaxpr) else program
     eqns = [*itertools.chain.from_iterable(map(change, jaxpr.eqns))]
-    new = replace(jaxpr, eqns=eqns, invars=[*jaxpr.invars, *inputs])
+    added = {e for eqn in eqns for e in eqn.effects if type(e).__name__ in DEBUGGING}
+    inputs = [*jaxpr.invars, *inputs]
+    new = replace(jaxpr, eqns=eqns, invars=inputs, effects=jaxpr.effects | added)
     # In jax 0.12 there is one class, whose attribute ``jaxpr`` is the program itself.
     return new if jaxpr is program else ClosedJaxpr(new, cast(Any, program).consts)
 
@@ -95,6 +107,46 @@ def checkpointed(
     outer = replace(outer, eqns=[new], outvars=results)
     same = isinstance(program, Jaxpr)
     return outer if same else ClosedJaxpr(outer, cast(Any, program).consts)
+
+
+def debugging_equation(fun: Any, inputs: Sequence[Any]) -> Any:
+    """Return an equation that calls a function, which returns nothing, for its effect.
+
+    The function is traced on the shapes of the inputs.
+    """
+    like = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in inputs]
+    (eqn,) = jax.make_jaxpr(jax.jit(fun))(*like).jaxpr.eqns
+    return replace(eqn, invars=[*inputs])
+
+
+def with_effects_of(eqn: JaxprEqn, params: dict[str, Any]) -> Any:
+    """Return an equation with other programs inside, and their effects of debugging."""
+    programs = [
+        x
+        for x in jax.tree.leaves(list(params.values()))
+        if isinstance(x, ClosedJaxpr | Jaxpr)
+    ]
+    added = {e for x in programs for e in x.effects if type(e).__name__ in DEBUGGING}
+    return replace(eqn, params=params, effects=eqn.effects | added)
+
+
+def user_line(eqn: JaxprEqn) -> str:
+    """Return the file, the line and the function of the user that an equation is from.
+
+    It is the innermost line outside of installed packages and of this one.
+    """
+    traceback: Any = eqn.source_info.traceback
+    for frame in traceback.frames if traceback else ():
+        if not frame.file_name.startswith(_INSTALLED):
+            name = os.path.basename(frame.file_name)
+            function = frame.function_name.rpartition("<locals>.")[2]
+            return f"{name}:{frame.line_num} ({function})"
+    return "?"
+
+
+def is_of_backward_pass(eqn: JaxprEqn) -> bool:
+    """Return whether an equation, or the one around it, transposes another."""
+    return "transpose(" in str(eqn.source_info.name_stack)
 
 
 def is_staging() -> bool:

@@ -25,7 +25,7 @@ class _Cause(NamedTuple):
 _HELP = "troubleshooting.md#"
 _FORWARD = _Cause(
     "The forward pass overflows: an activation is above 65504, the largest float16.",
-    "No loss scale helps. Compute it in float32.",
+    "No loss scale helps. `autocast_report` finds it. Compute it in float32.",
     f"{_HELP}an-activation-above-65504",
 )
 _LAYER = _Cause(

@@ -1,7 +1,7 @@
 """Compute the products of a function in a narrower type, and nothing else."""
 
+import collections
 import functools
-import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
@@ -20,22 +20,24 @@ from .._jax_internals import (
     replace,
     with_eqns,
 )
-from .._validation import check_dtype, check_function
+from .._validation import check_dtype, check_function, warn
 from .equations import ELEMENTWISE, REDUCTIONS, RESHAPES, equations, operations
+from .products import (
+    CHECKPOINTS,
+    DERIVATIVE,
+    FEW,
+    PRECISION,
+    PRODUCTS,
+    TRANSPARENT,
+    VECTORS,
+    products,
+    reason_to_leave,
+)
 from .traced_call import evaluate, refuse_effects, traced_call
 
 Arguments = ParamSpec("Arguments")
 Output = TypeVar("Output")
 
-_PRODUCTS = {"conv_general_dilated", "dot_general", "ragged_dot", "ragged_dot_general"}
-# How many numbers a matrix product sums up at least.
-_FEWEST = 8
-# Equations whose programs are evaluated and differentiated as they stand. Others, such
-# as ``custom_vjp_call``, have a derivative that was written for their types.
-_CHECKPOINTS = {"checkpoint", "remat2"}
-_TRANSPARENT = _CHECKPOINTS | {
-    *("jit", "pjit", "closed_call", "core_call", "scan", "while", "cond", "shard_map"),
-}
 # What the backward pass of a loop computes again instead of keeping it.
 _CHEAP = ELEMENTWISE | REDUCTIONS | RESHAPES
 
@@ -121,9 +123,36 @@ def autocast(
     def cast_fun(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
         with traced_call(fun, args, kwargs) as call:
             refuse_effects(effect_names(call.jaxpr) & MUTABLE_ARRAYS)
+            _warn_if_nothing_is_cast(call.jaxpr, name)
             return call.put_back(evaluate(_cast(call.jaxpr, name), *call.inputs))
 
     return cast_fun
+
+
+# Why most of the products are left if none is cast, and the way out.
+_ADVICE = {
+    PRECISION: "a precision other than the default, which may be set for the process "
+    "as `jax_default_matmul_precision`. Put `with "
+    'jax.default_matmul_precision("default"):` around the call.',
+    DERIVATIVE: "a function with a derivative of its own. Put `autocast` inside of it.",
+    FEW: "that each sums fewer than 8 numbers, which is no faster in float16. Leave "
+    "out `autocast`.",
+}
+
+
+def _warn_if_nothing_is_cast(program: Jaxpr, dtype: str) -> None:
+    reasons = collections.Counter(why for _, why in products(program, dtype))
+    del reasons[VECTORS]
+    # Some may have been cast by hand.
+    if not reasons or "" in reasons or dtype in reasons:
+        return
+    [(why, count)] = reasons.most_common(1)
+    advice = _ADVICE.get(why, f"the type {why}. Give `autocast` a float32 program.")
+    warn(
+        f"`autocast` casts no matrix product or convolution of `fun`, 0 of "
+        f"{reasons.total()}. The reason, for {count} of them, is {advice} "
+        "`autocast_report` lists them."
+    )
 
 
 def _cast(program: Any, dtype: str) -> Any:
@@ -140,12 +169,12 @@ def _cast(program: Any, dtype: str) -> Any:
 
 def _cast_eqn(eqn: JaxprEqn, dtype: str) -> Iterator[JaxprEqn]:
     """Yield equations that replace one. Their results have the same types."""
-    if eqn.primitive.name in _TRANSPARENT:
+    if eqn.primitive.name in TRANSPARENT:
         params = {name: _cast(x, dtype) for name, x in eqn.params.items()}
         if eqn.primitive.name == "scan" and _keeps_float32(eqn, params, dtype):
             params["jaxpr"] = checkpointed(eqn, params["jaxpr"], _is_kept)
         yield replace(eqn, params=params)
-    elif _is_product(eqn) and _is_float32(eqn, dtype):
+    elif eqn.primitive.name in PRODUCTS and not reason_to_leave(eqn, dtype):
         operands: list[Any] = list(eqn.invars)
         for i, x in enumerate(operands[:2]):
             if x.aval.dtype == jnp.float32:
@@ -176,13 +205,13 @@ def _keeps_float32(eqn: JaxprEqn, params: Any, dtype: str) -> bool:
         for body in (eqn.params["jaxpr"], params["jaxpr"])
     )
     is_pure = effect_names(eqn) <= {COLLECTIVE}
-    decided = operations(eqn.params["jaxpr"]) & _CHECKPOINTS
+    decided = operations(eqn.params["jaxpr"]) & CHECKPOINTS
     return after > before and is_pure and not decided
 
 
 def _has_type(eqn: JaxprEqn, dtype: str) -> bool:
     avals: list[Any] = [x.aval for x in eqn.outvars]
-    return eqn.primitive.name in _PRODUCTS and avals[0].dtype.name == dtype
+    return eqn.primitive.name in PRODUCTS and avals[0].dtype.name == dtype
 
 
 def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
@@ -198,38 +227,3 @@ def _convert(eqn: JaxprEqn, x: Any, y: Any) -> JaxprEqn:
 @functools.cache
 def _to(dtype: str) -> Callable[[jax.Array], jax.Array]:
     return lambda x: jax.lax.convert_element_type(x, dtype)
-
-
-def _is_product(eqn: JaxprEqn) -> bool:
-    """Return whether an equation is a product that matrix units compute.
-
-    Other uses of ``dot_general`` are sums of products, as in ``jnp.vdot``, outer and
-    elementwise products, and products of a few numbers, such as rotations.
-    """
-    if eqn.primitive.name != "dot_general":
-        return eqn.primitive.name in _PRODUCTS
-    contracted, batch = eqn.params["dimension_numbers"]
-    avals: list[Any] = [x.aval for x in eqn.invars]
-    # A size that `jax.export` leaves open is no int.
-    length = math.prod(avals[0].shape[i] for i in contracted[0])
-    is_long = not isinstance(length, int) or length >= _FEWEST
-    is_matrix = any(
-        size != 1 and axis not in (*contracted[i], *batch[i])
-        for i, aval in enumerate(avals)
-        for axis, size in enumerate(aval.shape)
-    )
-    return is_long and is_matrix
-
-
-def _is_float32(eqn: JaxprEqn, dtype: str) -> bool:
-    """Return whether a product is float32, in the default precision.
-
-    One operand may have the narrower type already, such as a float16 parameter.
-    """
-    precision = eqn.params["precision"]
-    asked = precision if isinstance(precision, tuple) else [precision]
-    avals: list[Any] = [x.aval for x in (*eqn.invars[:2], *eqn.outvars)]
-    *operands, result = (x.dtype.name for x in avals)
-    is_default = all(x in (None, jax.lax.Precision.DEFAULT) for x in asked)
-    fits = "float32" in operands and {*operands} <= {"float32", dtype}
-    return is_default and fits and result == "float32"

@@ -30,6 +30,7 @@ from float32_losses import (
     flax_linen,
     haiku,
     loss_of,
+    own_jvp,
     plain,
     products,
     products_of,
@@ -391,6 +392,7 @@ def test_a_state_of_equinox_may_be_used_up():
     assert abs(float(ours) - float(theirs)) < 0.01
 
 
+@pytest.mark.filterwarnings("ignore:`autocast` casts no matrix product")
 @pytest.mark.parametrize("fun", STAY_FLOAT32)
 def test_sums_of_products_and_products_of_few_stay_float32(fun):
     found = products_of(jax.value_and_grad(ls.autocast(fun)), X)
@@ -424,3 +426,36 @@ def test_a_program_that_changes_what_it_is_given_is_refused():
 
     with pytest.raises(ValueError, match="must not change its arguments"):
         ls.autocast(loss_fn)(X, [X])
+
+
+def in_float64(x):
+    return jnp.sum((x.astype("float64") @ x.astype("float64")).astype(F32))
+
+
+@pytest.mark.parametrize(
+    ("fun", "precision", "reason"),
+    [
+        (lambda x: jnp.sum(x @ x), "highest", "is a precision other than .*default"),
+        (lambda x: jnp.sum(x @ x), "tensorfloat32", "is a precision other than"),
+        (lambda x: jnp.sum(own_jvp(x, x)), None, "is a function with a derivative"),
+        (lambda x: jnp.sum(x[:3, :3] @ x[:3, :3]), None, "sums fewer than 8 numbers"),
+        (in_float64, None, "is the type float64. Give"),
+    ],
+)
+def test_a_program_of_which_nothing_is_cast_is_warned_of(fun, precision, reason):
+    message = f"casts no matrix product or convolution of `fun`, 0 of 1. .*{reason}"
+    with (
+        enable_x64(True),
+        jax.default_matmul_precision(precision),
+        pytest.warns(UserWarning, match=message) as seen,
+    ):
+        jax.eval_shape(ls.autocast(fun), X)
+    assert seen[0].filename == __file__
+
+
+def test_a_program_without_a_float32_product_is_not_warned_of():
+    """Or with one that is cast."""
+    cast = by_hand(jnp.matmul)
+    for fun in (jnp.tanh, lambda x: jnp.vdot(x, x), lambda x: cast(x, x)):
+        jax.eval_shape(ls.autocast(fun), X)
+    jax.eval_shape(ls.autocast(lambda x: own_jvp(x @ x, x)), X)

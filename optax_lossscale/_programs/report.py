@@ -1,0 +1,197 @@
+"""Report the products of a function: where, how large, and whether they are cast."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from .._finite import max_magnitude
+from .._jax_internals import (
+    debugging_equation,
+    is_of_backward_pass,
+    user_line,
+    with_effects_of,
+    with_eqns,
+)
+from .._validation import check_concrete, check_function
+from .products import DERIVATIVE, PRODUCTS, TRANSPARENT, reason_to_leave
+from .traced_call import evaluate_with_nan, traced_call
+
+_LARGEST = float(np.finfo(np.float16).max)
+# What rounds to zero.
+_SMALLEST = float(np.finfo(np.float16).smallest_subnormal) / 2
+
+
+class Product(NamedTuple):
+    """A row of an `AutocastReport`."""
+
+    line: str
+    operands: str
+    times: int
+    left: str
+    largest: tuple[float, float, float]
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing overflows, and no operand rounds to zero as a whole."""
+        return all(x <= _LARGEST for x in self.largest) and not self._underflows
+
+    @property
+    def _underflows(self) -> bool:
+        return any(0 < x <= _SMALLEST for x in self.largest[:2])
+
+    def _cells(self) -> list[str]:
+        state = "UNDERFLOWS" if self._underflows else "OVERFLOWS"
+        cast = f"no: {self.left}" if self.left else "yes" if self.fits else state
+        numbers = [f"{x:.3g}" for x in self.largest]
+        return [self.line, self.operands, f"{self.times:,}", cast, *numbers]
+
+
+class AutocastReport(tuple[Product, ...]):
+    """The result of `autocast_report`: a row for each product.
+
+    Products of one line and shape share a row if float16 can hold their numbers.
+    First come float16 products whose operands or result float16 cannot hold, then the
+    others, in the order of the program. An interactive session shows a table. Each row
+    has
+
+    - ``line``: the innermost line outside of installed packages, its function, and
+      whether it is the backward pass of that;
+    - ``operands``: the types and shapes of both operands;
+    - ``times``: how often it was computed, on each device;
+    - ``left``: why it is not float16, or an empty string if it is;
+    - ``largest``: the largest absolute values of both operands and of the result;
+    - ``fits``: whether float16 can hold them.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import optax_lossscale as ls
+        >>> report = ls.autocast_report(jnp.matmul, jnp.ones((2, 8)), jnp.ones((8, 2)))
+        >>> len(report), report[0].operands
+        (1, 'float32[2, 8], float32[8, 2]')
+    """
+
+    def __repr__(self) -> str:
+        narrow = [x for x in self if not x.left]
+        head = f"{len(self)} products, {len(narrow)} in float16"
+        if bad := sum(not x.fits for x in narrow):
+            head += f", {bad} beyond its range"
+        titles = ["", "operands", "times", "float16", "largest operands", "", "result"]
+        table = [titles, *(row._cells() for row in self)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+        return "\n".join([head, *lines])
+
+
+def autocast_report(
+    fun: Callable[..., Any], *args: Any, **kwargs: Any
+) -> AutocastReport:
+    """Report what `autocast` makes of each matrix product and convolution of a call.
+
+    It runs the function once and measures the operands and the result of each product:
+    which one overflows in float16, which ones stay float32, and why.
+
+    Give it what you give to `autocast`: then all is measured in float32. Or give it the
+    gradient function of your step, ``ls.grad(ls.autocast(loss_fn), opt_state)``: then
+    the products of the backward pass are there, too, at the scale of the state, and
+    what overflows is inf. Behind the first product that overflows, others are NaN.
+
+    Args:
+        fun: a function.
+        args: its arguments, which are concrete. Flax NNX modules do not change.
+        kwargs: its keyword arguments.
+
+    Returns:
+        An `AutocastReport`, which an interactive session shows as a table.
+
+    Raises:
+        TypeError: if ``fun`` is not a function.
+        ValueError: if an argument is being traced.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import optax_lossscale as ls
+        >>> [row] = ls.autocast_report(lambda w: 1e4 * w @ w, jnp.ones((8, 8)))
+        >>> row.times, row.left, row.largest, row.fits
+        (1, '', (10000.0, 1.0, 80000.0), False)
+    """
+    check_function("fun", fun, "Pass it as in `autocast_report(loss_fn, params)`.")
+    check_concrete("args", (args, kwargs), "Call it outside of `jax.jit`.")
+    # Else NumPy itself would multiply two of its arrays.
+    args, kwargs = jax.tree.map(
+        lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (args, kwargs)
+    )
+    seen: list[_Measured] = []
+    with traced_call(fun, args, kwargs) as call:
+        program = _measured(call.jaxpr, seen)
+        run = functools.partial(evaluate_with_nan, program)
+        jax.block_until_ready(jax.jit(run)(*call.inputs))
+    jax.effects_barrier()
+    return AutocastReport(sorted(_rows(seen), key=lambda x: bool(x.left) or x.fits))
+
+
+class _Measured(NamedTuple):
+    """A product of the program, and the numbers of each time that it is computed."""
+
+    line: str
+    operands: str
+    left: str
+    numbers: list[list[float]]
+
+    def note(self, *largest: Any) -> None:
+        self.numbers.append([float(x) for x in largest])
+
+
+def _rows(measured: list[_Measured]) -> Iterator[Product]:
+    """Yield a row for each product. Those of a line that are alike and fit share it."""
+    rows: dict[Any, Product] = {}
+    for i, (line, operands, left, numbers) in enumerate(measured):
+        if numbers:  # the branch was taken
+            a, b, c = np.max(numbers, axis=0).tolist()
+            row = Product(line, operands, len(numbers), left, (a, b, c))
+            key = (line, operands, left) if row.fits else i
+            if (same := rows.get(key)) is not None:
+                a, b, c = np.maximum(same.largest, row.largest).tolist()
+                row = row._replace(times=same.times + row.times, largest=(a, b, c))
+            rows[key] = row
+    yield from rows.values()
+
+
+def _measured(
+    program: Any, seen: list[_Measured], inside: str = "", suffix: str = ""
+) -> Any:
+    """Return a program that tells what its products are like."""
+    if isinstance(program, tuple | list):
+        return type(program)([_measured(x, seen, inside, suffix) for x in program])
+    if not isinstance(program, ClosedJaxpr | Jaxpr):
+        return program
+    return with_eqns(program, lambda eqn: _measured_eqn(eqn, seen, inside, suffix))
+
+
+def _measured_eqn(
+    eqn: JaxprEqn, seen: list[_Measured], inside: str, suffix: str
+) -> Iterator[JaxprEqn]:
+    """Yield an equation that tells of the products inside it, or is one and told."""
+    suffix = ", backward" if is_of_backward_pass(eqn) else suffix
+    if eqn.primitive.name not in PRODUCTS:
+        inside = inside if eqn.primitive.name in TRANSPARENT else DERIVATIVE
+        params = eqn.params.items()
+        inner = {name: _measured(x, seen, inside, suffix) for name, x in params}
+        yield with_effects_of(eqn, inner)
+        return
+    avals: list[Any] = [x.aval for x in eqn.invars[:2]]
+    operands = ", ".join(f"{x.dtype.name}{[*x.shape]}" for x in avals)
+    reason = inside or reason_to_leave(eqn, "float16")
+    # Its result may be float16 already.
+    left = "" if reason == "float16" else reason
+    seen.append(product := _Measured(user_line(eqn) + suffix, operands, left, []))
+
+    def measure(*arrays: jax.Array) -> None:
+        jax.debug.callback(product.note, *map(max_magnitude, arrays))
+
+    yield eqn
+    yield debugging_equation(measure, [*eqn.invars[:2], *eqn.outvars])
