@@ -1,6 +1,6 @@
 """Loss scaling for JAX and Optax: train in float16, and skip NaN gradients.
 
-Two lines of a train step change::
+A train step changes in three places::
 
     import optax_lossscale as ls
 
@@ -9,15 +9,17 @@ Two lines of a train step change::
 
     @jax.jit
     def train_step(params, opt_state, batch):
-        loss, grads = ls.value_and_grad(loss_fn, opt_state)(params, batch)    # 2
-        updates, opt_state = tx.update(grads, opt_state, params)
+        gradients = ls.value_and_grad(ls.autocast(loss_fn), opt_state)        # 2
+        loss, grads = gradients(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)  # 3
         return optax.apply_updates(params, updates), opt_state, loss
 
-`value_and_grad` multiplies the loss by a scale before the backward pass and divides the
-gradients by it afterward. `with_loss_scaling` skips a step whose gradients are not
-finite, and lets a rule change the scale.
+`autocast` computes the matrix products of a float32 loss in float16; leave it out if
+you cast by hand. `value_and_grad` multiplies the loss by a scale before the backward
+pass and divides the gradients by it afterward. `with_loss_scaling` skips a step whose
+gradients are not finite, and lets a rule change the scale. The loss as ``value`` tells
+a bad batch, which skips the step alone, from an overflow, which lowers the scale.
 
-- For a float32 program: `autocast` computes its products in float16.
 - Rules decide how the scale changes: `DynamicLossScale` (the default),
   `FixedLossScale`, `HeadroomLossScale`, the rules of other systems in `presets`, and
   your own, derived from `LossScale`.
@@ -30,8 +32,8 @@ finite, and lets a rule change the scale.
   `value_and_grad_with_retries` retries a step at a lower scale instead of skipping it.
 - For what the optimizer does not see, such as BatchNorm statistics: `keep_if_applied`,
   `all_finite`, `select`.
-- To find out what went wrong: `gradient_report`, `format_report`, `suggest_loss_scale`,
-  `check_loss_scale`, and figures in `plots`.
+- To find out what went wrong: `autocast_report`, `gradient_report`, `format_report`,
+  `suggest_loss_scale`, `check_loss_scale`, and figures in `plots`.
 """
 
 from . import plots, presets

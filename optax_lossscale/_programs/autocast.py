@@ -46,7 +46,9 @@ _known: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictiona
 
 
 def autocast(
-    fun: Callable[Arguments, Output], dtype: Any = jnp.float16
+    # Left out by `with autocast():` and `@autocast(dtype=...)`: an error says so.
+    fun: Callable[Arguments, Output] = None,  # type: ignore[assignment]  # noqa: RUF013
+    dtype: Any = jnp.float16,
 ) -> Callable[Arguments, Output]:
     """Create a function that computes its products in float16, all else as written.
 
@@ -88,7 +90,8 @@ def autocast(
         ``fun`` can.
 
     Raises:
-        TypeError: if ``fun`` is not a function; when called, if it uses a ``jax.Ref``.
+        TypeError: if ``fun`` is left out or is no function; when called, if it uses a
+            ``jax.Ref``.
         ValueError: if ``dtype`` is neither float16 nor bfloat16; when called, if
             ``fun`` changes an array in its arguments.
 
@@ -110,7 +113,12 @@ def autocast(
         `torch.autocast <https://docs.pytorch.org/docs/stable/amp.html>`_, which casts
         more: there, float16 flows on through additions and activations
     """
-    check_function("fun", fun, "Pass it as in `autocast(loss_fn)`.")
+    advice = "Pass it as in `autocast(loss_fn)(params, batch)`. It is no context: "
+    advice += (
+        '`with jax.default_matmul_precision("highest"):` keeps a part in float32. '
+    )
+    advice += "A decorator with options is `functools.partial(autocast, dtype=...)`."
+    check_function("fun", fun, advice)
     name = check_dtype("dtype", dtype)
     if name not in ("float16", "bfloat16"):
         raise ValueError(

@@ -301,6 +301,15 @@ def test_what_is_no_function_or_no_narrower_type_is_refused(fun, dtype, error, m
         ls.autocast(fun, dtype)
 
 
+@pytest.mark.parametrize("options", [{}, {"dtype": jnp.bfloat16}])
+def test_context_and_decorator_with_options_are_told_the_way_out(options):
+    message = "`fun` must be a function, got None.* It is no context: .*"
+    with pytest.raises(
+        TypeError, match=message + r"functools.partial\(autocast, dtype"
+    ):
+        ls.autocast(**options)
+
+
 def test_float16_parameters_multiply_float32_in_float16():
     half = jax.tree.map(lambda p: p.astype(F16), PARAMS)
 
