@@ -1,6 +1,7 @@
 """Support of Flax: NNX objects, which change in place, and the gradients of fp8.
 
-Flax is not imported here. If the program does not import it, it has no such objects.
+Neither Flax nor Haiku is imported here. If the program does not import them, it has no
+such objects.
 """
 
 import contextlib
@@ -134,6 +135,22 @@ def finite_overwrite(x: Any) -> Any:
 finite_overwrite.defvjp(
     lambda x: (x, x), lambda x, new: (jnp.where(jnp.isfinite(new), new, x),)
 )
+
+
+def is_initializing() -> bool:
+    """Return whether a Linen or Haiku model is making its parameters.
+
+    They must not be traced apart: the model would keep the tracers.
+    """
+    if linen := sys.modules.get("flax.linen"):
+        module = linen.module._context.module_stack[-1]
+        if module is not None and module.is_initializing():
+            return True
+    haiku = sys.modules.get("haiku")
+    try:
+        return haiku is not None and haiku.running_init()
+    except ValueError:  # it is not inside of `hk.transform`
+        return False
 
 
 def unwrap(tree: Any) -> Any:

@@ -1,6 +1,7 @@
 """What only Flax has: one canary for each use, which says what a release moved."""
 
 import flax
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -48,7 +49,21 @@ def modules_that_change_are_known():
     return True
 
 
+def initialization_is_known():
+    seen = []
+
+    class Model(nn.Module):
+        def __call__(self, x):
+            seen.append(_flax_internals.is_initializing())
+            return x
+
+    model = Model()
+    model.apply(model.init(jax.random.key(0), jnp.ones(2)), jnp.ones(2))
+    return [*seen, _flax_internals.is_initializing()] == [True, False, False]
+
+
 CANARIES = [
+    initialization_is_known,
     changes_of_copies_reach_the_originals,
     objects_are_leaves_and_updated_in_place,
     variables_hold_arrays,

@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr
 
 from .._axes import AxisName, reduce_along
 from .._dtypes import exact_power, is_inexact, loses_range, wide_dtype
-from .._flax_internals import finite_overwrite
+from .._flax_internals import finite_overwrite, is_initializing
 from .._jax_internals import COLLECTIVE, DEBUGGING, effect_names, zeros_like_aval
 from .._programs.traced_call import check_axes, evaluate, refuse_effects, traced_call
 from .._rules import fields
@@ -82,6 +82,8 @@ def scale_backward(
 
     @functools.wraps(fun, updated=())
     def fun_scaled_backward(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
+        if is_initializing():
+            return fun(*args, **kwargs)
         # Read the state now: a Flax NNX optimizer changes in place.
         with _number(scale) as number, traced_call(fun, args, kwargs) as call:
             jaxpr, overwritten = call.jaxpr, call.overwritten
@@ -168,6 +170,8 @@ def scale_block(
 
     @functools.wraps(fun, updated=())
     def fun_scaled_backward(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
+        if is_initializing():
+            return fun(*args, **kwargs)
         with traced_call(fun, args, kwargs) as call:
             program = _scale_program(
                 "scale_block", call.jaxpr, call.overwritten, choose

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from .._flax_internals import is_initializing
 from .._jax_internals import (
     COLLECTIVE,
     MUTABLE_ARRAYS,
@@ -129,6 +130,8 @@ def autocast(
 
     @functools.wraps(fun, updated=())
     def cast_fun(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
+        if is_initializing():
+            return fun(*args, **kwargs)
         with traced_call(fun, args, kwargs) as call:
             refuse_effects(effect_names(call.jaxpr) & MUTABLE_ARRAYS)
             _warn_if_nothing_is_cast(call.jaxpr, name)

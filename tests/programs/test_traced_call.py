@@ -1,7 +1,10 @@
 """What functions are given: objects from outside, and trees of their own kind."""
 
+import functools
 import traceback
 
+import flax.linen as nn
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,6 +60,40 @@ def test_module_that_cannot_be_written_keeps_what_it_holds():
     assert all(a is b for a, b in zip(before, after, strict=True))
     ls.autocast(loss_fn)(norm, X + 1)
     assert np.all(np.asarray(norm.mean[...]) != 0)
+
+
+def linen(wrap):
+    class Model(nn.Module):
+        def setup(self):
+            self.second = nn.Dense(8)
+
+        @nn.compact
+        @wrap
+        def __call__(self, x):
+            return wrap(self.second)(wrap(lambda x: nn.Dense(8)(x))(x))
+
+    return Model()
+
+
+def haiku(wrap):
+    def layers(x):
+        return wrap(hk.Linear(8))(wrap(lambda x: hk.Linear(8)(x))(x))
+
+    return hk.without_apply_rng(hk.transform(layers))
+
+
+@pytest.mark.parametrize("make", [linen, haiku])
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+def test_layers_of_linen_and_haiku_may_be_wrapped(wrap, make):
+    """Their parameters are made as without it."""
+    model, plain = make(wrap), make(lambda f: f)
+    params = model.init(jax.random.key(0), X)
+    expected = jax.jit(plain.init)(jax.random.key(0), X)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-6), params, expected
+    )
+    found = jax.jit(model.apply)(params, X)
+    np.testing.assert_allclose(found, jax.jit(plain.apply)(params, X), atol=0.02)
 
 
 @jax.tree_util.register_pytree_node_class
