@@ -7,7 +7,7 @@ line search might not end, and derivatives would be NaN in spite of ``jnp.where`
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,23 @@ from .._validation import is_traced
 from .in_place import update_in_place
 from .nan_tolerant import has_loop, tolerates_nan
 
-# Takes whether the step is finite, and the floating-point gradients. Returns whether
-# the results are usable, the updates, and the new state.
-Run = Callable[[jax.Array, list[jax.Array]], Any]
+
+class _Arrays(NamedTuple):
+    """What an update gets and a skipped step replaces: arrays of floating point.
+
+    Attributes:
+        grads: the gradients.
+        value: the loss, given as the extra argument ``value``.
+        others: those of the other extra arguments.
+    """
+
+    grads: list[jax.Array]
+    value: list[jax.Array]
+    others: list[jax.Array]
+
+
+# Returns whether the results are usable, the updates, and the new state.
+Run = Callable[[_Arrays], Any]
 
 
 def masked_update(
@@ -46,25 +60,24 @@ def masked_update(
     results are usable (True unless ``is_checked``), the updates and the new state.
     """
     staging = is_staging()
-    inexact = [x for x in jax.tree.leaves(grads) if is_inexact(x)]
+    arrays, put_back = _arrays_of(grads, extra_args, staging)
 
-    def run(finite: jax.Array, inexact: list[jax.Array]) -> Any:
-        numbers = iter(_finite_grads(finite, inexact))
-        new_grads = jax.tree.map(lambda x: next(numbers) if is_inexact(x) else x, grads)
-        return update(new_grads, _finite_extra_args(finite, extra_args, grads, staging))
+    def run(arrays: _Arrays) -> Any:
+        return update(*put_back(arrays))
 
     outputs = None
-    # `grad_fn` is expensive, and a checked update is evaluated twice in place.
+    # A program with a `grad_fn` is checked, so it would be evaluated twice in place,
+    # and a derivative is expensive.
     if (
         staging
         and isinstance(finite, jax.core.Tracer)
         and extra_args.get("grad_fn") is None
     ):
-        outputs = _in_place_if_possible(run, finite, inexact, old_state, is_checked)
+        outputs = _in_place_if_possible(run, finite, arrays, old_state, is_checked)
     if outputs is None:
-        # Only eager derivatives need a second run. Compiled, it costs too much.
-        again = is_checked and not staging and is_traced((inexact, old_state))
-        outputs = _masked(run, finite, inexact, old_state, again)
+        # Eager derivatives need a second run. Compiled, it would double the cost.
+        again = is_checked and not staging and is_traced((arrays, old_state))
+        outputs = _masked(run, finite, arrays, old_state, again)
     applied, updates, new_state = outputs
     # Like the updates, not the gradients: the optimizer may return another tree.
     no_updates = jax.tree.map(_zeros_like, updates)
@@ -72,70 +85,91 @@ def masked_update(
 
 
 def _masked(
-    run: Run, finite: jax.Array, inexact: list[jax.Array], old_state: Any, again: bool
+    run: Run, finite: jax.Array, arrays: _Arrays, old_state: Any, again: bool
 ) -> Any:
     """Run an update, and return whether it is applied, its updates, and the state."""
-    usable, updates, new_state = run(finite, inexact)
+    usable, updates, new_state = run(_with_placeholders(finite, arrays))
     applied = finite & usable
     if again:
         # If finite gradients lead to NaN, derivatives of this run are NaN. Those of a
         # second one are not: it gets placeholders unless the step is applied.
-        _, updates, new_state = run(applied, inexact)
+        _, updates, new_state = run(_with_placeholders(applied, arrays))
     return applied, updates, select(applied, new_state, old_state)
 
 
 def _in_place_if_possible(
-    run: Run, finite: jax.Array, inexact: list[jax.Array], old_state: Any, checked: bool
+    run: Run, finite: jax.Array, arrays: _Arrays, old_state: Any, checked: bool
 ) -> Any:
     """Return what ``_masked`` does, or None if the program does not tolerate NaN."""
-    traced, shapes = jax.make_jaxpr(run, return_shape=True)(finite, inexact)
+    traced, shapes = jax.make_jaxpr(run, return_shape=True)(arrays)
     program, structure = without_constants(traced), jax.tree.structure(shapes)
     # A checked update is evaluated twice in place, for which a loop is too expensive.
     if not tolerates_nan(program) or checked and has_loop(program):
         return None
 
-    def masked(finite: Any, inexact: Any, consts: Any, old_state: Any) -> Any:
-        def run(*inputs: Any) -> Any:
-            outputs = evaluate_with_nan(program, *jax.tree.leaves(inputs), *consts)
+    def masked(finite: Any, arrays: _Arrays, consts: Any, old_state: Any) -> Any:
+        def run(arrays: _Arrays) -> Any:
+            outputs = evaluate_with_nan(program, *jax.tree.leaves(arrays), *consts)
             return jax.tree.unflatten(structure, outputs)
 
-        outputs = _masked(run, finite, inexact, old_state, again=checked)
+        outputs = _masked(run, finite, arrays, old_state, again=checked)
         return jax.tree.leaves(outputs)
 
     in_place = functools.partial(update_in_place, program, checked)
-    inputs = finite, inexact, traced.consts, old_state
+    inputs = finite, arrays, traced.consts, old_state
     leaves = call_with_derivatives_of(masked, in_place, *inputs)
     return jax.tree.unflatten(structure, leaves)
 
 
-# Compiled: one equation of the update's program instead of several per gradient.
+def _arrays_of(
+    grads: Any, extra_args: dict[str, Any], staging: bool
+) -> tuple[_Arrays, Callable[[_Arrays], tuple[Any, dict[str, Any]]]]:
+    """Take the arrays out of an update, and return how to put them back.
+
+    A line search takes the gradients as the extra argument ``grad``, too: the same
+    array is put back in both places.
+    """
+    # While a step is compiled, Python code in the optimizer may read an array that is
+    # no tracer, so it is not replaced.
+    kind = jax.core.Tracer if staging else jax.Array
+
+    def replaced(tree: Any) -> dict[int, Any]:
+        leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x)]
+        return {id(x): x for x in leaves if isinstance(x, kind) and not is_ref(x)}
+
+    others = replaced(extra_args)
+    value = replaced(extra_args.get("value"))
+    inexact = {id(x): x for x in jax.tree.leaves(grads) if is_inexact(x)}
+    others = {i: x for i, x in others.items() if i not in {**value, **inexact}}
+    found = _Arrays(*([*x.values()] for x in (inexact, value, others)))
+    leaves, structure = jax.tree.flatten((grads, extra_args))
+
+    def put_back(arrays: _Arrays) -> Any:
+        # The gradients are last: a loss that is also a gradient is put back as one.
+        names = [*others, *value, *inexact]
+        new = dict(
+            zip(names, [*arrays.others, *arrays.value, *arrays.grads], strict=True)
+        )
+        return jax.tree.unflatten(structure, [new.get(id(x), x) for x in leaves])
+
+    return found, put_back
+
+
+def _with_placeholders(finite: jax.Array, arrays: _Arrays) -> _Arrays:
+    """Replace the arrays by finite numbers unless the step is finite."""
+    grads = _finite_grads(finite, arrays.grads)
+    # With this old loss, a line search ends: every new loss is below it.
+    value = [choose(finite, x, jnp.full_like(x, _largest(x) / 4)) for x in arrays.value]
+    others = [
+        choose(finite | jnp.isfinite(x), x, _placeholder(x)) for x in arrays.others
+    ]
+    return _Arrays(grads, value, others)
+
+
+# Compiled: one equation instead of several per gradient.
 @jax.jit
 def _finite_grads(finite: jax.Array, grads: list[jax.Array]) -> list[jax.Array]:
     return [choose(finite, x, _placeholder(x)) for x in grads]
-
-
-def _finite_extra_args(
-    finite: jax.Array, extra_args: dict[str, Any], grads: Any, staging: bool
-) -> dict[str, Any]:
-    known = set(map(id, jax.tree.leaves(grads)))
-    # While a step is compiled, an array that is no tracer must stay one: Python code in
-    # the optimizer may read it.
-    kind = jax.core.Tracer if staging else jax.Array
-
-    def leaf(path: Any, x: Any) -> Any:
-        if not is_inexact(x):
-            return x
-        if id(x) in known:  # a line search takes the gradients as `grad`, too
-            return choose(finite, x, _placeholder(x))
-        if not isinstance(x, kind) or is_ref(x):
-            return x
-        if path[0].key == "value":
-            # With this old loss, a line search ends: every new loss is below it.
-            return choose(finite, x, jnp.full_like(x, _largest(x) / 4))
-        return choose(finite | jnp.isfinite(x), x, _placeholder(x))
-
-    new: dict[str, Any] = jax.tree_util.tree_map_with_path(leaf, extra_args)
-    return new
 
 
 def _largest(x: Any) -> float:
