@@ -33,26 +33,25 @@ def with_objects(tree: Any, *, copies: bool) -> Any:
     return tree if nnx is None else nnx.from_tree(tree, is_inner=copies, ctxtag=_TAG)
 
 
-def contents(objects: list[Any]) -> tuple[Any, list[Any]]:
-    """Return the structure and the arrays of objects, for `are_same`."""
-    if not objects:
-        return None, []
-    structure, state = _nnx().split(objects)
+def contents(x: Any) -> tuple[Any, list[Any]]:
+    """Return the structure and the arrays of an object, for `is_same`."""
+    structure, state = _nnx().split([x])
     return structure, jax.tree.leaves(state)
 
 
-def are_same(objects: list[Any], before: tuple[Any, list[Any]]) -> bool:
-    """Return whether objects hold what they held before."""
-    structure, arrays = contents(objects)
+def is_same(x: Any, before: tuple[Any, list[Any]]) -> bool:
+    """Return whether an object holds what it held before."""
+    structure, arrays = contents(x)
     return structure == before[0] and all(map(operator.is_, arrays, before[1]))
 
 
-def check_writable(tree: Any) -> None:
+def check_writable(objects: list[Any]) -> None:
     """Raise if objects cannot be written here, before any of them is.
 
     A transformation inside of which they are can read those from outside of it alone.
     """
-    objects = list(filter(is_object, leaves_with_objects(tree).values()))
+    if not objects:
+        return
     for _, x in _nnx().iter_graph(objects):
         if isinstance(x, _nnx().Variable):
             x.copy_from(x.copy())

@@ -20,6 +20,7 @@ _INSTALLED = (
     *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
     os.path.dirname(__file__),
 )
+NO_LINE = "?"
 MUTABLE_ARRAYS = frozenset({"ReadEffect", "WriteEffect", "AccumEffect"})
 
 
@@ -84,10 +85,8 @@ def _equation(fun: Any, *dtypes: Any) -> Any:
     return eqn
 
 
-def checkpointed(
-    eqn: JaxprEqn, program: Jaxpr | ClosedJaxpr, policy: Callable[..., bool]
-) -> Any:
-    """Return a program that is one ``jax.checkpoint``, in the context of an equation.
+def checkpointed(program: Jaxpr | ClosedJaxpr, policy: Callable[..., bool]) -> Any:
+    """Return a program that is one ``jax.checkpoint``.
 
     Without ``prevent_cse``, which the bodies of loops do not need.
     """
@@ -97,8 +96,8 @@ def checkpointed(
     inner = replace(outer, constvars=[], invars=[*outer.constvars, *outer.invars])
     results = [new_var(x.aval) for x in outer.outvars]
     new = replace(
-        eqn,
-        primitive=new.primitive,
+        new,
+        ctx=outer.eqns[0].ctx,  # such as the mesh of a `shard_map` around it
         invars=inner.invars,
         outvars=results,
         params={**new.params, "jaxpr": inner},
@@ -133,7 +132,8 @@ def with_effects_of(eqn: JaxprEqn, params: dict[str, Any]) -> Any:
 def user_line(eqn: JaxprEqn) -> str:
     """Return the file, the line and the function of the user that an equation is from.
 
-    It is the innermost line outside of installed packages and of this one.
+    It is the innermost line outside of installed packages and of this one, and
+    ``NO_LINE`` if there is none.
     """
     traceback: Any = eqn.source_info.traceback
     for frame in traceback.frames if traceback else ():
@@ -141,7 +141,7 @@ def user_line(eqn: JaxprEqn) -> str:
             name = os.path.basename(frame.file_name)
             function = frame.function_name.rpartition("<locals>.")[2]
             return f"{name}:{frame.line_num} ({function})"
-    return "?"
+    return NO_LINE
 
 
 def is_of_backward_pass(eqn: JaxprEqn) -> bool:
@@ -213,7 +213,7 @@ def collective_axes(jaxpr: Jaxpr) -> set[Any]:
     return {e.name for e in effects if type(e).__name__ == COLLECTIVE}
 
 
-def effect_names(of: Jaxpr | JaxprEqn) -> set[str]:
+def effect_names(of: ClosedJaxpr | Jaxpr) -> set[str]:
     return {type(effect).__name__ for effect in of.effects}
 
 

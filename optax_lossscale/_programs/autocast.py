@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._flax_internals import is_initializing
 from .._jax_internals import (
@@ -22,7 +22,14 @@ from .._jax_internals import (
     with_eqns,
 )
 from .._validation import check_dtype, check_function, warn
-from .equations import ELEMENTWISE, REDUCTIONS, RESHAPES, equations, operations
+from .equations import (
+    ELEMENTWISE,
+    REDUCTIONS,
+    RESHAPES,
+    equations,
+    operations,
+    with_programs,
+)
 from .products import (
     CHECKPOINTS,
     DERIVATIVE,
@@ -31,6 +38,7 @@ from .products import (
     PRODUCTS,
     TRANSPARENT,
     VECTORS,
+    WIDE_RESULT,
     products,
     reason_to_leave,
 )
@@ -41,6 +49,7 @@ Output = TypeVar("Output")
 
 # What the backward pass of a loop computes again instead of keeping it.
 _CHEAP = ELEMENTWISE | REDUCTIONS | RESHAPES
+_CHEAP |= {"name", "optimization_barrier", "sharding_constraint"}
 
 # The results of ``_cast``, so that JAX compiles each only once.
 _known: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
@@ -154,9 +163,8 @@ _ADVICE = {
 def _warn_if_nothing_is_cast(program: Jaxpr, dtype: str) -> None:
     reasons = collections.Counter(why for _, why in products(program, dtype))
     del reasons[VECTORS]
-    # Some may have been cast by hand.
-    if not reasons or "" in reasons or dtype in reasons:
-        return
+    if not reasons or reasons.keys() & {"", dtype, WIDE_RESULT}:
+        return  # some are cast, here or by hand
     [(why, count)] = reasons.most_common(1)
     advice = _ADVICE.get(why, f"the type {why}. Give `autocast` a float32 program.")
     warn(
@@ -167,11 +175,7 @@ def _warn_if_nothing_is_cast(program: Jaxpr, dtype: str) -> None:
 
 
 def _cast(program: Any, dtype: str) -> Any:
-    """Return a program with cast products; anything else is unchanged."""
-    if isinstance(program, tuple | list):
-        return type(program)([_cast(x, dtype) for x in program])
-    if not isinstance(program, ClosedJaxpr | Jaxpr):
-        return program
+    """Return a program with cast products."""
     known = _known.setdefault(program, {})
     if dtype not in known:
         known[dtype] = with_eqns(program, lambda eqn: _cast_eqn(eqn, dtype))
@@ -181,10 +185,9 @@ def _cast(program: Any, dtype: str) -> Any:
 def _cast_eqn(eqn: JaxprEqn, dtype: str) -> Iterator[JaxprEqn]:
     """Yield equations that replace one. Their results have the same types."""
     if eqn.primitive.name in TRANSPARENT:
-        params = {name: _cast(x, dtype) for name, x in eqn.params.items()}
-        if eqn.primitive.name == "scan" and _keeps_float32(eqn, params, dtype):
-            params["jaxpr"] = checkpointed(eqn, params["jaxpr"], _is_kept)
-        yield replace(eqn, params=params)
+        is_scan = eqn.primitive.name == "scan"
+        cast = _cast_body if is_scan else _cast
+        yield replace(eqn, params=with_programs(eqn.params, lambda x: cast(x, dtype)))
     elif eqn.primitive.name in PRODUCTS and not reason_to_leave(eqn, dtype):
         operands: list[Any] = list(eqn.invars)
         for i, x in enumerate(operands[:2]):
@@ -204,20 +207,37 @@ def _cast_eqn(eqn: JaxprEqn, dtype: str) -> Iterator[JaxprEqn]:
         yield eqn
 
 
-def _keeps_float32(eqn: JaxprEqn, params: Any, dtype: str) -> bool:
-    """Return whether a loop would keep float32 results of cast products.
+def _cast_body(program: Any, dtype: str) -> Any:
+    """Return the body of a ``scan`` with cast products, and what it keeps of them.
 
     JAX keeps what the backward pass of a ``scan`` needs. Behind a cast product that is
-    float32, although it can be computed from the float16 result. If the body has a
+    float32, although it can be computed from the float16 result.
+    """
+    known = _known.setdefault(program, {})
+    if (key := f"{dtype} in a loop") not in known:
+        cast = _cast(program, dtype)
+        is_checkpointed = _gains_products(program, cast, dtype) and _may_compute_again(
+            program
+        )
+        known[key] = checkpointed(cast, _is_kept) if is_checkpointed else cast
+    return known[key]
+
+
+def _gains_products(program: Any, cast: Any, dtype: str) -> bool:
+    before, after = (
+        sum(_has_type(x, dtype) for x in equations(body)) for body in (program, cast)
+    )
+    return after > before
+
+
+def _may_compute_again(body: Any) -> bool:
+    """Return whether parts of a body may run twice, without a loss.
+
+    JAX would run an inner ``while`` twice as a whole. If the body has a
     ``jax.checkpoint``, its author has decided.
     """
-    before, after = (
-        sum(_has_type(x, dtype) for x in equations(body))
-        for body in (eqn.params["jaxpr"], params["jaxpr"])
-    )
-    is_pure = effect_names(eqn) <= {COLLECTIVE}
-    decided = operations(eqn.params["jaxpr"]) & CHECKPOINTS
-    return after > before and is_pure and not decided
+    is_pure = effect_names(body) <= {COLLECTIVE}
+    return is_pure and not operations(body) & (CHECKPOINTS | {"while"})
 
 
 def _has_type(eqn: JaxprEqn, dtype: str) -> bool:

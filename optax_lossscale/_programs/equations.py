@@ -1,6 +1,7 @@
 """The equations of a program, by what they compute."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -35,9 +36,20 @@ def equations(program: ClosedJaxpr | Jaxpr) -> Iterator[JaxprEqn]:
     """Yield all equations of a program and of the programs inside it."""
     for eqn in program.eqns:
         yield eqn
-        for inner in jax.tree.leaves(list(eqn.params.values())):
-            if isinstance(inner, ClosedJaxpr | Jaxpr):
-                yield from equations(inner)
+        for inner in programs_in(eqn.params):
+            yield from equations(inner)
+
+
+def programs_in(params: dict[str, Any]) -> list[Any]:
+    """Return the programs among the parameters of an equation."""
+    return [x for x in jax.tree.leaves(params) if isinstance(x, ClosedJaxpr | Jaxpr)]
+
+
+def with_programs(params: dict[str, Any], change: Callable[[Any], Any]) -> Any:
+    """Return the parameters of an equation with each program in them changed."""
+    return jax.tree.map(
+        lambda x: change(x) if isinstance(x, ClosedJaxpr | Jaxpr) else x, params
+    )
 
 
 def operations(program: ClosedJaxpr | Jaxpr) -> set[str]:

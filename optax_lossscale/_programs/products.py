@@ -7,6 +7,8 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from .equations import programs_in
+
 PRODUCTS = frozenset(
     ["conv_general_dilated", "dot_general", "ragged_dot", "ragged_dot_general"]
 )
@@ -16,7 +18,12 @@ CHECKPOINTS = frozenset(["checkpoint", "remat2"])
 # Equations whose programs are evaluated and differentiated as they stand. Others, such
 # as ``custom_vjp_call``, have a derivative that was written for their types.
 TRANSPARENT = CHECKPOINTS | {
-    *("jit", "pjit", "closed_call", "core_call", "scan", "while", "cond", "shard_map")
+    *("jit", "pjit", "closed_call", "core_call", "scan", "while", "cond", "shard_map"),
+    *("composite", "custom_vmap_call"),
+}
+# Kernels and solvers are not looked into.
+_LOOKED_INTO = TRANSPARENT | {
+    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 }
 
 # Why a product is left as it is.
@@ -24,6 +31,7 @@ DERIVATIVE = "own derivative"
 PRECISION = "precision"
 FEW = f"fewer than {FEWEST}"
 VECTORS = "no matrix product"
+WIDE_RESULT = "float32 result"
 
 
 def products(
@@ -32,15 +40,25 @@ def products(
     """Yield the products of a program, and for each why it is left, or ""."""
     for eqn in program.eqns:
         if eqn.primitive.name in PRODUCTS:
-            yield eqn, inside or reason_to_leave(eqn, dtype)
-        within = inside if eqn.primitive.name in TRANSPARENT else DERIVATIVE
-        for inner in jax.tree.leaves(list(eqn.params.values())):
-            if isinstance(inner, ClosedJaxpr | Jaxpr):
-                yield from products(inner, dtype, within)
+            yield eqn, reason_to_leave(eqn, dtype, inside)
+        elif is_looked_into(eqn):
+            for inner in programs_in(eqn.params):
+                yield from products(inner, dtype, reason_inside(eqn, inside))
 
 
-def reason_to_leave(eqn: JaxprEqn, dtype: str) -> str:
+def is_looked_into(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name in _LOOKED_INTO
+
+
+def reason_inside(eqn: JaxprEqn, outside: str) -> str:
+    """Return why a product inside of an equation is left, or "" if it need not be."""
+    return outside if eqn.primitive.name in TRANSPARENT else DERIVATIVE
+
+
+def reason_to_leave(eqn: JaxprEqn, dtype: str, inside: str = "") -> str:
     """Return why a product is not computed in a narrower type, or "" if it is.
+
+    ``inside`` is the reason that comes from what the product is inside of.
 
     Uses of ``dot_general`` that are no matrix product, and that no matrix unit
     computes, are sums of products, as in ``jnp.vdot``, and outer and elementwise
@@ -49,16 +67,16 @@ def reason_to_leave(eqn: JaxprEqn, dtype: str) -> str:
     avals: list[Any] = [x.aval for x in (*eqn.invars[:2], *eqn.outvars)]
     *operands, result = (x.dtype.name for x in avals)
     # One operand may have the narrower type already, such as a float16 parameter.
-    if not ({*operands} <= {"float32", dtype} and result == "float32"):
-        return result
-    if "float32" not in operands:
-        return "float32 result"
+    if other := {*operands, result} - {"float32", dtype}:
+        return min(other)
+    if "float32" not in operands or result == dtype:
+        return dtype if result == dtype else WIDE_RESULT
     precision = eqn.params["precision"]
     asked = precision if isinstance(precision, tuple) else [precision]
     if any(x not in (None, jax.lax.Precision.DEFAULT) for x in asked):
         return PRECISION
     if eqn.primitive.name != "dot_general":
-        return ""
+        return inside
     contracted, batch = eqn.params["dimension_numbers"]
     is_matrix = any(
         size != 1 and axis not in (*contracted[i], *batch[i])
@@ -69,5 +87,5 @@ def reason_to_leave(eqn: JaxprEqn, dtype: str) -> str:
     length = math.prod(avals[0].shape[i] for i in contracted[0])
     is_short = isinstance(length, int) and length < FEWEST
     if is_matrix and not is_short:
-        return ""
+        return inside
     return FEW if is_matrix and length != 1 else VECTORS

@@ -1,16 +1,19 @@
 """Report the products of a function: where, how large, and whether they are cast."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
+from .._dtypes import is_inexact
 from .._finite import max_magnitude
 from .._jax_internals import (
+    NO_LINE,
     debugging_equation,
     is_of_backward_pass,
     user_line,
@@ -18,7 +21,8 @@ from .._jax_internals import (
     with_eqns,
 )
 from .._validation import check_concrete, check_function
-from .products import DERIVATIVE, PRODUCTS, TRANSPARENT, reason_to_leave
+from .equations import with_programs
+from .products import PRODUCTS, is_looked_into, reason_inside, reason_to_leave
 from .traced_call import evaluate_with_nan, traced_call
 
 _LARGEST = float(np.finfo(np.float16).max)
@@ -37,7 +41,7 @@ class Product(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether nothing overflows, and no operand rounds to zero as a whole."""
+        """Whether nothing overflows or is NaN, and no operand rounds to zero whole."""
         return all(x <= _LARGEST for x in self.largest) and not self._underflows
 
     @property
@@ -45,7 +49,12 @@ class Product(NamedTuple):
         return any(0 < x <= _SMALLEST for x in self.largest[:2])
 
     def _cells(self) -> list[str]:
-        state = "UNDERFLOWS" if self._underflows else "OVERFLOWS"
+        states = {
+            "OVERFLOWS": any(x > _LARGEST for x in self.largest),
+            "UNDERFLOWS": self._underflows,
+            "NAN": any(map(math.isnan, self.largest)),
+        }
+        state = ", ".join(name for name, is_so in states.items() if is_so)
         cast = f"no: {self.left}" if self.left else "yes" if self.fits else state
         numbers = [f"{x:.3g}" for x in self.largest]
         return [self.line, self.operands, f"{self.times:,}", cast, *numbers]
@@ -62,7 +71,7 @@ class AutocastReport(tuple[Product, ...]):
     - ``line``: the innermost line outside of installed packages, its function, and
       whether it is the backward pass of that;
     - ``operands``: the types and shapes of both operands;
-    - ``times``: how often it was computed, on each device;
+    - ``times``: how often it was computed, on all devices together;
     - ``left``: why it is not float16, or an empty string if it is;
     - ``largest``: the largest absolute values of both operands and of the result;
     - ``fits``: whether float16 can hold them.
@@ -88,7 +97,7 @@ class AutocastReport(tuple[Product, ...]):
 
 
 def autocast_report(
-    fun: Callable[..., Any], *args: Any, **kwargs: Any
+    fun: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> AutocastReport:
     """Report what `autocast` makes of each matrix product and convolution of a call.
 
@@ -110,7 +119,8 @@ def autocast_report(
 
     Raises:
         TypeError: if ``fun`` is not a function.
-        ValueError: if an argument is being traced.
+        ValueError: if an argument, or an array that ``fun`` closes over, is being
+            traced.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -121,16 +131,15 @@ def autocast_report(
     """
     check_function("fun", fun, "Pass it as in `autocast_report(loss_fn, params)`.")
     check_concrete("args", (args, kwargs), "Call it outside of `jax.jit`.")
-    # Else NumPy itself would multiply two of its arrays.
-    args, kwargs = jax.tree.map(
-        lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (args, kwargs)
-    )
     seen: list[_Measured] = []
-    with traced_call(fun, args, kwargs) as call:
-        program = _measured(call.jaxpr, seen)
-        run = functools.partial(evaluate_with_nan, program)
-        jax.block_until_ready(jax.jit(run)(*call.inputs))
-    jax.effects_barrier()
+    # Loops are counted as loops, and NaN is what one looks for.
+    with jax.disable_jit(False), jax.debug_nans(False):
+        with traced_call(fun, args, kwargs) as call:
+            check_concrete("fun", call.inputs, "Call it outside of `jax.jit`.")
+            program = _measured(call.jaxpr, seen, "", "")
+            run = functools.partial(evaluate_with_nan, program)
+            jax.block_until_ready(jax.jit(run)(*call.inputs))
+        jax.effects_barrier()
     return AutocastReport(sorted(_rows(seen), key=lambda x: bool(x.left) or x.fits))
 
 
@@ -150,7 +159,8 @@ def _rows(measured: list[_Measured]) -> Iterator[Product]:
     """Yield a row for each product. Those of a line that are alike and fit share it."""
     rows: dict[Any, Product] = {}
     for i, (line, operands, left, numbers) in enumerate(measured):
-        if numbers:  # the branch was taken
+        # Its branch was taken, and it is not a product that a package left in float32.
+        if numbers and not (line.startswith(NO_LINE) and left):
             a, b, c = np.max(numbers, axis=0).tolist()
             row = Product(line, operands, len(numbers), left, (a, b, c))
             key = (line, operands, left) if row.fits else i
@@ -161,14 +171,8 @@ def _rows(measured: list[_Measured]) -> Iterator[Product]:
     yield from rows.values()
 
 
-def _measured(
-    program: Any, seen: list[_Measured], inside: str = "", suffix: str = ""
-) -> Any:
+def _measured(program: Any, seen: list[_Measured], inside: str, suffix: str) -> Any:
     """Return a program that tells what its products are like."""
-    if isinstance(program, tuple | list):
-        return type(program)([_measured(x, seen, inside, suffix) for x in program])
-    if not isinstance(program, ClosedJaxpr | Jaxpr):
-        return program
     return with_eqns(program, lambda eqn: _measured_eqn(eqn, seen, inside, suffix))
 
 
@@ -177,21 +181,29 @@ def _measured_eqn(
 ) -> Iterator[JaxprEqn]:
     """Yield an equation that tells of the products inside it, or is one and told."""
     suffix = ", backward" if is_of_backward_pass(eqn) else suffix
-    if eqn.primitive.name not in PRODUCTS:
-        inside = inside if eqn.primitive.name in TRANSPARENT else DERIVATIVE
-        params = eqn.params.items()
-        inner = {name: _measured(x, seen, inside, suffix) for name, x in params}
-        yield with_effects_of(eqn, inner)
-        return
+    if eqn.primitive.name in PRODUCTS:
+        yield eqn
+        yield _told(eqn, seen, inside, suffix)
+    elif is_looked_into(eqn):
+        inside = reason_inside(eqn, inside)
+        change = functools.partial(_measured, seen=seen, inside=inside, suffix=suffix)
+        yield with_effects_of(eqn, with_programs(eqn.params, change))
+    else:
+        yield eqn
+
+
+def _told(eqn: JaxprEqn, seen: list[_Measured], inside: str, suffix: str) -> JaxprEqn:
+    """Return an equation that notes the numbers of a product each time it runs."""
     avals: list[Any] = [x.aval for x in eqn.invars[:2]]
     operands = ", ".join(f"{x.dtype.name}{[*x.shape]}" for x in avals)
-    reason = inside or reason_to_leave(eqn, "float16")
-    # Its result may be float16 already.
+    reason = reason_to_leave(eqn, "float16", inside)
+    # It may be float16 already.
     left = "" if reason == "float16" else reason
     seen.append(product := _Measured(user_line(eqn) + suffix, operands, left, []))
 
     def measure(*arrays: jax.Array) -> None:
-        jax.debug.callback(product.note, *map(max_magnitude, arrays))
+        floats = [x if is_inexact(x) else x.astype(jnp.float32) for x in arrays]
+        jax.debug.callback(product.note, *map(max_magnitude, floats))
 
-    yield eqn
-    yield debugging_equation(measure, [*eqn.invars[:2], *eqn.outvars])
+    told: JaxprEqn = debugging_equation(measure, [*eqn.invars[:2], *eqn.outvars])
+    return told

@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from .. import _flax_internals
 from .._axes import AxisName, check_axis_name
+from .._dtypes import is_inexact
 from .._jax_internals import collective_axes, replace, without_constants
 from .._validation import describe
 
@@ -60,13 +63,18 @@ def traced_call(
         given = _flax_internals.as_arrays((tuple(args), dict(kwargs)))
         paths, structure = jax.tree_util.tree_flatten_with_path(given)
         leaves = [x for _, x in paths]
-        arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array)}
+        # NumPy would compute with its own arrays, beside the program.
+        arrays = {
+            i: jnp.asarray(x)
+            for i, x in enumerate(leaves)
+            if isinstance(x, jax.Array) or isinstance(x, np.ndarray) and is_inexact(x)
+        }
         returned: list[Any] = []
         out_structure: Any = None
-        are_changed = False
+        changed_objects: list[int] = []
 
         def flat(first: Any, arrays: dict[int, jax.Array]) -> list[jax.Array]:
-            nonlocal returned, out_structure, are_changed
+            nonlocal returned, out_structure, changed_objects
             copies = [arrays.get(i, x) for i, x in enumerate(leaves)]
             arguments = _flax_internals.with_objects(
                 jax.tree.unflatten(structure, copies), copies=True
@@ -74,7 +82,7 @@ def traced_call(
             before = _flax_internals.leaves_with_objects(arguments)
             again = _flax_internals.leaves_with_objects(arguments)
             objects = list(filter(_flax_internals.is_object, before.values()))
-            contents = _flax_internals.contents(objects)
+            contents = [*map(_flax_internals.contents, objects)]
             output = fun(*first, *arguments[0], **arguments[1])
             after = before
             with contextlib.suppress(ValueError):  # raised by a used `eqx.nn.State`
@@ -82,8 +90,13 @@ def traced_call(
             # Some trees compute their leaves whenever they are flattened.
             computed = {path for path, x in before.items() if x is not again.get(path)}
             _check_unchanged(before, after, besides=computed)
-            are_changed = not _flax_internals.are_same(objects, contents)
-            objects = objects if are_changed else []
+            # Those that are only read may be of a trace that forbids to write them.
+            changed_objects = [
+                i
+                for i, (x, old) in enumerate(zip(objects, contents, strict=True))
+                if not _flax_internals.is_same(x, old)
+            ]
+            objects = [objects[i] for i in changed_objects]
             changed = _flax_internals.as_arrays((output, objects))
             outputs, out_structure = jax.tree.flatten(changed)
             returned = [_ARRAY if isinstance(x, jax.Array) else x for x in outputs]
@@ -107,8 +120,9 @@ def traced_call(
             remaining = iter(computed)
             outputs = iter([next(remaining) if y is None else y for y in forwarded])
             leaves = [next(outputs) if x is _ARRAY else x for x in returned]
-            if are_changed:
-                _flax_internals.check_writable((args, kwargs))
+            originals = _flax_internals.leaves_with_objects((args, kwargs)).values()
+            objects = list(filter(_flax_internals.is_object, originals))
+            _flax_internals.check_writable([objects[i] for i in changed_objects])
             changed = jax.tree.unflatten(out_structure, leaves)
             return _flax_internals.with_objects(changed, copies=False)[0]
 

@@ -38,6 +38,7 @@ from float32_losses import (
     squares,
     squares_by_hand,
 )
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import EXPLICIT, make_mesh, on_mesh, set_mesh
@@ -218,6 +219,44 @@ def test_loops_compute_random_bits_and_sums_over_devices_once():
 
     for fun in (deep(dropout_layer), in_parts(deep(summing_layer))):
         assert count(ls.autocast(fun), DEEP, X) == count(fun, DEEP, X) > 0
+
+
+def constrained_layer(x, w):
+    y = jax.lax.with_sharding_constraint(x @ w, NamedSharding(make_mesh(d=2), P("d")))
+    return x + jnp.tanh(checkpoint_name(y, "product")), None
+
+
+def test_loops_keep_float16_behind_what_changes_no_number():
+    after = kept_in_loops(ls.autocast(deep(constrained_layer)), DEEP, X)
+    assert after == {"float16": ROW // 2, "float32": ROW}
+
+
+def solving_layer(x, w):
+    """With a loop of which JAX cannot keep a part."""
+    x_now, w_now = jax.lax.stop_gradient((x, w))
+    end = (w_now[0, 0] * 0).astype(int) + 3
+    y = jax.lax.fori_loop(0, end, lambda _, y: jnp.tanh(y @ w_now), x_now)
+    return jnp.tanh(x @ w + y), None
+
+
+def test_loops_of_unknown_length_inside_are_not_computed_twice():
+    def loops(fun):
+        program = jax.make_jaxpr(jax.grad(fun))(DEEP, X)
+        return sum(eqn.primitive.name == "while" for eqn in equations(program))
+
+    assert loops(ls.autocast(deep(solving_layer))) == loops(deep(solving_layer)) == 1
+
+
+def test_eager_loops_are_compiled_once():
+    fun = ls.autocast(lambda x: jax.lax.scan(gelu_layer, x, DEEP)[0])
+
+    def traced(fun):
+        return jax.make_jaxpr(lambda x: fun(x))(X).eqns
+
+    first, second = (
+        next(x for x in traced(fun) if x.primitive.name == "scan") for _ in range(2)
+    )
+    assert first.params["jaxpr"] is second.params["jaxpr"]
 
 
 def test_loops_with_effects_have_them_once():
@@ -449,6 +488,7 @@ def in_float64(x):
         (lambda x: jnp.sum(own_jvp(x, x)), None, "is a function with a derivative"),
         (lambda x: jnp.sum(x[:3, :3] @ x[:3, :3]), None, "sums fewer than 8 numbers"),
         (in_float64, None, "is the type float64. Give"),
+        (lambda x: jnp.sum(x.astype("bfloat16") @ x), None, "is the type bfloat16"),
     ],
 )
 def test_a_program_of_which_nothing_is_cast_is_warned_of(fun, precision, reason):
@@ -464,7 +504,9 @@ def test_a_program_of_which_nothing_is_cast_is_warned_of(fun, precision, reason)
 
 def test_a_program_without_a_float32_product_is_not_warned_of():
     """Or with one that is cast."""
-    cast = by_hand(jnp.matmul)
-    for fun in (jnp.tanh, lambda x: jnp.vdot(x, x), lambda x: cast(x, x)):
+    by_two = [by_hand(jnp.matmul), ls.scale_block(ls.autocast(jnp.matmul))]
+    by_two += [by_hand(functools.partial(jnp.matmul, preferred_element_type=F32))]
+    by_two += [jnp.vdot, jnp.linalg.solve]
+    for fun in (jnp.tanh, *(lambda x, f=f: f(x, x) for f in by_two)):
         jax.eval_shape(ls.autocast(fun), X)
     jax.eval_shape(ls.autocast(lambda x: own_jvp(x @ x, x)), X)

@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from float32_losses import by_hand, haiku, own_jvp, own_vjp
@@ -106,6 +107,59 @@ def test_gradient_function_has_the_products_of_the_backward_pass():
     assert numbers[0].fits and not numbers[1].fits
 
 
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        lambda fun, state: jax.grad(ls.scale_block(fun)),
+        lambda fun, state: jax.grad(ls.scale_backward(fun, state)),
+        ls.value_and_grad_with_retries,
+    ],
+)
+def test_products_in_derivatives_of_this_package_are_float16(gradient):
+    def loss_fn(w, x):
+        return jnp.mean((x @ w) ** 2)
+
+    state = ls.DynamicLossScale(8.0).init()
+    found = report(gradient(ls.autocast(loss_fn), state), normal(8, 8), X)
+    assert [x.left for x in found] == ["", ""]
+    assert all(x.operands.startswith("float16") for x in found)
+
+
+def test_whatever_else_a_program_holds_it_is_measured():
+    """The equations of lookups, random numbers and solvers have trees of their own."""
+
+    def loss_fn(w, labels):
+        rows = (w[labels] @ w).at[0].set(1.0)
+        kept = jax.random.bernoulli(jax.random.key(0), 0.5, rows.shape)
+        solved = jnp.linalg.solve(rows + 50 * jnp.eye(8), w)
+        logits = jnp.where(kept, rows, solved) @ w
+        return optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+    w, labels = normal(8, 8), np.arange(8)
+    assert [x.left for x in report(loss_fn, w, labels)] == ["", ""]
+    gradient = jax.grad(lambda *args: jnp.mean(ls.autocast(loss_fn)(*args)))
+    assert sum(x.times for x in report(gradient, w, labels)) >= 5
+
+
+def test_nan_is_reported_and_loops_are_loops_whatever_is_set():
+    def fun(x):
+        return LOOPS["scan"](jnp.log(-jnp.abs(x)))
+
+    with jax.debug_nans(True), jax.disable_jit():
+        [row] = found = report(fun, X)
+    assert row.times == 5 and not row.fits and "NAN" in repr(found)
+
+
+def test_integers_have_their_largest_number():
+    [row] = report(lambda fun: fun @ fun.T, fun=jnp.full((4, 8), -3))
+    assert row.largest == (3.0, 3.0, 72.0) and row.left == "int32"
+
+
+def test_too_large_and_too_small_numbers_are_both_told():
+    found = report(lambda x: (1e6 * x) @ (1e-9 * x.T), X)
+    assert "OVERFLOWS, UNDERFLOWS" in repr(found)
+
+
 def model_of_nnx():
     class Model(nnx.Module):
         def __init__(self):
@@ -153,5 +207,7 @@ def test_products_in_shard_map_are_measured_on_each_device():
 def test_traced_arguments_are_refused():
     with pytest.raises(ValueError, match="`args` must hold concrete numbers"):
         jax.eval_shape(functools.partial(report, jnp.matmul), X, X.T)
+    with pytest.raises(ValueError, match="`fun` must hold concrete numbers"):
+        jax.eval_shape(lambda x: report(lambda w: x @ w, X.T), X)
     with pytest.raises(TypeError, match="`fun` must be a function"):
         report(X)

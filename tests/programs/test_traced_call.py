@@ -62,6 +62,26 @@ def test_module_that_cannot_be_written_keeps_what_it_holds():
     assert np.all(np.asarray(norm.mean[...]) != 0)
 
 
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+def test_module_that_is_read_beside_one_that_changes_may_be_from_outside(wrap):
+    teacher = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+    def distance(norm, teacher, x):
+        return jnp.mean((norm(x) - teacher(x)) ** 2)
+
+    @nnx.jit
+    def step(norm, x):
+        return wrap(distance)(norm, teacher, x)
+
+    norm = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+    assert np.isfinite(step(norm, X + 1)) and np.all(norm.mean[...] != 0)
+
+
+def test_arrays_of_numpy_are_computed_in_the_program():
+    x, w = np.full((2, 8), 1 + 2.0**-12, np.float32), np.ones((8, 2), np.float32)
+    np.testing.assert_array_equal(ls.autocast(lambda x, w: x @ w)(x, w), 8.0)
+
+
 def linen(wrap):
     class Model(nn.Module):
         def setup(self):
