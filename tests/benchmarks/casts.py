@@ -4,8 +4,9 @@
 
 A whole train step at a dynamic loss scale is compiled for each device: in float32, with
 casts by hand (all in float16 but norms, softmax and the loss; in the LSTM the products
-alone), and the float32 program through `autocast`. ``--device`` names other devices, or
-a mesh such as ``H100:8``, for which only the transformer is meant.
+alone), and the float32 program through `autocast`. In ``remat``, a ``jax.checkpoint``
+around the layers of the ``scan`` decides what is kept, in all three. ``--device`` names
+other devices, or a mesh such as ``H100:8``, for which only the transformer is meant.
 """
 
 import argparse
@@ -63,6 +64,17 @@ def scanned_on(sharding: jax.sharding.Sharding, dtype: jnp.dtype) -> tuple:
     return params, batch, functools.partial(loss_fn, in_scan=lambda layer: layer)
 
 
+def remat_on(sharding: jax.sharding.Sharding, dtype: jnp.dtype) -> tuple:
+    """The same, but each layer keeps its products and computes the rest again."""
+    params, batch, loss_fn = scanned_on(sharding, dtype)
+    layer = functools.partial(
+        jax.checkpoint,
+        policy=jax.checkpoint_policies.dots_saveable,
+        prevent_cse=False,
+    )
+    return params, batch, functools.partial(loss_fn, in_scan=layer)
+
+
 def lstm_on(sharding: jax.sharding.Sharding, dtype: jnp.dtype) -> tuple:
     """An LSTM of 1,024 units, over 64 steps of 64 rows."""
     width, batch = 1024, jax.ShapeDtypeStruct((64, 64, 1024), jnp.float32)
@@ -89,6 +101,7 @@ def lstm_on(sharding: jax.sharding.Sharding, dtype: jnp.dtype) -> tuple:
 MODELS = {
     "transformer": (transformer_on, optax.adamw(3e-4)),
     "scanned": (scanned_on, optax.adamw(3e-4)),
+    "remat": (remat_on, optax.adamw(3e-4)),
     "LSTM": (lstm_on, optax.adamw(3e-4)),
     "convolutions": (network_on, optax.sgd(0.1, momentum=0.9)),
 }
