@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from . import _demo
+from ._demonstration import training
 from ._diagnostics.stop_message import BOOK
 from .plots import plot_loss_scale
 
@@ -32,20 +32,20 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.steps < 10:
         parser.error(f"argument --steps: must be 10 or more, got {options.steps}.")
-    positions = _demo.load_positions()
+    positions = training.load_positions()
     print(f"""\
 The task is to predict which of the 1,000 most common words occur in the next 4
 positions of Python's manual. The network is written in float32, and ls.autocast makes
 it float16. Each run has {options.steps} steps on {jax.devices()[0].device_kind}.
 """)
     print(ROW.format("trained in", "loss", "words", "flushed", "scale", "skipped"))
-    results: dict[str, _demo.Result] = {}
-    for name, way in _demo.WAYS.items():
+    results: dict[str, training.Result] = {}
+    for name, way in training.WAYS.items():
         with _bar(f"{len(results) + 1} of 5: {name}", options.steps) as bar:
-            results[name] = x = _demo.train(*way, positions, options.steps, bar)
+            results[name] = x = training.train(*way, positions, options.steps, bar)
         shares = f"{x.loss:.4f}", f"{x.words:.2f}", f"{x.flushed:.1%}"
         print(ROW.format(name, *shares, _power(x.scales[-1]), sum(x.skipped)))
-    elements, step = _demo.BATCH * _demo.VOCABULARY, options.steps // 2
+    elements, step = training.BATCH * training.VOCABULARY, options.steps // 2
     ratio = results["float16, no scale"].loss / results["float32"].loss
     later = "" if ratio > 1.1 else " It falls behind later."
     dynamic = results["float16, dynamic scale"]
@@ -82,7 +82,7 @@ manual's last tenth: it repeats more words and is easier.
     print(f"Next: the quickstart, {BOOK}quickstart.ipynb")
 
 
-def save_plot(path: Path, results: dict[str, _demo.Result]) -> None:
+def save_plot(path: Path, results: dict[str, training.Result]) -> None:
     """Plot the loss and the scale of every run over the steps, from thick to thin."""
     from matplotlib.figure import Figure  # works without a display
 

@@ -12,8 +12,8 @@ from processes import WARNINGS_ARE_ERRORS
 from shared import ROOT
 
 import optax_lossscale as ls
-from optax_lossscale import _demo
 from optax_lossscale.__main__ import main
+from optax_lossscale._demonstration import training
 
 WAYS = ("no scale", "fixed scale", "dynamic scale", "scale_block")
 NAMES = ["float32", *(f"float16, {way}" for way in WAYS)]
@@ -71,7 +71,7 @@ def test_a_short_run_shows_how_far_it_is_and_claims_no_lead(
     assert bars == [(run, f"{10 * step}") for run in runs for step in range(11)]
     printed, picture, following = capsys.readouterr().out.rsplit("\n", 3)[:3]
     assert "times the loss of float32. It falls behind later." in printed
-    interval = _demo.WAYS[NAMES[3]][1].growth_interval
+    interval = training.WAYS[NAMES[3]][1].growth_interval
     assert f"doubles after {interval} finite steps" in printed
     assert f"takes {ls.DynamicLossScale().growth_interval:,}." in printed
     path = tmp_path / "optax_lossscale.png"

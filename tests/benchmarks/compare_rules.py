@@ -96,7 +96,7 @@ def print_recorded():
 
 
 def print_demonstration(steps):
-    from optax_lossscale import _demo as demo
+    from optax_lossscale._demonstration import training as demo
 
     positions = demo.load_positions()
     print("\nthe demonstration: held-out loss, logits' gradients flushed, last scale")

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 import optax_lossscale as ls
-from optax_lossscale import _demo as demo
+from optax_lossscale._demonstration import training as demo
 
 FILE = Path(__file__).parents[1] / "data" / "magnitudes.npz"
 STEPS = 3000
