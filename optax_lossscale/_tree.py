@@ -1,6 +1,5 @@
 """Operations on trees: select one of two, convert their types, compare them."""
 
-import operator
 from typing import Any
 
 import jax
@@ -50,7 +49,7 @@ def select(pred: jax.typing.ArrayLike, on_true: Any, on_false: Any) -> Any:
 
     def leaf(path: Any, t: Any, f: Any) -> Any:
         if is_array(t) and is_array(f) and jnp.shape(t) == jnp.shape(f):
-            return choose(pred, t, f)
+            return where(pred, t, f)
         if not is_array(t) and not is_array(f) and (t is f or t == f):
             return t
         raise ValueError(
@@ -63,7 +62,7 @@ def select(pred: jax.typing.ArrayLike, on_true: Any, on_false: Any) -> Any:
     return jax.tree_util.tree_map_with_path(leaf, on_true, on_false)
 
 
-def choose(pred: Any, new: Any, old: Any) -> jax.Array:
+def where(pred: Any, new: Any, old: Any) -> jax.Array:
     """Return ``jnp.where`` of two arrays, sharded like the new one.
 
     The result is in the memory of the old one. ``jnp.where`` moves scalars to another.
@@ -113,24 +112,25 @@ def at_paths_of(tree: Any, other: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: leaves.get(path, 0), tree)
 
 
-def shape_mismatch(tree: Any, other: Any) -> tuple[str, str, str] | None:
-    """Return where the arrays of two trees differ in shape, or None if nowhere."""
+def mismatch(
+    tree: Any, other: Any, *, only_shapes: bool = False
+) -> tuple[str, Any, Any] | None:
+    """Return where two trees differ in structure or shapes, or None if nowhere.
+
+    With ``only_shapes``, the arrays have the same paths and shapes, and containers may
+    be of other types.
+    """
+    if not only_shapes and same_structure(tree, other):
+        pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
+        if all(jnp.shape(x) == jnp.shape(y) for x, y in pairs):
+            return None  # every update calls this, so the common case makes no texts
     new, old = _shapes(tree), _shapes(other)
     for path in {**old, **new}:
         if old.get(path) != new.get(path):
-            return path, new.get(path, "no array"), old.get(path, "none")
-    return None
-
-
-def mismatch(tree: Any, other: Any) -> tuple[str, Any, Any] | None:
-    """Return where two trees differ in structure or shapes, or None if nowhere."""
-    shapes = map(jnp.shape, jax.tree.leaves(tree))
-    others = map(jnp.shape, jax.tree.leaves(other))
-    if same_structure(tree, other) and all(map(operator.eq, shapes, others)):
-        return None  # every update calls this, so the common case makes no texts
+            texts = new.get(path, "no array"), old.get(path, "none")
+            return path or "the root", *texts
     structures = jax.tree.structure(tree), jax.tree.structure(other)
-    path, new, old = shape_mismatch(tree, other) or ("", *structures)
-    return path or "the root", new, old
+    return None if only_shapes else ("the root", *structures)
 
 
 def _shapes(tree: Any) -> dict[str, str]:

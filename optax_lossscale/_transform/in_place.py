@@ -29,7 +29,7 @@ from .._jax_internals import (
     with_eqns,
 )
 from .._programs.traced_call import evaluate_with_nan
-from .._tree import choose
+from .._tree import where
 
 
 def update_in_place(
@@ -63,7 +63,7 @@ def update_in_place(
     _, *outputs = evaluate_with_nan(masked_program, *inputs)
     updates, new_state = outputs[: first - 1], outputs[first - 1 :]
     masked_state = [
-        new if id(var) in early else choose(applied, new, x)
+        new if id(var) in early else where(applied, new, x)
         for (var, x), new in zip(pairs, new_state, strict=True)
     ]
     return [applied, *updates, *masked_state]

@@ -10,7 +10,7 @@ from .._dtypes import is_inexact
 from .._find import get_loss_scale_state
 from .._finite import all_finite
 from .._state import check_state
-from .._tree import as_sharded, choose, same_structure, select
+from .._tree import as_sharded, same_structure, select, where
 from .._validation import warn
 
 
@@ -73,7 +73,7 @@ def keep_if_applied(
     def zero_where_old_is_not_finite(new: Any, old: Any) -> Any:
         if not is_inexact(new) or jnp.shape(new) != jnp.shape(old):
             return new  # `select` raises
-        return choose(as_sharded(jnp.isfinite(old), new), new, jnp.zeros_like(new))
+        return where(as_sharded(jnp.isfinite(old), new), new, jnp.zeros_like(new))
 
     checked = new
     if same_structure(new, old):

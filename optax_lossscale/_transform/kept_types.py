@@ -15,7 +15,6 @@ from .._tree import (
     is_array,
     mismatch,
     same_structure,
-    shape_mismatch,
 )
 from .._validation import warn
 from .extra_args import find_accepted
@@ -101,11 +100,11 @@ def _check_belongs(
     tree: Any, expected: Any, name: str, cause: Exception | None
 ) -> None:
     """Raise if arrays of gradients or of a state do not have the expected shapes."""
-    if found := shape_mismatch(tree, expected):
+    if found := mismatch(tree, expected, only_shapes=True):
         path, given, own = found
         raise ValueError(
             f"`{name}` and `params` must belong together, but `{name}` has {given} at "
-            f"{path or 'the root'}, and `params` need {own}. Pass gradients, "
+            f"{path}, and `params` need {own}. Pass gradients, "
             "parameters and state of one model and one optimizer. If either has "
             "changed, or what is frozen, call `init` again, and keep the scale: "
             "`init(params)._replace(scale_state=old.scale_state)`. A parameter without "

@@ -18,7 +18,7 @@ from .._dtypes import dtype_of, is_inexact
 from .._jax_internals import is_ref, is_staging, without_constants
 from .._programs.derivatives import call_with_derivatives_of
 from .._programs.traced_call import evaluate_with_nan
-from .._tree import choose, select
+from .._tree import select, where
 from .._validation import is_traced
 from .in_place import update_in_place
 from .nan_tolerant import has_loop, tolerates_nan
@@ -159,9 +159,9 @@ def _with_placeholders(finite: jax.Array, arrays: _Arrays) -> _Arrays:
     """Replace the arrays by finite numbers unless the step is finite."""
     grads = _finite_grads(finite, arrays.grads)
     # With this old loss, a line search ends: every new loss is below it.
-    value = [choose(finite, x, jnp.full_like(x, _largest(x) / 4)) for x in arrays.value]
+    value = [where(finite, x, jnp.full_like(x, _largest(x) / 4)) for x in arrays.value]
     others = [
-        choose(finite | jnp.isfinite(x), x, _placeholder(x)) for x in arrays.others
+        where(finite | jnp.isfinite(x), x, _placeholder(x)) for x in arrays.others
     ]
     return _Arrays(grads, value, others)
 
@@ -169,7 +169,7 @@ def _with_placeholders(finite: jax.Array, arrays: _Arrays) -> _Arrays:
 # Compiled: one equation instead of several per gradient.
 @jax.jit
 def _finite_grads(finite: jax.Array, grads: list[jax.Array]) -> list[jax.Array]:
-    return [choose(finite, x, _placeholder(x)) for x in grads]
+    return [where(finite, x, _placeholder(x)) for x in grads]
 
 
 def _largest(x: Any) -> float:
