@@ -120,13 +120,14 @@ def debugging_equation(fun: Any, inputs: Sequence[Any]) -> Any:
 
 def with_effects_of(eqn: JaxprEqn, params: dict[str, Any]) -> Any:
     """Return an equation with other programs inside, and their effects of debugging."""
-    programs = [
-        x
-        for x in jax.tree.leaves(list(params.values()))
-        if isinstance(x, ClosedJaxpr | Jaxpr)
-    ]
-    added = {e for x in programs for e in x.effects if type(e).__name__ in DEBUGGING}
+    effects = [e for x in programs_in(params) for e in x.effects]
+    added = {e for e in effects if type(e).__name__ in DEBUGGING}
     return replace(eqn, params=params, effects=eqn.effects | added)
+
+
+def programs_in(params: dict[str, Any]) -> list[Any]:
+    """Return the programs among the parameters of an equation."""
+    return [x for x in jax.tree.leaves(params) if isinstance(x, ClosedJaxpr | Jaxpr)]
 
 
 def user_line(eqn: JaxprEqn) -> str:

@@ -87,7 +87,8 @@ def autocast(
 
     The body of a ``scan`` keeps, for its backward pass, the results of products, which
     are float16, and what is expensive to compute. Casts, elementwise functions and
-    reductions are computed again. A body with a ``jax.checkpoint`` is left as it is.
+    reductions are computed again. A body with a ``jax.checkpoint``, a ``while`` loop or
+    an effect such as ``jax.debug.print`` keeps what it keeps without `autocast`.
 
     Args:
         fun: a function of pytrees, traced as under ``jax.jit``. It must not change its
@@ -216,18 +217,11 @@ def _cast_body(program: Any, dtype: str) -> Any:
     known = _known.setdefault(program, {})
     if (key := f"{dtype} in a loop") not in known:
         cast = _cast(program, dtype)
-        is_checkpointed = _gains_products(program, cast, dtype) and _may_compute_again(
-            program
-        )
-        known[key] = checkpointed(cast, _is_kept) if is_checkpointed else cast
+        gains = _count(cast, dtype) > _count(program, dtype)
+        if gains and _may_compute_again(program):
+            cast = checkpointed(cast, _is_kept)
+        known[key] = cast
     return known[key]
-
-
-def _gains_products(program: Any, cast: Any, dtype: str) -> bool:
-    before, after = (
-        sum(_has_type(x, dtype) for x in equations(body)) for body in (program, cast)
-    )
-    return after > before
 
 
 def _may_compute_again(body: Any) -> bool:
@@ -240,9 +234,11 @@ def _may_compute_again(body: Any) -> bool:
     return is_pure and not operations(body) & (CHECKPOINTS | {"while"})
 
 
-def _has_type(eqn: JaxprEqn, dtype: str) -> bool:
-    avals: list[Any] = [x.aval for x in eqn.outvars]
-    return eqn.primitive.name in PRODUCTS and avals[0].dtype.name == dtype
+def _count(program: Any, dtype: str) -> int:
+    """Return how many products of a program have results of a type."""
+    found = (x for x in equations(program) if x.primitive.name in PRODUCTS)
+    results: list[Any] = [x.outvars[0] for x in found]
+    return sum(x.aval.dtype.name == dtype for x in results)
 
 
 def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:

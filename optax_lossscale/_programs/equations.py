@@ -6,6 +6,8 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from .._jax_internals import programs_in
+
 ELEMENTWISE = frozenset(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
@@ -38,11 +40,6 @@ def equations(program: ClosedJaxpr | Jaxpr) -> Iterator[JaxprEqn]:
         yield eqn
         for inner in programs_in(eqn.params):
             yield from equations(inner)
-
-
-def programs_in(params: dict[str, Any]) -> list[Any]:
-    """Return the programs among the parameters of an equation."""
-    return [x for x in jax.tree.leaves(params) if isinstance(x, ClosedJaxpr | Jaxpr)]
 
 
 def with_programs(params: dict[str, Any], change: Callable[[Any], Any]) -> Any:

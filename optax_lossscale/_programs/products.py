@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from .equations import programs_in
+from .._jax_internals import programs_in
 
 PRODUCTS = frozenset(
     ["conv_general_dilated", "dot_general", "ragged_dot", "ragged_dot_general"]
