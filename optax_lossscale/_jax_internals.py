@@ -16,9 +16,8 @@ from jax.interpreters import ad
 COLLECTIVE = "NamedAxisEffect"
 DEBUGGING = frozenset({"DebugEffect", "OrderedDebugEffect"})
 # Where the code is that is not the user's.
-_INSTALLED = (
-    *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
-    os.path.dirname(__file__),
+_INSTALLED = tuple(
+    {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
 )
 NO_LINE = "?"
 MUTABLE_ARRAYS = frozenset({"ReadEffect", "WriteEffect", "AccumEffect"})
@@ -133,11 +132,13 @@ def programs_in(params: dict[str, Any]) -> list[Any]:
 def user_line(eqn: JaxprEqn) -> str:
     """Return the file, the line and the function of the user that an equation is from.
 
-    It is the innermost line outside of installed packages and of this one, and
-    ``NO_LINE`` if there is none.
+    It is the innermost line outside of installed packages. ``NO_LINE`` if there is
+    none, or if the equation is of this package.
     """
     traceback: Any = eqn.source_info.traceback
     for frame in traceback.frames if traceback else ():
+        if frame.file_name.startswith(os.path.dirname(__file__)):
+            break
         if not frame.file_name.startswith(_INSTALLED):
             name = os.path.basename(frame.file_name)
             function = frame.function_name.rpartition("<locals>.")[2]
