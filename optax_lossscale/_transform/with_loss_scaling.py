@@ -139,31 +139,19 @@ def with_loss_scaling(
         updates: optax.Updates,
         state: WithLossScalingState,
         params: optax.Params | None = None,
+        *misplaced: Any,
         **extra_args: Any,
     ) -> tuple[optax.Updates, WithLossScalingState]:
-        _check_state(state)
-        warn_if_forgotten(state, rule, updates)
-        warn_of_float16(params, state.inner_state)
-        scale_state = matching_state(rule, state.scale_state)
+        scale_state = _enter(rule, updates, state, params, misplaced, extra_args)
         old = state.inner_state
         if not rule.skip_nonfinite:
             new_updates, new = inner.update(updates, old, params, **extra_args)
             new_scale_state = next_state(rule, scale_state, True, updates, axis_name)
             return new_updates, WithLossScalingState(new_scale_state, new)
 
-        grads_finite = all_finite(updates)
-        if (flag := extra_args.get("grads_finite")) is not None:
-            check_flag("grads_finite", flag)
-            grads_finite &= flag
-        grads_finite = all_along(grads_finite, axis_name)
-        value_finite = jnp.ones((), jnp.bool_)
-        if (value := extra_args.get("value")) is not None:
-            advice = "It is the unscaled loss. For an ensemble use `jax.vmap`."
-            check_real("value", value, advice)
-            value_finite = all_finite(value, axis_name=axis_name)
+        grads_finite, value_finite = _are_finite(updates, extra_args, axis_name)
         finite = grads_finite & value_finite
         check_agreement(finite, scale_state.loss_scale, axis_name)
-
         # A derivative that the optimizer takes itself may overflow, too.
         takes_grads = extra_args.get("grad_fn") is not None
         checks = check_updates or takes_grads
@@ -196,7 +184,24 @@ def with_loss_scaling(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _check_state(state: Any) -> None:
+def _enter(
+    rule: LossScale,
+    updates: optax.Updates,
+    state: Any,
+    params: optax.Params | None,
+    misplaced: tuple[Any, ...],
+    extra_args: dict[str, Any],
+) -> LossScaleState:
+    """Check what ``update`` is given, and return the state of the scale in its types.
+
+    What the optimizer does with it is checked where it is done.
+    """
+    if misplaced:
+        raise TypeError(
+            "`update` takes gradients, state and parameters, and all else by name, got "
+            f"{describe(misplaced[0])} behind them. Call "
+            "`tx.update(grads, state, params, value=loss)`."
+        )
     if not isinstance(state, WithLossScalingState):
         raise TypeError(
             "`state` must be a WithLossScalingState, as `init` returns it, got "
@@ -204,3 +209,24 @@ def _check_state(state: Any) -> None:
             "`init(params)` to the checkpointer as the target. If it belongs to the "
             "unwrapped optimizer, use `init(params)._replace(inner_state=...)`."
         )
+    if (flag := extra_args.get("grads_finite")) is not None:
+        check_flag("grads_finite", flag)
+    if (value := extra_args.get("value")) is not None:
+        advice = "It is the unscaled loss. For an ensemble use `jax.vmap`."
+        check_real("value", value, advice)
+    warn_if_forgotten(state, rule, updates)
+    warn_of_float16(params, state.inner_state)
+    return matching_state(rule, state.scale_state)
+
+
+def _are_finite(
+    grads: optax.Updates, extra_args: dict[str, Any], axis_name: AxisName | None
+) -> tuple[jax.Array, jax.Array]:
+    """Return whether the gradients and the loss are finite, on all devices."""
+    grads_finite = all_finite(grads)
+    if (flag := extra_args.get("grads_finite")) is not None:
+        grads_finite &= flag
+    value_finite = jnp.ones((), jnp.bool_)
+    if (value := extra_args.get("value")) is not None:
+        value_finite = all_finite(value, axis_name=axis_name)
+    return all_along(grads_finite, axis_name), value_finite

@@ -150,6 +150,15 @@ def test_a_state_that_is_given_in_half_precision_is_warned_of():
     tx.update(HALF, state, HALF)  # gradients of the same type: warnings are errors
 
 
+def test_a_loss_in_the_place_of_something_else_is_refused():
+    tx = ls.with_loss_scaling(optax.adamw(0.1))
+    state, loss = tx.init(PARAMS), np.float32(0.5)
+    with pytest.raises(ValueError, match="returns the loss first: `loss, grads = "):
+        tx.update(loss, state, PARAMS)
+    with pytest.raises(TypeError, match="all else by name, got .*value=loss"):
+        tx.update(GRADS, state, PARAMS, loss)
+
+
 NO_B = {"w": GRADS["w"]}
 LONG = {**GRADS, "b": np.ones(4, np.float32)}
 OTHERS = {
