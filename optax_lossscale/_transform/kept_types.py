@@ -108,8 +108,8 @@ def _check_belongs(
             "parameters and state of one model and one optimizer. If either has "
             "changed, or what is frozen, call `init` again, and keep the scale: "
             "`init(params)._replace(scale_state=old.scale_state)`. A parameter without "
-            "a gradient needs zeros, not None. `value_and_grad` returns the loss first: "
-            "`loss, grads = ...`."
+            "a gradient needs zeros, not None. `value_and_grad` returns the loss "
+            "first: `loss, grads = ...`."
         ) from cause
 
 
