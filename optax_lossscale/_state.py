@@ -41,7 +41,7 @@ class LossScaleState(NamedTuple):
         >>> import optax_lossscale as ls
         >>> state = ls.HeadroomLossScale().init()
         >>> float(state.loss_scale), int(state.skipped_steps), state.rule_state._fields
-        (32768.0, 0, ('max_magnitude', 'chosen_scale'))
+        (32768.0, 0, ('max_magnitude',))
     """
 
     loss_scale: jax.Array
@@ -111,7 +111,9 @@ class LossScaleState(NamedTuple):
         skipped_steps = optax.safe_increment(self.skipped_steps)
         consecutive_skips = optax.safe_increment(self.consecutive_skips)
         decayed = 0.99 * self.skip_rate
-        # So a start from a high scale raises the rate to 0.22 at most: 1 - 0.99**25.
+        # Count at most 25 skips in a row. A first scale that is far too high is no
+        # fault. It raises the rate to 1 - 0.99**25, or 0.22, and the guard raises at
+        # 0.25.
         counts = consecutive_skips <= 25
         skipped_rate = jnp.where(counts, decayed + 0.01, self.skip_rate)
         return self._replace(
@@ -191,7 +193,7 @@ def check_state(state: Any) -> LossScaleState:
 
 
 def canonical(state: LossScaleState) -> LossScaleState:
-    """Return a state whose arrays all have their own types, strongly.
+    """Return a state in which each field has the type that it is declared with.
 
     ``optax.tree.set`` puts Python numbers into a state. Casting a whole optimizer state
     to float16 makes the scale float16, in which 2**16 is infinite.

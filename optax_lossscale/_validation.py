@@ -1,7 +1,6 @@
 """Checks of the arguments that users pass, and warnings. Each says what to do."""
 
 import itertools
-import math
 import numbers
 import sys
 import warnings
@@ -20,27 +19,28 @@ _SKIPPED = {__name__.partition(".")[0], "jax", "optax", "flax", "equinox", "cont
 
 
 def check_number(
-    name: str, value: Any, least: float, largest: float, advice: str
+    name: str,
+    value: Any,
+    least: float,
+    largest: float,
+    advice: str,
+    *,
+    is_open: bool = False,
 ) -> float:
-    """Return a number within closed bounds as a Python float, or raise."""
+    """Return a number within bounds as a Python float, or raise.
+
+    Open bounds are excluded, also after rounding to float32, in which rules compute.
+    """
     number = _as_python_number(name, value)
     # A NaN fails every comparison.
-    if number is None or not least <= number <= largest:
-        ends = (_POWERS.get(x, f"{x:g}") for x in (least, largest))
-        raise ValueError(
-            f"`{name}` must be a number from {' to '.join(ends)}, got {value!r}. "
-            f"{advice}"
-        )
-    return number
-
-
-def check_factor(name: str, value: Any, low: float, high: float, advice: str) -> float:
-    """Return a number within open bounds as a Python float, or raise."""
-    number = _as_python_number(name, value)
-    if number is None or not low < float(np.float32(number)) < high:
-        raise ValueError(
-            f"`{name}` must be in ({low}, {high}) in float32, got {value!r}. {advice}"
-        )
+    is_inside = number is not None and least <= number <= largest
+    if is_inside and is_open:
+        is_inside = least < float(np.float32(number)) < largest
+    if number is None or not is_inside:
+        low, high = (_POWERS.get(x, f"{x:g}") for x in (least, largest))
+        bounds = f"in ({low}, {high}) in float32"
+        bounds = bounds if is_open else f"a number from {low} to {high}"
+        raise ValueError(f"`{name}` must be {bounds}, got {value!r}. {advice}")
     return number
 
 
@@ -62,6 +62,15 @@ def check_switch(name: str, value: Any, advice: str) -> bool:
     return value
 
 
+def check_choice(name: str, value: Any, choices: tuple[str, ...], advice: str) -> str:
+    if value not in choices:
+        *most, last = (f'"{x}"' for x in choices)
+        raise ValueError(
+            f"`{name}` must be {', '.join(most)} or {last}, got {value!r}. {advice}"
+        )
+    return str(value)
+
+
 def check_function(name: str, value: Any, advice: str) -> None:
     if not callable(value):
         raise TypeError(f"`{name}` must be a function, got {describe(value)}. {advice}")
@@ -81,30 +90,31 @@ def check_dtype(name: str, value: Any) -> str:
     )
 
 
-def check_real(name: str, value: Any, advice: str) -> None:
-    """Raise if this is not one real number, from Python or on the device."""
+def check_scalar(name: str, value: Any, kind: str, advice: str) -> None:
+    """Raise if this is not one boolean or real number, from Python or on the device."""
     dtype = getattr(value, "dtype", None)
-    if isinstance(value, int | float):
+    if isinstance(value, bool | int | float):
         dtype = jnp.result_type(value)
-    if dtype is None or not _is_real(dtype) or jnp.shape(value) != ():
+    is_kind = {"boolean": _is_boolean, "real number": _is_real}[kind]
+    if dtype is None or not is_kind(dtype) or jnp.shape(value) != ():
         raise ValueError(
-            f"`{name}` must be one real number of shape (), got {describe(value)}. "
-            f"{advice}"
+            f"`{name}` must be one {kind} of shape (), got {describe(value)}. {advice}"
         )
+
+
+def check_flag(name: str, value: Any) -> None:
+    advice = "`all_finite(grads)` returns one for a tree of gradients. For an ensemble "
+    advice += "with one flag per member, call this inside `jax.vmap`."
+    check_scalar(name, value, "boolean", advice)
 
 
 def check_scale(name: str, value: Any) -> None:
-    """Raise if ``value`` is not one scale, without waiting for the device."""
+    """Raise if this is not one scale, without waiting for the device."""
+    advice = "It is the scale that multiplied the loss: `get_loss_scale(state)`."
     if isinstance(value, jax.Array):
-        valid = value.shape == () and _is_real(value.dtype)
+        check_scalar(name, value, "real number", advice)
     else:
-        number = _as_python_number(name, value)
-        valid = number is not None and 0 < number < math.inf
-    if not valid:
-        raise ValueError(
-            f"`{name}` must be one number above 0, got {describe(value)}. It is the "
-            "scale that multiplied the loss: `get_loss_scale(state)` returns it."
-        )
+        check_number(name, value, SMALLEST_SCALE, LARGEST_SCALE, advice)
 
 
 def check_order(**numbers: float) -> None:
@@ -115,17 +125,6 @@ def check_order(**numbers: float) -> None:
                 f"`{lower}` must not exceed `{upper}`, got {lower}={low!r} and "
                 f"{upper}={high!r}. Lower `{lower}` or raise `{upper}`."
             )
-
-
-def check_flag(name: str, value: Any) -> None:
-    """Raise if ``value`` is not one boolean, from Python or on the device."""
-    on_device = getattr(value, "dtype", None) == jnp.bool_ and jnp.shape(value) == ()
-    if not isinstance(value, bool) and not on_device:
-        raise ValueError(
-            f"`{name}` must be one boolean of shape (), got {describe(value)}. "
-            "`all_finite(grads)` returns one for a tree of gradients. For an ensemble "
-            "with one flag per member, call this inside `jax.vmap`."
-        )
 
 
 def check_concrete(name: str, tree: Any, advice: str) -> None:
@@ -177,6 +176,10 @@ def _as_python_number(name: str, value: Any) -> float | None:
         return None
     # The transfer is explicit, because a transfer guard may forbid implicit ones.
     return float(jax.device_get(value).item()) if _is_real(dtype) else None
+
+
+def _is_boolean(dtype: Any) -> bool:
+    return bool(dtype == jnp.bool_)
 
 
 def _is_real(dtype: Any) -> bool:

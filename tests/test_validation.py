@@ -14,10 +14,13 @@ number = functools.partial(
     validation.check_number, least=1.0, largest=8.0, advice="Way out."
 )
 factor = functools.partial(
-    validation.check_factor, low=1.0, high=2.0, advice="Way out."
+    validation.check_number, least=1.0, largest=2.0, advice="Way out.", is_open=True
 )
 count = functools.partial(validation.check_count, advice="Way out.")
-real = functools.partial(validation.check_real, advice="Way out.")
+real = functools.partial(validation.check_scalar, kind="real number", advice="Way out.")
+choice = functools.partial(
+    validation.check_choice, choices=("one", "two"), advice="Way out."
+)
 switch = functools.partial(validation.check_switch, advice="Way out.")
 function = functools.partial(validation.check_function, advice="Way out.")
 NAN, LARGEST = math.nan, 2**31 - 1
@@ -31,6 +34,7 @@ CASES = [
     (functools.partial(count, least=0), [0, 1], [-1, None, False]),
     (real, [0, -1.5, np.float64(2), jnp.float16(1)], [None, "1", 1j, True, np.ones(1)]),
     (switch, [True, False], [0, 1, None, np.True_]),
+    (choice, ["one", "two"], ["three", 1, None]),
     (function, [len, lambda: 0, int], [None, 1, "len"]),
     (validation.check_dtype, ["float16", jnp.bfloat16, np.float64], ["int8", None, 3]),
     (validation.check_scale, [1, 0.5, jnp.float32(3)], [0, -1, math.inf, NAN, True]),

@@ -13,7 +13,7 @@ from .._dtypes import is_inexact
 from .._find import get_loss_scale_state
 from .._finite import all_finite
 from .._state import LossScaleState
-from .._validation import check_count, check_function, check_real, is_traced, warn
+from .._validation import check_count, check_function, check_scalar, is_traced, warn
 from .gradient_report import check_gradients, gradient_report
 from .stop_message import EVENTS, WARNINGS, message
 
@@ -97,7 +97,8 @@ def check_loss_scale(
     if on_error is not None:
         check_function("on_error", on_error, "Leave it out to raise the error.")
     if value is not None:
-        check_real("value", value, "It is the unscaled loss of this step.")
+        advice = "It is the unscaled loss of this step."
+        check_scalar("value", value, "real number", advice)
     if axis_name is not None:
         check_axis_name(axis_name)
     eager = not is_traced((state, grads, value))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from .._dtypes import limits_of
-from .._rules import fields
+from .._rules.fields import check_field
 from .._rules.headroom import HeadroomLossScale
 from .._validation import check_order
 from .counting import add_up, measure
@@ -80,8 +80,8 @@ def suggest_loss_scale(
         <https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/>`_,
         "Choosing A Scaling Factor"
     """
-    min_scale = fields.scale("min_scale", min_scale)
-    max_scale = fields.scale("max_scale", max_scale)
+    min_scale = check_field("min_scale", min_scale)
+    max_scale = check_field("max_scale", max_scale)
     check_order(min_scale=min_scale, max_scale=max_scale)
     first = min(max(HeadroomLossScale.init_scale, min_scale), max_scale)
     rule = HeadroomLossScale(

@@ -16,7 +16,7 @@ from .._dtypes import exact_power, is_inexact, loses_range, wide_dtype
 from .._flax_internals import finite_overwrite, is_initializing
 from .._jax_internals import COLLECTIVE, DEBUGGING, effect_names, zeros_like_aval
 from .._programs.traced_call import check_axes, evaluate, refuse_effects, traced_call
-from .._rules import fields
+from .._rules.fields import check_field
 from .._validation import check_dtype, check_function, check_scale, describe, warn
 from .forgotten import differentiating_at, note_number
 from .scaling import rescale
@@ -154,7 +154,7 @@ def scale_block(
         `Adaptive Loss Scaling <https://arxiv.org/abs/1910.12385>`_, a scale per layer
     """
     check_function("fun", fun, "Pass it as in `scale_block(layer)`.")
-    headroom = fields.headroom("headroom", headroom)
+    headroom = check_field("headroom", headroom)
     largest = float(jnp.finfo(check_dtype("dtype", dtype)).max)
 
     def choose(_: Any, cotangents: Sequence[Any], pullback: Any) -> Any:

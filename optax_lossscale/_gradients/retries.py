@@ -21,7 +21,7 @@ from .._programs.traced_call import (
     refuse_effects,
     traced_call,
 )
-from .._rules import fields
+from .._rules.fields import check_field
 from .._validation import check_count
 from .forgotten import differentiating_at, note_same_use, note_true
 from .scaling import warn_of_narrow_loss
@@ -96,7 +96,7 @@ def value_and_grad_with_retries(
     at_scale = differentiate(fun, has_aux, value_and_grad, **options)
     advice = "It is how many times a step may be retried."
     max_retries = check_count("max_retries", max_retries, advice, least=0)
-    backoff_factor = fields.backoff_factor("backoff_factor", backoff_factor)
+    backoff_factor = check_field("backoff_factor", backoff_factor)
 
     @functools.wraps(fun, updated=())
     def fun_with_retries(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import functools
-import sys
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self, TypeVar, cast
 
@@ -14,7 +14,7 @@ from .._axes import AxisName
 from .._finite import finite_max_magnitude
 from .._state import LossScaleState, check_state
 from .._tree import cast_like, mismatch, select
-from .._validation import check_flag, check_order, check_real, describe
+from .._validation import check_flag, check_scalar, describe
 
 UpdateT = TypeVar("UpdateT", bound=Callable[..., Any])
 
@@ -25,17 +25,19 @@ def check_and_compile(update: UpdateT) -> UpdateT:
     The numbers of the rule are constants of the program, so an eager update transfers
     nothing from the host.
     """
+    compiled = jax.jit(update, static_argnums=0)
 
-    @functools.partial(jax.jit, static_argnums=0)
     @functools.wraps(update)
     def checked_update(self: Any, state: Any, grads_finite: Any, *args: Any) -> Any:
         check_flag("grads_finite", grads_finite)
         for arg in args:
             advice = "`max_magnitude(grads)` returns one for gradients."
-            check_real("max_magnitude", arg, advice)
-        return update(self, matching_state(self, state), grads_finite, *args)
+            check_scalar("max_magnitude", arg, "real number", advice)
+        return compiled(self, matching_state(self, state), grads_finite, *args)
 
-    return cast(UpdateT, checked_update)
+    checked: Any = checked_update
+    checked.unchecked = compiled  # for `next_state`, whose arguments are checked
+    return cast(UpdateT, checked)
 
 
 class LossScale(abc.ABC):
@@ -122,8 +124,8 @@ class LossScale(abc.ABC):
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         """Build a rule from its configuration.
 
-        Call ``LossScale.from_config`` for any rule of this package. For your own rule,
-        call ``from_config`` on its class.
+        ``LossScale.from_config`` builds any rule that derives from `LossScale`, and
+        other classes their own.
 
         Args:
             config: what ``get_config`` returned. Missing fields take their defaults.
@@ -141,26 +143,14 @@ class LossScale(abc.ABC):
         """
         fields = dict(config)
         name = fields.pop("class_name", cls.__name__)
-        rules: Mapping[str, Any] = {cls.__name__: cls}
-        if cls is LossScale:
-            package = sys.modules[__name__.partition(".")[0]]
-            public = {**vars(package.presets), **vars(package)}.items()
-            rules = {n: x for n, x in public if _is_rule(x)}
+        classes = [x for x in (cls, *cls.__subclasses__()) if not inspect.isabstract(x)]
+        rules = {x.__name__: x for x in classes}
         if str(name) not in rules:
             raise ValueError(
                 f"`config['class_name']` must be one of {sorted(rules)}, got {name!r}. "
-                "`LossScale.from_config` builds the rules of this package. For your "
-                "own rule, call `from_config` on its class."
+                "`LossScale.from_config` builds any rule whose class is imported."
             )
         return rules[name](**fields)
-
-
-def check_fields(rule: Any, *ascending: str) -> None:
-    """Check the fields of a frozen rule, and that the named ones ascend."""
-    for field in dataclasses.fields(rule):
-        value = field.metadata["check"](field.name, getattr(rule, field.name))
-        object.__setattr__(rule, field.name, value)
-    check_order(**{name: getattr(rule, name) for name in ascending})
 
 
 def check_rule(rule: Any) -> None:
@@ -183,7 +173,8 @@ def check_rule(rule: Any) -> None:
 def matching_state(rule: LossScale, state: Any) -> LossScaleState:
     """Return the state of one run in its types, or raise if the rule cannot use it.
 
-    A rule without a ``rule_state`` keeps that of another rule.
+    A rule without a ``rule_state`` takes and returns that of any other rule, so that a
+    run may switch to it and back.
     """
     state = check_state(state)
     own = jax.eval_shape(rule.init).rule_state
@@ -210,10 +201,12 @@ def next_state(
     """
     args = [grads_finite]
     if rule.uses_max_magnitude:
-        # In a skipped step its derivative is NaN, and nothing needs that.
+        # Without a derivative, which would be NaN in a skipped step.
         magnitude = finite_max_magnitude(jax.lax.stop_gradient(grads), axis_name)
         args.append(jnp.where(grads_finite, magnitude, jnp.nan))
     update: Any = rule.update
+    if hasattr(update, "unchecked"):  # not a rule of the user's own
+        update = functools.partial(update.unchecked, rule)
     new_state = update(state, *args)
     if found := mismatch(new_state, state):
         path, new, old = found
@@ -245,7 +238,3 @@ def _take_over(rule: LossScale, state: LossScaleState) -> LossScaleState:
     own = cast_like(own, state)
     started: LossScaleState = select(state.is_fixed | own.is_fixed, own, state)
     return started
-
-
-def _is_rule(x: Any) -> bool:
-    return isinstance(x, type) and issubclass(x, LossScale) and x is not LossScale

@@ -1,41 +1,20 @@
 """The rule that searches for the largest scale that does not overflow."""
 
 import dataclasses
-from typing import Any, Literal, NamedTuple, final
+from typing import Literal, final
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from .._state import LossScaleState
-from . import fields
-from .base import LossScale, check_and_compile, check_fields
-from .fields import make_field
-
-
-@dataclasses.dataclass(frozen=True)
-class GrowingLossScale(LossScale):
-    """The numbers and the first state of `DynamicLossScale` and `VerbatimLossScale`."""
-
-    init_scale: float = make_field(2.0**15, fields.scale)
-    _: dataclasses.KW_ONLY
-    growth_factor: float = make_field(2.0, fields.growth_factor)
-    backoff_factor: float = make_field(0.5, fields.backoff_factor)
-    growth_interval: int = make_field(2000, fields.growth_interval)
-    min_scale: float = make_field(1.0, fields.scale)
-    max_scale: float = make_field(2.0**24, fields.scale)
-    hysteresis: int = make_field(1, fields.hysteresis)
-    hysteresis_refill: Literal["finite", "growth", "change"] = make_field(
-        "finite", fields.refill
-    )
-
-    def init(self) -> LossScaleState:
-        return LossScaleState.create(self.init_scale, self.hysteresis)
+from .base import LossScale, check_and_compile
+from .fields import check_fields
 
 
 @final
 @dataclasses.dataclass(frozen=True)
-class DynamicLossScale(GrowingLossScale):
+class DynamicLossScale(LossScale):
     """Raise the scale while gradients stay finite, and lower it when they do not.
 
     This is the default rule. After each step it does the following::
@@ -57,8 +36,9 @@ class DynamicLossScale(GrowingLossScale):
         growth_factor: the factor by which the scale grows, more than 1.
         backoff_factor: the factor by which the scale backs off, between 0 and 1.
         growth_interval: how many finite steps in a row raise the scale, 1 or more.
-        min_scale: the smallest scale to back off to, from 2**-126. With
-            ``min_scale=init_scale`` the scale never backs off.
+        min_scale: the smallest scale to back off to, from 2**-126. The default is the
+            smallest normal number of float16. With ``min_scale=init_scale`` the scale
+            never backs off.
         max_scale: the largest scale to grow to, up to 2**126. With
             ``max_scale=init_scale`` the scale never grows.
         hysteresis: how many non-finite steps it takes to back off, 1 or more.
@@ -87,58 +67,48 @@ class DynamicLossScale(GrowingLossScale):
         ``"growth"`` as in Megatron-LM, ``"change"`` as in ``tf.contrib``.
     """
 
+    init_scale: float = 2.0**15
+    _: dataclasses.KW_ONLY
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float = 2.0**-14
+    max_scale: float = 2.0**24
+    hysteresis: int = 1
+    hysteresis_refill: Literal["finite", "growth", "change"] = "finite"
+
     def __post_init__(self) -> None:
-        check_fields(self, "min_scale", "init_scale", "max_scale")
+        check_fields(self)
+
+    def init(self) -> LossScaleState:
+        return LossScaleState.create(self.init_scale, self.hysteresis)
 
     @check_and_compile
     def update(
         self, state: LossScaleState, grads_finite: jax.typing.ArrayLike
     ) -> LossScaleState:
-        new_state, change = count_step(self, state, grads_finite)
-        scale = clip_scale(self, state.loss_scale)
-        higher = clip_scale(self, scale * self.growth_factor)
-        lower = clip_scale(self, scale * self.backoff_factor)
-        scale = jnp.where(change.backs_off, lower, scale)
-        scale = jnp.where(change.grows, higher, scale)
-        return new_state._replace(loss_scale=scale)
+        state = state.record(grads_finite)
+        finite = state.applied
 
+        growth_tracker = jnp.where(
+            finite, optax.safe_increment(state.growth_tracker), 0
+        )
+        grows = growth_tracker >= self.growth_interval
 
-class Change(NamedTuple):
-    """How a step changes the scale: at most one of the two is True."""
+        # A restored tracker may be larger than the hysteresis of this rule.
+        hysteresis_tracker = jnp.minimum(state.hysteresis_tracker, self.hysteresis)
+        left = jnp.maximum(hysteresis_tracker - 1, 0)
+        hysteresis_tracker = jnp.where(finite, hysteresis_tracker, left)
+        backs_off = ~finite & (hysteresis_tracker == 0)
+        refills = {"finite": finite, "growth": grows, "change": grows | backs_off}
+        refill = refills[self.hysteresis_refill]
 
-    grows: jax.Array
-    backs_off: jax.Array
-
-
-def count_step(
-    rule: GrowingLossScale, state: LossScaleState, grads_finite: Any, restart: int = 0
-) -> tuple[LossScaleState, Change]:
-    """Count a step in every field except the scale. Return how the scale changes, too.
-
-    ``restart`` is the growth tracker's value after a non-finite step.
-    """
-    state = state.record(grads_finite)
-    grads_finite = state.applied
-
-    growth_tracker = optax.safe_increment(state.growth_tracker)
-    grows = grads_finite & (growth_tracker >= rule.growth_interval)
-    growth_tracker = jnp.where(grows, 0, growth_tracker)
-
-    hysteresis_tracker = jnp.minimum(state.hysteresis_tracker, rule.hysteresis)
-    left = jnp.maximum(hysteresis_tracker - 1, 0)
-    backs_off = ~grads_finite & (left == 0)
-    refills = {
-        "finite": grads_finite,
-        "growth": grows,
-        "change": grows | backs_off,
-    }[rule.hysteresis_refill]
-    hysteresis_tracker = jnp.where(grads_finite, hysteresis_tracker, left)
-    new_state = state._replace(
-        growth_tracker=jnp.where(grads_finite, growth_tracker, restart),
-        hysteresis_tracker=jnp.where(refills, rule.hysteresis, hysteresis_tracker),
-    )
-    return new_state, Change(grows, backs_off)
-
-
-def clip_scale(rule: Any, scale: jax.Array) -> jax.Array:
-    return jnp.clip(scale, rule.min_scale, rule.max_scale)
+        # A restored scale may be outside the limits.
+        scale = jnp.clip(state.loss_scale, self.min_scale, self.max_scale)
+        scale = jnp.where(grows, scale * self.growth_factor, scale)
+        scale = jnp.where(backs_off, scale * self.backoff_factor, scale)
+        return state._replace(
+            loss_scale=jnp.clip(scale, self.min_scale, self.max_scale),
+            growth_tracker=jnp.where(grows, 0, growth_tracker),
+            hysteresis_tracker=jnp.where(refill, self.hysteresis, hysteresis_tracker),
+        )

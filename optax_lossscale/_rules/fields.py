@@ -1,78 +1,57 @@
-"""Arguments of rules and presets: how each is checked, under the name that users know.
-
-Each function returns a plain Python value, or raises and says what the argument is.
-"""
+"""The fields of rules: how each is checked, and what an error says of it."""
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 from .._dtypes import LARGEST_SCALE, SMALLEST_SCALE
-from .._validation import check_count, check_factor, check_number, check_switch
+from .._validation import (
+    check_choice,
+    check_count,
+    check_dtype,
+    check_number,
+    check_order,
+    check_switch,
+)
+
+_NORMAL = "Beyond, the scale or its reciprocal is no normal float32 number."
+_SCALE = check_number, SMALLEST_SCALE, LARGEST_SCALE, _NORMAL
+_OPEN = functools.partial(check_number, is_open=True)
+_REFILLS = ("finite", "growth", "change")
+
+# Each check takes the name, the value and the rest of the row. It returns a plain
+# Python value, or raises.
+_CHECKS: dict[str, Any] = {
+    "loss_scale": (check_number, 1, LARGEST_SCALE, "1 leaves the loss unchanged."),
+    "init_scale": _SCALE,
+    "min_scale": _SCALE,
+    "max_scale": _SCALE,
+    "growth_factor": (_OPEN, 1, math.inf, "It multiplies a scale that grows, as 2."),
+    "backoff_factor": (_OPEN, 0, 1, "It multiplies the scale at overflow, as 0.5."),
+    "growth_interval": (check_count, "It is the finite steps in a row to a growth."),
+    "hysteresis": (check_count, "It is the non-finite steps to a backoff."),
+    "hysteresis_refill": (
+        *(check_choice, _REFILLS),
+        "It decides what resets the hysteresis counter.",
+    ),
+    "headroom": (check_number, 0, 126, "It is the powers of two to leave free, as 3."),
+    "half_life": (check_count, "It is the steps in which a maximum decays to a half."),
+    "dtype": (check_dtype,),
+    "skip_nonfinite": (check_switch, "It decides whether to skip non-finite steps."),
+}
 
 
-def make_field(default: Any, check: Callable[[str, Any], Any]) -> Any:
-    """Return a field of a rule with the function that `check_fields` calls."""
-    return dataclasses.field(default=default, metadata={"check": check})
+def check_field(name: str, value: Any) -> Any:
+    """Return the value of a field of this name as a plain Python value, or raise."""
+    check, *others = _CHECKS[name]
+    return check(name, value, *others)
 
 
-def scale(name: str, value: Any) -> float:
-    advice = "Beyond, the scale or its reciprocal is no normal float32 number."
-    return check_number(name, value, SMALLEST_SCALE, LARGEST_SCALE, advice)
-
-
-def constant_scale(name: str, value: Any) -> float:
-    return check_number(name, value, 1, LARGEST_SCALE, "1 leaves the loss unchanged.")
-
-
-def growth_factor(name: str, value: Any) -> float:
-    advice = "It multiplies the scale if it grows; 2 is usual."
-    return check_factor(name, value, 1, math.inf, advice)
-
-
-def backoff_factor(name: str, value: Any) -> float:
-    advice = "It multiplies the scale at overflow; 0.5 is usual."
-    return check_factor(name, value, 0, 1, advice)
-
-
-def growth_interval(name: str, value: Any) -> int:
-    return check_count(
-        name, value, "After so many finite steps in a row, the scale grows."
-    )
-
-
-def hysteresis(name: str, value: Any) -> int:
-    return check_count(
-        name, value, "After so many non-finite steps, the scale backs off."
-    )
-
-
-def refill(name: str, value: Any) -> str:
-    if value not in ("finite", "growth", "change"):
-        raise ValueError(
-            f'`{name}` must be "finite", "growth" or "change", got {value!r}. It '
-            "decides what resets the hysteresis counter."
-        )
-    return str(value)
-
-
-def headroom(name: str, value: Any) -> float:
-    advice = "It is how many octaves to leave free; 3 is usual."
-    return check_number(name, value, 0, 126, advice)
-
-
-def half_life(name: str, value: Any) -> int:
-    return check_count(
-        name, value, "After so many steps, the remembered maximum is half as large."
-    )
-
-
-def skip_nonfinite(name: str, value: Any) -> bool:
-    return check_switch(name, value, "It decides whether to skip non-finite steps.")
-
-
-def first_growth_late(name: str, value: Any) -> bool:
-    return check_switch(
-        name, value, "Only DeepSpeed needs it; leave it out in a new run."
-    )
+def check_fields(rule: Any) -> None:
+    """Check the fields of a frozen rule, and that its limits ascend."""
+    for field in dataclasses.fields(rule):
+        value = check_field(field.name, getattr(rule, field.name))
+        object.__setattr__(rule, field.name, value)
+    limits = ("min_scale", "init_scale", "max_scale")
+    check_order(**{x: getattr(rule, x) for x in limits if hasattr(rule, x)})

@@ -6,9 +6,8 @@ from typing import final
 import jax
 
 from .._state import LossScaleState
-from . import fields
-from .base import LossScale, check_and_compile, check_fields
-from .fields import make_field
+from .base import LossScale, check_and_compile
+from .fields import check_fields
 
 
 @final
@@ -41,8 +40,8 @@ class FixedLossScale(LossScale):
         <https://arxiv.org/abs/1710.03740>`_, 2017, section 3.2
     """
 
-    loss_scale: float = make_field(128.0, fields.constant_scale)
-    skip_nonfinite: bool = make_field(True, fields.skip_nonfinite)
+    loss_scale: float = 128.0
+    skip_nonfinite: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -10,11 +10,8 @@ import optax
 
 from .._dtypes import LARGEST_SCALE, SMALLEST_SCALE, exact_power
 from .._state import LossScaleState
-from .._validation import check_dtype
-from . import fields
-from .base import LossScale, check_and_compile, check_fields
-from .dynamic import clip_scale
-from .fields import make_field
+from .base import LossScale, check_and_compile
+from .fields import check_fields
 
 
 class HeadroomState(NamedTuple):
@@ -23,8 +20,6 @@ class HeadroomState(NamedTuple):
     Attributes:
         max_magnitude: float32 of shape ``()``, a decaying maximum of the largest
             absolute value of the gradients; 0 before the first one.
-        chosen_scale: float32 of shape ``()``, the scale that the rule chose last. If
-            ``loss_scale`` is lower, retries lowered it.
 
     Examples:
         >>> import optax_lossscale as ls
@@ -33,7 +28,6 @@ class HeadroomState(NamedTuple):
     """
 
     max_magnitude: jax.Array
-    chosen_scale: jax.Array
 
 
 @final
@@ -84,22 +78,22 @@ class HeadroomLossScale(LossScale):
         ``DelayedScaling`` (the maximum over past steps)
     """
 
-    init_scale: float = make_field(2.0**15, fields.scale)
+    init_scale: float = 2.0**15
     _: dataclasses.KW_ONLY
-    headroom: float = make_field(3.0, fields.headroom)
-    dtype: str = make_field("float16", check_dtype)
-    half_life: int = make_field(1000, fields.half_life)
-    backoff_factor: float = make_field(0.25, fields.backoff_factor)
-    min_scale: float = make_field(1.0, fields.scale)
-    max_scale: float = make_field(2.0**24, fields.scale)
+    headroom: float = 3.0
+    dtype: str = "float16"
+    half_life: int = 1000
+    backoff_factor: float = 0.25
+    min_scale: float = 2.0**-14
+    max_scale: float = 2.0**24
 
     uses_max_magnitude: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_fields(self, "min_scale", "init_scale", "max_scale")
+        check_fields(self)
 
     def init(self) -> LossScaleState:
-        rule_state = HeadroomState(jnp.float32(0), jnp.float32(self.init_scale))
+        rule_state = HeadroomState(jnp.float32(0))
         return LossScaleState.create(self.init_scale, rule_state=rule_state)
 
     @check_and_compile
@@ -123,15 +117,18 @@ class HeadroomLossScale(LossScale):
         def magnitude_for(scale: jax.Array) -> jax.Array:
             return _finite_magnitude(margin * min(largest, 2.0**127) / scale)
 
+        def clip(scale: jax.Array) -> jax.Array:
+            return jnp.clip(scale, self.min_scale, self.max_scale)
+
         def scale_for(magnitude: jax.Array) -> jax.Array:
-            scale = _scale_for(magnitude, mantissa, octaves)
-            return jnp.where(magnitude > 0, clip_scale(self, scale), self.init_scale)
+            scale = clip(_scale_for(magnitude, mantissa, octaves))
+            return jnp.where(magnitude > 0, scale, self.init_scale)
 
         # If a retry lowered the scale, a larger gradient overflowed than is remembered.
         # Assume the one for which the rule chooses this scale.
-        is_lower = scale < state.rule_state.chosen_scale
+        is_lower = scale < scale_for(remembered)
         remembered = jnp.where(is_lower, magnitude_for(scale), remembered)
-        # An overflow does not tell its magnitude: assume the one for a backoff.
+        # The magnitude of what overflowed is not known. Assume one that backs off.
         unseen = magnitude_for(scale * self.backoff_factor)
         magnitude = jnp.where(
             new_state.applied,
@@ -139,13 +136,13 @@ class HeadroomLossScale(LossScale):
             jnp.maximum(remembered, unseen),
         )
         target = scale_for(magnitude)
-        lowered = jnp.minimum(target, clip_scale(self, scale * self.backoff_factor))
+        lowered = jnp.minimum(target, clip(scale * self.backoff_factor))
         loss_scale = jnp.where(new_state.applied, target, lowered)
         finite_steps = optax.safe_increment(state.growth_tracker)
         return new_state._replace(
             loss_scale=loss_scale,
             growth_tracker=jnp.where(new_state.applied, finite_steps, 0),
-            rule_state=HeadroomState(magnitude, loss_scale),
+            rule_state=HeadroomState(magnitude),
         )
 
 

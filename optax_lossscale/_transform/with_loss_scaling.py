@@ -15,7 +15,7 @@ from .._rules.base import LossScale, check_rule, matching_state, next_state
 from .._rules.dynamic import DynamicLossScale
 from .._state import LossScaleState, WithLossScalingState, check_state
 from .._tree import select
-from .._validation import check_flag, check_real, check_switch, describe
+from .._validation import check_flag, check_scalar, check_switch, describe
 from .check_updates import results_finite
 from .extra_args import check_inner
 from .kept_types import with_kept_types
@@ -213,7 +213,7 @@ def _enter(
         check_flag("grads_finite", flag)
     if (value := extra_args.get("value")) is not None:
         advice = "It is the unscaled loss. For an ensemble use `jax.vmap`."
-        check_real("value", value, advice)
+        check_scalar("value", value, "real number", advice)
     warn_if_forgotten(state, rule, updates)
     warn_of_float16(params, state.inner_state)
     return matching_state(rule, state.scale_state)

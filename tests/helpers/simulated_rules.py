@@ -21,13 +21,11 @@ class Simulated:
     in_a_row: int = 0
     skip_rate: float = 0.0
     largest: float = 0.0
-    chosen: float = 0.0
     was_fixed: bool = False
 
     def __post_init__(self):
         self.scale = getattr(self.rule, "init_scale", None) or self.rule.loss_scale
         self.hysteresis = getattr(self.rule, "hysteresis", None)
-        self.chosen = self.scale
 
     def assert_is(self, state: ls.LossScaleState) -> None:
         """Assert the numbers of a state; rules that count differently count alone."""
@@ -47,7 +45,6 @@ class Simulated:
             first = Simulated(self.rule)
             self.scale, self.growth = first.scale, 0
             self.hysteresis, self.largest = first.hysteresis, 0.0
-            self.chosen = self.scale
         self.was_fixed = fixed
 
     def record(self, applied: bool) -> None:
@@ -98,7 +95,7 @@ class Simulated:
             scale = 2.0 ** math.floor(math.log2(limit / largest))
             return min(max(scale, rule.min_scale), rule.max_scale)
 
-        if self.scale < self.chosen:  # retries lowered it
+        if self.scale < scale_for(self.largest):  # retries lowered it
             self.largest = (1 - 2.0**-12) * limit / self.scale
         lower = self.scale * rule.backoff_factor
         if finite:
@@ -107,4 +104,3 @@ class Simulated:
         else:
             self.largest = max(self.largest, (1 - 2.0**-12) * limit / lower)
             self.scale = min(scale_for(self.largest), max(lower, rule.min_scale))
-        self.chosen = self.scale

@@ -18,12 +18,6 @@ def dynamic(first, interval, least=SMALLEST, largest=LARGEST, **others):
     return ls.DynamicLossScale(first, growth_interval=interval, **limits, **others)
 
 
-def verbatim(first, interval, least=SMALLEST, largest=LARGEST, **others):
-    numbers = dict(growth_interval=interval, min_scale=least, max_scale=largest)
-    return presets.VerbatimLossScale(init_scale=first, **numbers, **others)
-
-
-LATE = {"hysteresis_refill": "growth", "hysteresis": 2, "first_growth_late": True}
 BOTH = {"hysteresis_refill": "growth", "hysteresis": 2}
 SLOW = {"hysteresis_refill": "change", "hysteresis": 2, "backoff_factor": 0.8}
 
@@ -31,8 +25,8 @@ SLOW = {"hysteresis_refill": "change", "hysteresis": 2, "backoff_factor": 0.8}
 P = presets
 TABLE = [
     (P.apex_amp, {}, dynamic(2.0**16, 2000, largest=2.0**24)),
-    (P.deepspeed, {}, verbatim(2.0**16, 1000, 1.0, **LATE)),
-    (P.deepspeed_fp16, {}, verbatim(2.0**16, 1000, 1.0, **LATE)),
+    (P.deepspeed, {}, dynamic(2.0**16, 1000, 1.0, **BOTH)),
+    (P.deepspeed_fp16, {}, dynamic(2.0**16, 1000, 1.0, **BOTH)),
     (P.fairseq, {}, dynamic(2.0**15, 2000, 2.0**-13)),
     # It grows one step later than documented.
     (P.flax_dynamic_scale, {}, dynamic(2.0**16, 2001)),
@@ -62,7 +56,7 @@ TABLE += [
         dict(initial_scale_power=12, loss_scale_window=5, hysteresis=3)
         | dict(consecutive_hysteresis=True, min_loss_scale=4.0)
         | dict(auto_cast=True, fp16_master_weights_and_grads=True),
-        verbatim(2.0**12, 5, 4.0, first_growth_late=True, hysteresis=3),
+        dynamic(2.0**12, 5, 4.0, hysteresis=3),
     ),
     (
         P.fairseq,  # the scale stays above the minimum
@@ -89,9 +83,9 @@ def test_a_preset_makes_of_its_arguments_what_the_table_says(preset, given, rule
     ("preset", "given", "message"),
     [
         (P.tf_keras_loss_scale, (False, 8.0, 3), "dynamic_growth_steps` must be left"),
-        (P.mpx_dynamic, (8.0, 65505.0), "min_loss_scaling` must be .* 0 to 65504"),
-        (P.megatron, (4.0, 8.0), "min_scale` must not exceed `initial_scale"),
-        (P.fairseq, (4.0, 2.0, 1, 8.0), "threshold` must not exceed `init_scale"),
+        (P.mpx_dynamic, (8.0, 65505.0), "min_scale` must not exceed `init_scale"),
+        (P.megatron, (4.0, 8.0), "min_scale` must not exceed `init_scale"),
+        (P.fairseq, (4.0, 2.0, 1, 8.0), "min_scale` must not exceed `init_scale"),
         (P.fairseq, (0.0,), "init_scale` must be a number from"),
     ],
 )

@@ -35,29 +35,21 @@ BAD = {
         "half_life": NOT_COUNTS,
         "dtype": ["int8", "half a float", None],
     },
-    presets.VerbatimLossScale: {"first_growth_late": [1]},
-    presets.apex_amp: {"scale_window": [0], "max_loss_scale": [-1]},
-    presets.deepspeed: {"scale_factor": [1], "consecutive_hysteresis": [1]},
-    presets.deepspeed_fp16: {
-        "loss_scale": [None, False, "", [], -1],
-        "min_loss_scale": [None, -0.1],
-        "initial_scale_power": [-126.1, 126.1],
-    },
-    presets.fairseq: {"scale_factor": [1.0], "min_loss_scale": [math.nan]},
-    presets.flax_dynamic_scale: {"scale": [0], "minimum_scale": [-1]},
-    presets.jmp_dynamic: {"loss_scale": [jnp.float32(0)]},
-    presets.keras_loss_scale: {
-        "initial_scale": [0],
-        "dynamic_growth_steps": [1.5],
-        "dynamic": [False],
-    },
-    presets.megatron: {"initial_scale": [0], "min_scale": [None]},
-    presets.mindspore_dynamic: {"init_loss_scale": [0.999], "scale_factor": [1]},
-    presets.mpx_dynamic: {"loss_scaling": [-1]},
-    presets.tf_dynamic_loss_scale: {"multiplier": [1], "increment_period": [0]},
-    presets.tf_keras_loss_scale: {"dynamic": [128], "initial_scale": [-1]},
+    presets.keras_loss_scale: {"dynamic": [False]},
+    presets.tf_keras_loss_scale: {"dynamic": [128]},
     presets.torch_grad_scaler: {"enabled": [None], "backoff_factor": [1.5]},
+    presets.deepspeed_fp16: {"enabled": ["auto"], "loss_scale": [None, "", -1]},
 }
+# Presets refuse what the rule refuses, by the rule's names.
+BAD_PRESETS = [
+    (presets.apex_amp, "max_loss_scale", -1, "init_scale"),
+    (presets.apex_amp, "scale_window", 0, "growth_interval"),
+    (presets.fairseq, "min_loss_scale", math.nan, "min_scale"),
+    (presets.flax_dynamic_scale, "minimum_scale", -1, "min_scale"),
+    (presets.jmp_dynamic, "loss_scale", 0, "init_scale"),
+    (presets.mindspore_dynamic, "init_loss_scale", 0.5, "min_scale"),
+    (presets.tf_dynamic_loss_scale, "multiplier", 1, "growth_factor"),
+]
 
 
 @pytest.mark.parametrize("make", BAD, ids=lambda make: make.__name__)
@@ -67,6 +59,12 @@ def test_a_bad_argument_is_refused_with_its_name_and_its_value(make):
             with pytest.raises(ValueError, match=f"^`{name}` must .*got ") as error:
                 make(**{name: value})
             assert repr(value) in str(error.value)
+
+
+@pytest.mark.parametrize(("preset", "name", "value", "field"), BAD_PRESETS)
+def test_a_preset_refuses_what_its_rule_refuses(preset, name, value, field):
+    with pytest.raises(ValueError, match=f"^`{field}` must .*got .*{value}"):
+        preset(**{name: value})
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -102,7 +100,6 @@ def test_the_first_scale_may_be_positional_and_nothing_else():
     [
         (ls.DynamicLossScale, "init_scale"),
         (ls.HeadroomLossScale, "init_scale"),
-        (presets.VerbatimLossScale, "max_scale"),
     ],
 )
 def test_limits_out_of_order_are_refused_by_both_names(rule, upper):

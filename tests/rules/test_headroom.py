@@ -53,9 +53,13 @@ def test_a_scale_that_is_lowered_without_the_rule_is_kept():
     assert float(rule.update(raised, True, 1.0).loss_scale) == scale
 
 
-def test_a_rule_with_less_headroom_raises_the_scale_at_once():
-    """Although the scale is lower than its own, no retry has lowered it."""
-    careful, bold = (ls.HeadroomLossScale(headroom=x) for x in (6, 3))
+def test_a_rule_with_less_headroom_raises_the_scale_slowly():
+    """It takes the lower scale for one that retries have lowered."""
+    careful = ls.HeadroomLossScale(headroom=6)
+    bold = ls.HeadroomLossScale(headroom=3, half_life=1)
     state = careful.update(careful.init(), True, 1e-3)
-    bolder = bold.update(state, True, 1e-3)
-    assert float(bolder.loss_scale) == 8 * float(state.loss_scale)
+    scales = []
+    for _ in range(5):
+        state = bold.update(state, True, 1e-3)
+        scales.append(float(state.loss_scale) / 2.0**19)
+    assert scales == [2.0, 4.0, 8.0, 8.0, 8.0]
