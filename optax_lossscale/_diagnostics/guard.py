@@ -17,6 +17,20 @@ from .._validation import check_count, check_function, check_scalar, is_traced, 
 from .gradient_report import check_gradients, gradient_report
 from .stop_message import EVENTS, WARNINGS, message
 
+# A scale that never overflowed is of no use from here on: the default rule's largest.
+_HIGH_SCALE = 2.0**24
+# In a compiled loop, a warning may be due in every step. It is told as often as this.
+_INTERVAL = 500
+# A rule that starts at 2**24 is at 2**-14, the default rule's smallest scale, after 38
+# skips. More of them are no descent.
+_DESCENT = 40
+# A healthy rule skips about one step in a growth interval, which is 0.05 %.
+_HIGH_RATE, _TOO_HIGH_RATE = 0.05, 0.25
+# The rate decays in about 100 steps, so it tells of now only soon after a skip.
+_SOON = 50
+# Gradients may be 0 at first, as those behind weights that start at 0.
+_FIRST_STEPS = 20
+
 
 class LossScaleError(RuntimeError):
     """Raised if training has stopped. The message lists causes, and ways out.
@@ -49,7 +63,7 @@ def check_loss_scale(
 
     - if no step was ever skipped, the scale is 2**24 or more, and ``growth_tracker`` is
       500 or more;
-    - if the scale is 1, or below 1 after more than 64 skips, and more than 5 % of the
+    - if the scale is 1 or less after more than 40 skips, and more than 5 % of the
       recent steps are skipped;
     - if ``grads`` are not finite, but the step counts as applied: the update is left
       out or undone. If the scale is fixed, it warns only after a first skip;
@@ -151,13 +165,12 @@ def _is_due(
     scale, skipped, rate = state.loss_scale, state.skipped_steps, state.skip_rate
     skips, tracker = state.consecutive_skips, state.growth_tracker
     changes = ~state.is_fixed
-    never_overflowed = (scale >= 2.0**24) & (skipped == 0) & (tracker >= 500)
-    # A rule that changes its scale recovers from a low one, unless batches are bad. On
-    # its way to a scale below 1, it may skip 64 steps.
-    is_low = (scale == 1) | (scale < 1) & (skipped > 64)
-    # A rate above 1/4 is an error.
-    at_floor = is_low & changes & (rate > 0.05) & (rate <= 0.25)
-    at_floor &= (skips <= 1) & (tracker < 50)
+    is_high = scale >= _HIGH_SCALE
+    never_overflowed = is_high & (skipped == 0) & (tracker >= _INTERVAL)
+    # A rule that changes its scale recovers from a low one, unless batches are bad.
+    is_low = (scale <= 1) & (skipped > _DESCENT) & changes
+    is_warned = (rate > _HIGH_RATE) & (rate <= _TOO_HIGH_RATE)
+    at_floor = is_low & is_warned & (skips <= 1) & (tracker < _SOON)
     # The rule of a fixed scale may be one that never skips.
     undone = ~all_finite(grads) & jnp.all((skips == 0) & (changes | (skipped > 0)))
     # If the loss is 0, gradients of 0 are no fault.
@@ -167,13 +180,13 @@ def _is_due(
         all_zero &= jnp.all(x == 0)
     valid = (scale > 0) & (scale < jnp.inf)
     in_a_row = valid & (skips > limit) & ((skips - limit - 1) % every == 0)
-    # Without a fault, a rule skips about one step in a growth interval.
-    of_late = valid & (skips <= limit) & (rate > 0.25) & (skipped % every == 0)
+    of_late = (skips <= limit) & (rate > _TOO_HIGH_RATE) & (skipped % every == 0)
+    of_late &= valid
     if not eager:
         # A compiled loop sees every step: it tells each skip once, and the rest seldom.
-        never_overflowed &= tracker % 500 == 0
+        never_overflowed &= tracker % _INTERVAL == 0
         at_floor &= (skips == 1) & (skipped % every == 0)
-        all_zero &= jnp.all(tracker % 500 == 20)
+        all_zero &= jnp.all(tracker % _INTERVAL == _FIRST_STEPS)
         of_late &= skips > 0
     due = {
         "never overflowed": never_overflowed,
