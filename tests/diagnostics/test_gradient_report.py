@@ -170,7 +170,7 @@ def test_what_cannot_be_measured_is_refused(function, name, value, message):
 
 def test_what_is_no_scale_or_no_axis_is_refused():
     for scale in (0, math.inf, True, np.ones(2), np.array(True)):
-        with pytest.raises(ValueError, match="`loss_scale` must be one number above 0"):
+        with pytest.raises(ValueError, match="`loss_scale` must be a number from 2"):
             ls.gradient_report([np.ones(2)], loss_scale=scale)
     with pytest.raises(ValueError, match="`axis_name` must name an axis"):
         ls.gradient_report([np.ones(2)], axis_name="data")

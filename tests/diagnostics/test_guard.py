@@ -76,9 +76,7 @@ def test_a_scale_at_its_ceiling_without_a_skip_is_of_no_use():
         numbers = {"loss_scale": 2.0**24, "growth_tracker": 500} | numbers
         return RULE.init()._replace(**numbers)
 
-    with pytest.warns(
-        UserWarning, match="Likely causes: the step calls `jax.v"
-    ) as seen:
+    with pytest.warns(UserWarning, match="causes: the step calls `jax.v") as seen:
         ls.check_loss_scale(state())
         ls.check_loss_scale(state(growth_tracker=501))
         # In a compiled loop only every 500 steps.
@@ -203,7 +201,7 @@ def test_guard_allows_rare_skips_and_a_high_start():
     for flag in [False] * 19 + [True] * 200 + [*[True] * 24, False] * 14:
         state = RULE.update(state, flag)
         ls.check_loss_scale(state)
-    assert float(state.loss_scale) == 1.0
+    assert float(state.loss_scale) == 2.0**-9
 
 
 def test_guard_allows_a_scale_below_1_but_no_bad_batches():
@@ -253,9 +251,7 @@ def test_an_update_that_is_left_out_is_warned_of(compiled):
 
     run = jax.jit(watched) if compiled else watched
     params, opt_state = run(GOOD, TX.init(GOOD), GOOD)
-    with pytest.warns(
-        UserWarning, match="counts as applied.\nLikely causes: the step leaves"
-    ):
+    with pytest.warns(UserWarning, match="counts as applied.\nLikely causes: the"):
         run(params, opt_state, BAD)
         jax.effects_barrier()
 

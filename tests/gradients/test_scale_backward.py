@@ -60,8 +60,8 @@ def test_a_float16_gradient_of_a_parameter_is_warned_of():
 @pytest.mark.parametrize(
     ("scale", "message"),
     [
-        (0.0, "`scale` must be one number above 0"),
-        (np.ones(2), "`scale` must be one number above 0"),
+        (0.0, "`scale` must be a number from 2"),
+        (np.ones(2), "`scale` must be a number from 2"),
         (TX, "pass what its `init"),
     ],
 )
