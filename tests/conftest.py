@@ -46,7 +46,8 @@ def new_process():
     """As if the package had just been imported."""
     from optax_lossscale._gradients import forgotten
 
-    forgotten._histories.clear()
+    forgotten._scaled.clear()
+    forgotten._unscaled_apart.clear()
 
 
 hypothesis.settings.register_profile(

@@ -18,13 +18,14 @@ from .._jax_internals import COLLECTIVE, DEBUGGING, effect_names, zeros_like_ava
 from .._programs.traced_call import check_axes, evaluate, refuse_effects, traced_call
 from .._rules.fields import check_field
 from .._validation import check_dtype, check_function, check_scale, describe, warn
-from .forgotten import differentiating_at, note_number
+from .forgotten import note_number, using_scale
 from .scaling import rescale
 
 Arguments = ParamSpec("Arguments")
 Output = TypeVar("Output")
-# Given a number, the cotangents and the pullback, returns the scale.
-Choose = Callable[[Any, Sequence[Any], Callable[..., Any]], jax.Array]
+# Given the scale from outside or None, the cotangents and the pullback: returns the
+# scale of the backward pass.
+ScaleFrom = Callable[[Any, Sequence[Any], Callable[..., Any]], jax.Array]
 
 
 def scale_backward(
@@ -60,8 +61,7 @@ def scale_backward(
 
     Warns:
         UserWarning: when differentiated, if gradients enter or leave in float16 or
-            float8, where they may underflow; when called, as `value_and_grad` if the
-            state is a constant.
+            float8, where they may underflow.
 
     Examples:
         >>> import jax
@@ -85,12 +85,12 @@ def scale_backward(
         if is_initializing():
             return fun(*args, **kwargs)
         # Read the state now: a Flax NNX optimizer changes in place.
-        with _number(scale) as number, traced_call(fun, args, kwargs) as call:
+        with _given(scale) as given, traced_call(fun, args, kwargs) as call:
             jaxpr, overwritten = call.jaxpr, call.overwritten
             program = _scale_program(
-                "scale_backward", jaxpr, overwritten, lambda x, *_: x
+                "scale_backward", jaxpr, overwritten, lambda given, *_: given
             )
-            return call.put_back(program(jax.lax.stop_gradient(number), *call.inputs))
+            return call.put_back(program(jax.lax.stop_gradient(given), *call.inputs))
 
     return fun_scaled_backward
 
@@ -157,7 +157,7 @@ def scale_block(
     headroom = check_field("headroom", headroom)
     largest = float(jnp.finfo(check_dtype("dtype", dtype)).max)
 
-    def choose(_: Any, cotangents: Sequence[Any], pullback: Any) -> Any:
+    def scale_from(_: None, cotangents: Sequence[Any], pullback: Any) -> Any:
         program = jax.make_jaxpr(pullback)(cotangents).jaxpr
         check_axes(program, axis_name)
         # Inputs and outputs of the block may be narrower than ``dtype``.
@@ -174,7 +174,7 @@ def scale_block(
             return fun(*args, **kwargs)
         with traced_call(fun, args, kwargs) as call:
             program = _scale_program(
-                "scale_block", call.jaxpr, call.overwritten, choose
+                "scale_block", call.jaxpr, call.overwritten, scale_from
             )
             return call.put_back(program(None, *call.inputs))
 
@@ -182,23 +182,23 @@ def scale_block(
 
 
 @contextlib.contextmanager
-def _number(scale: Any) -> Iterator[jax.Array]:
+def _given(scale: Any) -> Iterator[jax.Array]:
     """Yield the scale, from a number or a state, while a loss is traced with it."""
     if isinstance(scale, float | int | np.generic | np.ndarray | jax.Array):
         check_scale("scale", scale)
-        note_number(scale)
         yield jnp.asarray(scale, jnp.float32)
+        note_number()
     else:
-        with differentiating_at(scale) as scale_state:
+        with using_scale(scale, "scale_backward") as scale_state:
             yield scale_state.loss_scale
 
 
 def _scale_program(
-    name: str, jaxpr: Jaxpr, overwritten: Sequence[bool], choose: Choose
+    name: str, jaxpr: Jaxpr, overwritten: Sequence[bool], scale_from: ScaleFrom
 ) -> Callable[..., Sequence[jax.Array]]:
-    """Return a program whose backward pass runs at the scale that ``choose`` returns.
+    """Return a program whose backward pass runs at the scale from ``scale_from``.
 
-    Its first input is the number that ``choose`` takes, or None.
+    Its first input is a scale from outside, for ``scale_backward``, or None.
 
     One ``custom_vjp`` is around the whole program. With one around each input, nested
     derivatives would scale in two places: the inner one scales only the inputs that it
@@ -206,7 +206,7 @@ def _scale_program(
     """
     refuse_effects(effect_names(jaxpr) - {COLLECTIVE, *DEBUGGING})
 
-    def forward(number: Any, *primals: Any) -> tuple[Sequence[jax.Array], Any]:
+    def forward(given: Any, *primals: Any) -> tuple[Sequence[jax.Array], Any]:
         inputs = [x.value for x in primals]
         differentiated = [x.value if x.perturbed else None for x in primals]
 
@@ -218,15 +218,15 @@ def _scale_program(
         _, pullback, outputs = jax.vjp(block, differentiated, has_aux=True)
         _warn_of_underflow(name, "takes", differentiated)
         _warn_of_underflow(name, "returns", outputs)
-        return outputs, (None if number is None else number.value, pullback)
+        return outputs, (None if given is None else given.value, pullback)
 
     def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        number, pullback = residuals
+        given, pullback = residuals
         cotangents = [
             zeros_like_aval(x.aval) if isinstance(x, SymbolicZero) else x
             for x in filter(is_inexact, cotangents)
         ]
-        scale = choose(number, cotangents, pullback)
+        scale = scale_from(given, cotangents, pullback)
         (scaled_grads,) = pullback([rescale(x, scale, 1) for x in cotangents])
         pairs = zip(scaled_grads, overwritten, strict=True)
         return None, *(x if whole else rescale(x, scale, -1) for x, whole in pairs)
@@ -234,11 +234,11 @@ def _scale_program(
     program = jax.custom_vjp(lambda _, *inputs: evaluate(jaxpr, *inputs))
     program.defvjp(forward, backward, symbolic_zeros=True)
 
-    def finite_where_overwritten(number: Any, *inputs: Any) -> Sequence[jax.Array]:
+    def with_overwrites(given: Any, *inputs: Any) -> Sequence[jax.Array]:
         pairs = zip(inputs, overwritten, strict=True)
-        return program(number, *(finite_overwrite(x) if o else x for x, o in pairs))
+        return program(given, *(finite_overwrite(x) if o else x for x, o in pairs))
 
-    return finite_where_overwritten
+    return with_overwrites
 
 
 def _warn_of_underflow(function: str, verb: str, arrays: Sequence[Any]) -> None:
@@ -268,7 +268,8 @@ def _largest_sum(cotangents: Sequence[Any], axis_name: AxisName | None) -> jax.A
 
 def _octaves_below(magnitude: jax.Array, bound: float) -> jax.Array:
     """Return how many whole octaves a magnitude is below a bound; 0 for NaN and inf."""
-    # The exponent of a positive float32 is in its bits from the 24th on.
+    # The exponent of a positive float32 is in its bits from the 24th on. The mantissa
+    # is below it, so that a difference of bits rounds down to whole octaves.
     bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32)
     octaves = (int(np.float32(bound).view(np.int32)) - bits) >> 23
     return jnp.where(jnp.isfinite(magnitude), jnp.clip(octaves, -126, 126), 0)

@@ -14,7 +14,6 @@ from .._find import replace_loss_scale_state
 from .._finite import all_finite
 from .._flax_internals import update_objects
 from .._jax_internals import MUTABLE_ARRAYS, after, effect_names, zeros_like_aval
-from .._programs.derivatives import call_with_derivatives_of
 from .._programs.traced_call import (
     check_axes,
     evaluate_with_nan,
@@ -23,7 +22,7 @@ from .._programs.traced_call import (
 )
 from .._rules.fields import check_field
 from .._validation import check_count
-from .forgotten import differentiating_at, note_same_use, note_true
+from .forgotten import note_true, using_scale
 from .scaling import warn_of_narrow_loss
 from .value_and_grad import differentiate
 
@@ -52,8 +51,8 @@ def value_and_grad_with_retries(
             value, gradients = value_and_grad(fun, state)(...)
 
     Call it inside a compiled function, and pass the state that it returns to
-    ``update``. The program contains ``fun`` once, in a ``jax.lax.while_loop``. The
-    derivatives of the result are those of the last attempt.
+    ``update``. The program contains ``fun`` once, in a ``jax.lax.while_loop``, so it
+    has no derivative in reverse mode.
 
     Args:
         fun: the loss, as for `value_and_grad`.
@@ -106,12 +105,12 @@ def value_and_grad_with_retries(
             output, grads = at_scale(scale, *args, **kwargs)
             value = output[0] if has_aux else output
             is_finite = functools.partial(all_finite, axis_name=axis_name)
-            finite, sound = is_finite(grads), is_finite(value)
-            return sound & ~finite, output, grads
+            grads_finite, value_finite = is_finite(grads), is_finite(value)
+            return value_finite & ~grads_finite, output, grads
 
         # Read the state now: a Flax NNX optimizer changes in place.
         with (
-            differentiating_at(state) as scale_state,
+            using_scale(state, "value_and_grad_with_retries") as scale_state,
             traced_call(attempt, args, kwargs, [scale_state.loss_scale]) as call,
         ):
             check_axes(call.jaxpr, axis_name)
@@ -120,12 +119,11 @@ def value_and_grad_with_retries(
                 call.jaxpr, call.inputs, max_retries, backoff_factor, axis_name
             )
             _, output, grads = call.put_back(outputs)
-        note_true(grads, scale_state.loss_scale)
+        note_true(grads, scale_state)
         warn_of_narrow_loss(output[0] if has_aux else output)
         tracker = jnp.where(attempts > 1, 0, scale_state.growth_tracker)
         new = scale_state._replace(loss_scale=scale, growth_tracker=tracker)
         new_state = update_objects(state, replace_loss_scale_state(state, new))
-        note_same_use(scale_state.loss_scale, new_state)
         return output, grads, new_state
 
     return fun_with_retries
@@ -149,29 +147,24 @@ def _retry(
     Return the number of attempts, and the scale and the outputs of the last one.
     """
 
-    def attempts(first_scale: jax.Array, *inputs: Any) -> Sequence[jax.Array]:
-        def proceed(carry: _Carry) -> jax.Array:
-            return carry.result[0] & (carry.attempts <= max_retries)
+    first_scale, *others = inputs
 
-        def body(carry: _Carry) -> _Carry:
-            lowered = jnp.maximum(carry.scale * backoff_factor, SMALLEST_SCALE)
-            scale = jnp.where(carry.attempts == 0, carry.scale, lowered)
-            # The forward pass does not depend on the scale. If XLA moved it out of the
-            # loop, its residuals would stay in memory while the loop runs.
-            barred = [after(scale, x) for x in inputs]
-            result = evaluate_with_nan(jaxpr, scale, *barred)
-            return _Carry(carry.attempts + 1, scale, result)
+    def proceed(carry: _Carry) -> jax.Array:
+        return carry.result[0] & (carry.attempts <= max_retries)
 
-        # The carry gets its types from the program, so that `fun` is traced only once.
-        overflowed, *zeros = [zeros_like_aval(x.aval) for x in jaxpr.outvars]
-        check_agreement(overflowed, first_scale, axis_name)
-        # The first attempt runs because the flag is True.
-        start = _Carry(jnp.zeros((), jnp.int32), first_scale, [~overflowed, *zeros])
-        last = jax.lax.while_loop(proceed, body, start)
-        return [last.attempts, last.scale, *last.result]
+    def body(carry: _Carry) -> _Carry:
+        lowered = jnp.maximum(carry.scale * backoff_factor, SMALLEST_SCALE)
+        scale = jnp.where(carry.attempts == 0, carry.scale, lowered)
+        # The forward pass does not depend on the scale. If XLA moved it out of the
+        # loop, its residuals would stay in memory while the loop runs.
+        barred = [after(scale, x) for x in others]
+        result = evaluate_with_nan(jaxpr, scale, *barred)
+        return _Carry(carry.attempts + 1, scale, result)
 
-    def last_attempt(*inputs: Any) -> Sequence[jax.Array]:
-        number, scale, *_ = attempts(*map(jax.lax.stop_gradient, inputs))
-        return [number, scale, *evaluate_with_nan(jaxpr, scale, *inputs[1:])]
-
-    return call_with_derivatives_of(last_attempt, attempts, *inputs)
+    # The carry gets its types from the program, so that `fun` is traced only once.
+    overflowed, *zeros = [zeros_like_aval(x.aval) for x in jaxpr.outvars]
+    check_agreement(overflowed, first_scale, axis_name)
+    # The first attempt runs because the flag is True.
+    start = _Carry(jnp.zeros((), jnp.int32), first_scale, [~overflowed, *zeros])
+    last = jax.lax.while_loop(proceed, body, start)
+    return [last.attempts, last.scale, *last.result]

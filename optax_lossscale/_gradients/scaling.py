@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from .._dtypes import dtype_of, grad_dtype, is_inexact, wide_dtype
 from .._flax_internals import is_overwritten
 from .._validation import describe, warn
-from .forgotten import note_true, use_scale, warn_if_divided_twice
+from .forgotten import note_true, using_scale, warn_if_divided_twice
 
 
 def scale_loss(loss: Any, state: Any) -> Any:
@@ -29,15 +29,16 @@ def scale_loss(loss: Any, state: Any) -> Any:
         TypeError: if ``loss`` is not a floating-point or complex array.
 
     Warns:
-        UserWarning: as `value_and_grad`; if that differentiates ``loss``, too.
+        UserWarning: as `value_and_grad`.
 
     Examples:
         >>> import optax_lossscale as ls
         >>> ls.scale_loss(3.0, ls.FixedLossScale(1024.0).init())
         Array(3072., dtype=float32)
     """
-    scale = use_scale(state, "scale_loss").loss_scale
-    scaled = jax.tree.map(lambda x: scale_loss_by(x, scale), loss)
+    with using_scale(state, "scale_loss") as scale_state:
+        scale = scale_state.loss_scale
+        scaled = jax.tree.map(lambda x: scale_loss_by(x, scale), loss)
     jax.tree.map(warn_of_narrow_loss, loss)
     return scaled
 
@@ -67,9 +68,9 @@ def unscale_grads(grads: Any, state: Any) -> Any:
         Array([0.5], dtype=float32)
     """
     warn_if_divided_twice(grads)
-    scale = use_scale(state, "unscale_grads").loss_scale
-    true_grads = unscale(grads, scale)
-    note_true(true_grads, scale, grads)
+    with using_scale(state, "unscale_grads") as scale_state:
+        true_grads = unscale(grads, scale_state.loss_scale)
+    note_true(true_grads, scale_state, grads)
     return true_grads
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from .._flax_internals import check_no_modules, with_finite_overwrites
 from .._validation import check_function, describe
-from .forgotten import differentiating_at, note_true
+from .forgotten import note_true, using_scale
 from .scaling import scale_loss_by, unscale, warn_of_narrow_loss
 
 
@@ -34,8 +34,8 @@ def value_and_grad(
 
     Args:
         fun: a function that returns the loss, or (loss, aux) if ``has_aux`` is True.
-        state: an optimizer state that contains one `LossScaleState`, or that state
-            itself. Pass the same state to the optimizer's ``update``.
+        state: the state, as for `get_loss_scale_state`. Pass the same one to the
+            optimizer's ``update``.
         argnums: which positional arguments to differentiate, or an ``nnx.DiffState``.
         has_aux: whether ``fun`` returns a pair.
         holomorphic: whether ``fun`` is promised to be holomorphic.
@@ -49,9 +49,9 @@ def value_and_grad(
         float16 or float8. Where they overflowed, they are still NaN or inf.
 
     Raises:
-        ValueError: when called, as `get_loss_scale_state`, or if an optimizer or a
-            wrapper that belongs inside `with_loss_scaling`, such as
-            ``optax.MultiSteps``, is around it or chained with it.
+        ValueError: when called, as `get_loss_scale_state`. So an optimizer or a wrapper
+            such as ``optax.MultiSteps`` cannot be around `with_loss_scaling`, or
+            chained with it.
         TypeError: if ``fun`` is not a function that returns a floating-point scalar;
             when called, if ``jax.value_and_grad`` is given an ``nnx.Module``.
 
@@ -74,9 +74,9 @@ def value_and_grad(
     @functools.wraps(fun, updated=())
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         # Read the state now: a Flax NNX optimizer changes in place.
-        with differentiating_at(state) as scale_state:
+        with using_scale(state, "value_and_grad") as scale_state:
             output, grads = at_scale(scale_state.loss_scale, *args, **kwargs)
-        note_true(grads, scale_state.loss_scale)
+        note_true(grads, scale_state)
         warn_of_narrow_loss(output[0] if has_aux else output)
         return output, grads
 
@@ -150,8 +150,9 @@ def differentiate(
     argnums = options["argnums"]
     if isinstance(argnums, np.ndarray):
         argnums = jax.tree.map(int, argnums.tolist(), is_leaf=np.isscalar)
-    # Leave out defaults, 0 and False: other libraries' functions may not take them.
-    options = {k: x for k, x in {**options, "argnums": argnums}.items() if x != 0}
+    # Leave out defaults: other libraries' functions may not take these arguments.
+    given = {**options, "argnums": argnums}
+    options = {name: x for name, x in given.items() if x not in (0, False)}
 
     def at_scale(scale: jax.Array, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if value_and_grad is jax.value_and_grad:

@@ -1,5 +1,6 @@
 """The Optax transformation that keeps float32 copies of narrow parameters."""
 
+import collections
 import itertools
 from typing import Any
 
@@ -9,12 +10,15 @@ import numpy as np
 import optax
 
 from .._dtypes import as_type, dtype_of, is_inexact
-from .._find import CHAINS, find_nodes, find_transforming
+from .._find import find_nodes
 from .._state import MasterWeightsState
 from .._tree import mismatch, same_structure
 from .._validation import check_dtype, warn
 from .extra_args import check_inner, find_accepted
 from .rounding import update_to
+
+# The types of the states of `optax.chain` and `optax.named_chain`.
+_CHAINS = (tuple, collections.OrderedDict)
 
 
 def with_master_weights(
@@ -123,25 +127,26 @@ def with_master_weights(
 
 def has_master_weights(state: Any) -> bool:
     """Return whether an optimizer state contains any master weights."""
-    nodes = find_nodes(state, MasterWeightsState).values()
+    nodes = find_nodes(state, MasterWeightsState)
     return any(jax.tree.leaves(node.master_weights) for node in nodes)
 
 
 def _has_frozen(state: Any) -> bool:
     """Return whether an optimizer state freezes some of its parameters."""
-    masked = find_nodes(state, optax.MaskedState).values()
+    masked = find_nodes(state, optax.MaskedState)
     return any(isinstance(x.inner_state, optax.EmptyState) for x in masked)
 
 
 def check_last(state: Any) -> None:
-    """Raise if a chain changes the updates that `with_master_weights` returns."""
+    """Raise if a chain goes on after `with_master_weights`, which sets the updates."""
 
     def goes_on(node: Any) -> bool:
-        if type(node) not in CHAINS:
+        if type(node) not in _CHAINS:
             return False
         members = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
         rest = itertools.dropwhile(lambda x: not has_master_weights(x), members)
-        return any(list(find_transforming(x)) for x in itertools.islice(rest, 1, None))
+        # The states of Optax are tuples. A user's own may hold arrays, too.
+        return any(isinstance(x, tuple) for x in itertools.islice(rest, 1, None))
 
     if any(map(goes_on, jax.tree.leaves(state, is_leaf=goes_on))):
         raise ValueError(

@@ -56,7 +56,7 @@ def test_a_guard_raises_for_a_scale_that_is_no_positive_number(scale):
     ("name", "value", "message"),
     [
         ("max_consecutive_skips", 0, "must be a whole number from 1"),
-        ("state", optax.EmptyState(), "`state` must contain a LossScaleState"),
+        ("state", optax.EmptyState(), "`state` must be what the `init"),
         ("every", 0, "`every` must be a whole number from 1"),
         ("grads", "gradients", "`grads` must hold only arrays"),
         ("value", np.ones(2), "`value` must be one real number of shape"),

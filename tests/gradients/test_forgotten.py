@@ -1,13 +1,16 @@
 """Lines that a train step forgets or has twice are told, whatever ran before.
 
-Random programs follow each other in one process: right ones, which nothing is said of,
-and wrong ones, which are told at their first step.
+Random programs follow each other in one process: a wrong one, which is told at its
+first step, and right ones, of which nothing is said.
 """
 
+import concurrent.futures
+import functools
 import random
 import traceback
 import warnings
 
+import jax
 import pytest
 from random_programs import (
     ADAM,
@@ -15,13 +18,12 @@ from random_programs import (
     NOT_SCALED,
     OTHERS,
     Network,
+    by_hand,
     by_value_and_grad,
-    loss_fn,
+    raised,
     random_programs,
 )
 from shared import slow_but
-
-import optax_lossscale as ls
 
 pytestmark = pytest.mark.usefixtures("new_process")
 
@@ -43,17 +45,30 @@ def test_right_programs_are_silent_by_themselves(program):
     assert warned(lambda: program(Network(4, ADAM), by_value_and_grad)) == []
 
 
-def test_gradient_function_built_once_is_told_at_second_step():
-    """The first step is right."""
+def test_a_loss_that_raised_leaves_nothing_behind():
+    [text] = warned(lambda: raised(Network(4, ADAM), None))
+    assert text.startswith(NOT_SCALED)
+    assert warned(lambda: in_jit_right(Network(4, ADAM))) == []
+
+
+def in_jit_right(net):
+    jax.eval_shape(functools.partial(net.step, by_value_and_grad), *net.args)
+
+
+def test_threads_do_not_disturb_each_other():
+    """They share one state, whose notes all of them write."""
     net = Network(4, ADAM)
-    fun = ls.grad(loss_fn, net.state)
 
-    def train():
-        params, state, x = net.args
-        for _ in range(2):
-            params, state = net.apply(params, state, fun(params, x))
+    def train(_):
+        for _ in range(5):
+            grads, _ = by_hand(*net.args)
+            net.apply(net.params, net.state, grads)
 
-    assert [text[: len(NOT_SCALED)] for text in warned(train)] == [NOT_SCALED]
+    def run():
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            list(pool.map(train, range(8)))
+
+    assert warned(run) == []
 
 
 @pytest.mark.parametrize("seed", slow_but(range(20), range(100)))

@@ -50,7 +50,10 @@ def like_params(tx, of_params, of_the_rest):
 
 
 def assert_agree(actual, expected):
-    """Sums over devices round differently; flags, counters and scales may not."""
-    scale_states = map(ls.get_loss_scale_state, (actual, expected))
+    """Sums over devices round differently; flags, counters and scales may not.
+
+    Each is a pair of parameters and the optimizer state.
+    """
+    scale_states = (ls.get_loss_scale_state(state) for _, state in (actual, expected))
     assert_same_bits(*map(jax.device_get, scale_states))
     chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-6)

@@ -4,6 +4,7 @@ Most are only traced. What runs eagerly calls compiled losses and optimizers: th
 package runs eagerly then, and the rest compiles as a few programs.
 """
 
+import contextlib
 import functools
 import pickle
 import random
@@ -24,6 +25,7 @@ NOT_UNSCALED = "`scale_loss` has scaled a loss, but `unscale_grads` has"
 DIVIDED_TWICE = "The gradients are divided by the loss scale twice"
 SCALED_TWICE = "The loss is scaled twice"
 CONSTANT = "The loss scale, 32768, is a constant of a compiled function"
+RAISED = "the loss raised"
 
 
 @jax.jit
@@ -276,6 +278,7 @@ def trainer_at_a_number(net, way):
 
 APART = [halves, inner_jit, unscaled_in_jit, gradients_in_shard_map]
 APART += [trainer_at_a_number]
+LATE_WAYS = [by_value_and_grad, by_scaled_backward, by_hand, by_micro_batches]
 
 
 # Programs that are no step of their own.
@@ -320,6 +323,39 @@ def two_models(net, way):
         return net.apply(params, state, grads), other
 
     jax.eval_shape(step, *net.args)
+
+
+def one_step_late(net, way):
+    """As in pipelines: the gradients of a step are applied in the next one."""
+    params, state, x = net.args
+    late = way(params, state, x)[0]
+    for _ in range(2):
+        grads = way(params, state, x)[0]
+        params, state = net.apply(params, state, late)
+        late = grads
+
+
+def for_two_steps(net, way):
+    """The same gradients are applied twice, by a compiled function of their own."""
+    gradient = jax.jit(lambda *args: way(*args)[0])
+    params, state, x = net.args
+    grads = gradient(params, state, x)
+    for _ in range(2):
+        params, state = net.apply(params, state, grads)
+
+
+def raised(net, way):
+    """A loss that raises leaves nothing behind, and a look at the function either."""
+
+    def bad_loss(params, x):
+        raise ZeroDivisionError(RAISED)
+
+    params, state, x = net.args
+    repr(ls.value_and_grad(loss_fn, state))
+    for fun in (ls.grad, ls.value_and_grad_with_retries):
+        with contextlib.suppress(ZeroDivisionError):
+            fun(bad_loss, state)(params, x)
+    in_jit(functools.partial(net.step, forgotten), net)
 
 
 def two_models_at_bare_scales(net, way):
@@ -413,26 +449,28 @@ OTHERS = [train_state, nnx_optimizer, two_models, one_scale_beside, at_scale_1]
 OTHERS += [eager_scan_by_closure, penalty, with_an_integer]
 # They are defined below the others.
 APART += [two_models_at_bare_scales, fixed_at_1_beside, unscaled_in_jit_alone]
-OF_NET = ("apart", "other", "constant")
+OTHERS += [one_step_late, for_two_steps]
 
 
 def random_programs(rng):
-    """Yield the names of some programs, the programs, and what is said of them."""
-    for number in range(rng.randint(2, 5)):
+    """Yield the names of some programs, the programs, and what is said of them.
+
+    The wrong one comes first: after a right step of the same model, its compiled
+    gradients might be those of any other.
+    """
+    wrong = [(place, way, text) for way, text in WRONG_WAYS for place in WRONG_PLACES]
+    wrong += 6 * [(constant, None, CONSTANT), (raised, None, NOT_SCALED)]
+    programs = [rng.choice(wrong)]
+    for _ in range(rng.randint(1, 4)):
+        ways = rng.choice(RIGHT_WAYS), rng.choice(LATE_WAYS)
+        place, way = rng.choice([(rng.choice(RIGHT_PLACES), ways[0])])
+        if rng.random() < 0.6:
+            place = rng.choice(APART + OTHERS)
+            way = ways[1] if place in (one_step_late, for_two_steps) else ways[0]
+        programs.append((place, way, None))
+    for place, way, message in programs:
         net = Network(rng.choice([2, 3]), rng.choice(OPTIMIZERS))
-        way = rng.choice(RIGHT_WAYS)
-        kind = rng.choice(["step", "apart", "other", "wrong", "wrong", "constant"])
-        if kind == "wrong":
-            (way, message), place = rng.choice(WRONG_WAYS), rng.choice(WRONG_PLACES)
-        elif kind == "constant":
-            message, place = CONSTANT, constant
-        elif kind == "step":
-            message, place = None, rng.choice(RIGHT_PLACES)
-        else:
-            message, place = None, rng.choice(APART if kind == "apart" else OTHERS)
-            # Its states have shapes that those of no other program have.
-            net = Network(4 + number, ADAM) if kind == "apart" else net
-        step = functools.partial(net.step, way)
-        run = functools.partial(place, *((net, way) if kind in OF_NET else (step, net)))
-        name = f"{kind}: {way.__name__} {place.__name__}"
-        yield name, run, [message] if message else []
+        is_step = place in (*RIGHT_PLACES, *WRONG_PLACES)
+        args = (functools.partial(net.step, way), net) if is_step else (net, way)
+        name = f"{place.__name__} {getattr(way, '__name__', '')}"
+        yield name, functools.partial(place, *args), [message] if message else []
