@@ -47,7 +47,7 @@ def two_layers(w, x):
 
 
 def layer_norm(w, x):
-    """Of equal numbers. ``eps`` is so small that its derivative overflows in float16."""
+    """Of equal numbers: the derivative of the root of ``eps`` overflows in float16."""
     x = half(w[0]) - half(w[0].mean())
     x = x / jnp.sqrt((x**2).mean() + jnp.float16(6e-5))
     return jnp.float32(x) @ jnp.arange(8.0)
@@ -55,6 +55,14 @@ def layer_norm(w, x):
 
 def mean_of_rows(w, mask):
     return jnp.sum(jnp.where(mask, X @ w[0], 0)) / jnp.sum(mask)
+
+
+def mean_of_rows_or_0(w, mask):
+    return jnp.sum(jnp.where(mask, X @ w[0], 0)) / jnp.maximum(jnp.sum(mask), 1)
+
+
+def mean_of_tokens(w, tokens):
+    return jnp.sum(w) / jnp.float32(tokens.sum())
 
 
 def mean_of_masked_rows(w, mask):
@@ -134,6 +142,22 @@ def test_the_cause_of_a_skip_with_finite_gradients_is_named(
     assert ls.all_finite(grads) and cause in text
 
 
+@pytest.mark.parametrize(
+    ("loss_fn", "x", "cause"),
+    [
+        (lambda w, x: mean_square(jax.lax.stop_gradient(w), x), X, "does not reach"),
+        (mean_of_rows_or_0, NO_ROW, "no label of the batch counts"),
+        (mean_of_tokens, np.ones(70_000, np.float16), "the count that a mean divides"),
+        (lambda w, x: 1e-9 * mean_square(w, x), X, "the scale is too low"),
+    ],
+)
+def test_the_cause_of_gradients_of_zero_is_named(loss_fn, x, cause):
+    grads = jax.jit(jax.grad(loss_fn))(W, x)
+    with pytest.warns(UserWarning, match="All gradients are exactly 0") as told:
+        ls.check_loss_scale(UNIT.init(), grads=grads)
+    assert cause in " ".join(str(told[0].message).split())
+
+
 def stopped(loss_fn, w, x, rule=UNIT, tx=None, **extra_args):
     """The error after three steps, all skipped, and their gradients and loss."""
     tx = tx or ls.with_loss_scaling(optax.sgd(0.1), rule)
@@ -190,9 +214,7 @@ def test_a_message_has_the_event_its_causes_one_page_and_the_report():
 
 def test_every_text_leads_to_a_page_and_heading_that_exist():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert stop_message.BOOK == project["urls"]["Documentation"].removesuffix(
-        "index.md"
-    )
+    assert project["urls"]["Documentation"] == f"{stop_message.BOOK}index.md"
     for _, place in stop_message._CAUSES.values():
         file, _, heading = place.partition("#")
         assert heading in ["", *headings((PAGES / file).read_text())]
