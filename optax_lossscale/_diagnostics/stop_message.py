@@ -32,31 +32,25 @@ _NUMBERS = "Loss scale: {loss_scale:g}. Skipped in all: {skipped_steps}."
 _HELP = "troubleshooting.md#"
 _DATA = "the batch, the parameters or a carried state hold NaN or inf"
 _BATCHES = "some batches hold NaN, inf or no label"
-_FORWARD = (
-    "an activation is above 65504, the largest float16 (`autocast_report` finds it)"
-)
 _DATA = "the batch, the parameters or a carried state hold NaN or inf"
+_FORWARD = "an activation is above 65504 (`autocast_report` finds it)"
+_DERIVATIVE = "`sqrt`, a norm or `log` has an infinite derivative at 0"
+_BACKWARD = (
+    "the gradient function was built once, from an earlier state; or one layer "
+    "overflows in the backward pass"
+)
 _SOME_STEPS = (
     f"some batches hold NaN, inf or no label; in some steps, {_FORWARD}; or the scale "
     "grows too soon and overflows again (raise `growth_interval`)",
     "troubleshooting.md#the-scale-falls-to-1",
-)
-_DERIVATIVE = (
-    "`sqrt`, a norm or `log` has an infinite derivative at 0, even in a branch that "
-    "`jnp.where` does not take"
-)
-_BACKWARD = (
-    "the gradient function was built once, from an earlier state; or one layer "
-    "overflows in the backward pass, as the report of `grads=grads` shows (compute it "
-    "in float32, or wrap it with `scale_block`)"
 )
 # The likeliest causes of each event, and the page that has the way out. Those of skips
 # in a row depend on what is known of the loss, the gradients and the scale.
 _CAUSES = {
     "never overflowed": (
         "the step calls `jax.value_and_grad` instead of `ls.value_and_grad`; nothing "
-        "is computed in float16, so that `FixedLossScale(1.0)` is enough; or all "
-        "gradients are below 0.004, and all is well",
+        "is computed in float16 (use `FixedLossScale(1.0)`); or all gradients are "
+        "below 0.004, and all is well",
         "troubleshooting.md#the-scale-climbs-to-the-ceiling",
     ),
     "at the floor": _SOME_STEPS,
@@ -89,8 +83,8 @@ _CAUSES = {
     ),
     "loss not finite, gradients finite": (
         "a label is out of range, such as -100, for which JAX reads NaN; a mask "
-        "multiplies inf by 0 (select with `jnp.where`); a mean over nothing is 0/0; or "
-        "the loss itself is above 65504 in float16",
+        "multiplies inf by 0; a mean over nothing is 0/0; or the loss itself is above "
+        "65504 in float16",
         "troubleshooting.md#a-label-out-of-range",
     ),
     # Those of inf and of NaN are the same: behind a float16 product, an overflow may be
@@ -100,10 +94,9 @@ _CAUSES = {
         f"returns a better one); {_DERIVATIVE}; {_BACKWARD}",
         "troubleshooting.md#the-scale-falls-to-1",
     ),
-    "gradients not finite at a low scale": (
+    "gradients not finite, scale low": (
         f"{_DERIVATIVE}; the gradients overflow at this scale and above, as those of a "
-        "sum or of large targets do (return the mean, or divide the targets); "
-        f"{_BACKWARD}",
+        f"sum or of large targets do; {_BACKWARD}",
         "troubleshooting.md#the-scale-falls-to-1",
     ),
     "gradients finite": (
@@ -125,17 +118,16 @@ def message(
     # In an ensemble, the first member for which the event is due.
     member = np.unravel_index(np.argmax(due), np.shape(due))
     named = f" of member {', '.join(map(str, member))}" if member else ""
-    state = state._replace(rule_state=())
-    state = jax.tree.map(lambda x: np.asarray(x)[member], state)
+    state = jax.tree.map(lambda x: np.asarray(x)[member], state._replace(rule_state=()))
     known = _known(state, report, value) if event == "skips in a row" else event
     causes, page = _CAUSES[known]
     texts = [EVENTS[event], *[_NUMBERS] * (event in _ERRORS)]
-    texts += [f"Likely causes: {causes}."]
     fields = {"limit": limit, "member": named, **state._asdict()}
+    texts = [*(text.format(**fields) for text in texts), f"Likely causes: {causes}."]
     fill = functools.partial(
         textwrap.fill, width=80, break_on_hyphens=False, break_long_words=False
     )
-    texts = [*(fill(text.format(**fields)) for text in texts), f"{BOOK}{page}"]
+    texts = [*map(fill, texts), f"{BOOK}{page}"]
     if event in _ERRORS and report is not None:
         texts += ["The last gradients:", format_report(report, limit=5)]
     return "\n".join(texts)
@@ -147,11 +139,12 @@ def _known(state: Any, report: Any, value: Any) -> str:
         map(float, jax.tree.leaves((report.nan, report.inf)))
     )
     if value is not None and not np.isfinite(float(value)):
-        known = "loss not finite"
-        return f"{known}, gradients finite" if grads_finite else known
+        return (
+            "loss not finite, gradients finite" if grads_finite else "loss not finite"
+        )
     if grads_finite:
         return "gradients finite"
     if value is None:
         return "loss unknown"
-    known = "gradients not finite"
-    return f"{known} at a low scale" if state.loss_scale <= 1 else known
+    is_low = state.loss_scale <= 1
+    return "gradients not finite, scale low" if is_low else "gradients not finite"
