@@ -83,7 +83,11 @@ def test_a_scale_at_its_ceiling_without_a_skip_is_of_no_use():
     assert len(seen) == 3 and seen[0].filename == __file__
     run(ls.check_loss_scale, state(growth_tracker=1501))
     # One that has just arrived may overflow next; others have, or are lower.
-    for number in ({"growth_tracker": 499}, {"skipped_steps": 1}, {"loss_scale": 8e6}):
+    for number in (
+        {"growth_tracker": 499},
+        {"skipped_steps": 1},
+        {"loss_scale": 2.0**23},
+    ):
         ls.check_loss_scale(state(**number))
 
 
