@@ -37,7 +37,7 @@ def test_rules_are_frozen_and_equal_by_class_and_numbers():
     ("cls", "config", "message"),
     [
         (ls.LossScale, {}, "must be one of"),
-        (ls.LossScale, {"class_name": "TolerantLossScale"}, "must be one of"),
+        (ls.LossScale, {"class_name": "UnknownLossScale"}, "must be one of"),
         (ls.FixedLossScale, {"class_name": "DynamicLossScale"}, "Fixed"),
         (ls.FixedLossScale, {"scale": 1.0}, "unexpected keyword argument 'scale'"),
     ],
