@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import optax
 
-from ._flax_internals import is_object, unwrap
+from ._flax_internals import unwrap
 from ._state import LossScaleState, WithLossScalingState, canonical
 from ._validation import describe
 
@@ -79,15 +79,17 @@ def raw_scale_state(state: Any) -> LossScaleState:
 def replace_loss_scale_state(state: Any, new: LossScaleState) -> Any:
     """Return the state, or the object with an ``opt_state``, with another scale."""
     old = _scale_state(state)
-    if not is_object(state) and jax.tree_util.all_leaves([state]):
-        raise TypeError(
-            f"`state` must be a pytree if its scale may change, got {describe(state)}. "
-            "Pass its `opt_state`."
-        )
+    # Flax NNX wraps each array in a variable, so keep the structure.
     new = jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new))
-    return jax.tree.map(
+    replaced = jax.tree.map(
         lambda x: new if x is old else x, state, is_leaf=lambda x: x is old
     )
+    if _scale_state(replaced) is not new:
+        raise TypeError(
+            "`state` must be a pytree that holds its `opt_state` if the scale may "
+            f"change, got {describe(state)}. Pass its `opt_state`."
+        )
+    return replaced
 
 
 def find_nodes(tree: Any, kind: type | tuple[type, ...]) -> list[Any]:

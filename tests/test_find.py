@@ -30,6 +30,14 @@ class Trainer:
     opt_state: object
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass
+class Hiding:
+    """A pytree that does not show what it holds."""
+
+    opt_state: object
+
+
 def test_the_scale_is_found_by_the_type_of_the_state():
     state = TX.init(PARAMS)
     train_state = TrainState.create(apply_fn=None, params=PARAMS, tx=TX)
@@ -54,8 +62,9 @@ def test_retries_lower_the_scale_of_what_they_are_given():
     for state in (start, start.scale_state, train_state):
         new = retry(state)
         assert type(new) is type(state) and float(ls.get_loss_scale(new)) == 16.0
-    with pytest.raises(TypeError, match="must be a pytree .* Pass its `opt_state`"):
-        retry(Trainer(start))
+    for state in (Trainer(start), Hiding(start)):
+        with pytest.raises(TypeError, match="must be a pytree .* Pass its `opt_state`"):
+            retry(state)
 
 
 RESTORED = {"scale_state": {"loss_scale": 1.0}, "inner_state": []}

@@ -189,7 +189,7 @@ def _given(scale: Any) -> Iterator[jax.Array]:
         yield jnp.asarray(scale, jnp.float32)
         note_number()
     else:
-        with using_scale(scale, "scale_backward") as scale_state:
+        with using_scale(scale, "value_and_grad") as scale_state:
             yield scale_state.loss_scale
 
 

@@ -1,11 +1,10 @@
 """Warn of a train step that forgets to scale or unscale, or does either twice.
 
 It tells only what is certain. Inside one step, the functions that scale and unscale get
-the same object as ``loss_scale``, an array or a tracer, and so does ``update``. Each
-object has a note of what was done with it. Parts of a step that are traced apart have
-other objects: for these it only remembers whether a loss was ever scaled for an
-optimizer state of the same structure. Notes are written by single operations of
-dictionaries and sets, so that threads do not disturb each other.
+the same object as ``loss_scale``, an array or a tracer, and so does ``update``. Notes
+tell what was done with such an object, and which losses and gradients are its results.
+Parts of a step that are traced apart have other objects: for these it only remembers
+whether a loss was ever scaled for an optimizer state of the same structure.
 """
 
 import contextlib
@@ -22,34 +21,28 @@ from .._jax_internals import is_staging
 from .._state import LossScaleState, WithLossScalingState, check_state
 from .._validation import is_traced, warn
 
-
-class _Notes:
-    """Notes on arrays and tracers, by their identity. They live as long as these."""
-
-    def __init__(self) -> None:
-        self._notes: dict[int, tuple[weakref.ref[Any], Any]] = {}
-
-    def get(self, x: Any) -> Any:
-        ref, note = self._notes.get(id(x), (None, None))
-        return note if ref and ref() is x else None
-
-    def put(self, x: Any, note: Any) -> None:
-        key = id(x)
-        # Python numbers have no weak references, and equal ones may be one object.
-        if isinstance(x, jax.Array | np.ndarray):
-            ref = weakref.ref(x, lambda _: self._notes.pop(key, None))
-            self._notes[key] = ref, note
-
-
-# Of a scale: the names of the functions that were given it, a set.
-_functions = _Notes()
-# Of a true gradient: a tuple of the state by whose scale it was divided, or of None if
-# that is traced.
-_divided_by = _Notes()
+# Notes on arrays and tracers, by their identity. They live as long as these. A note is
+# one entry, written and read at once, so that threads do not disturb each other.
+_notes: dict[tuple[int, str], tuple[weakref.ref[Any], Any]] = {}
 # The structures of optimizer states for which a loss was scaled, and of those whose
 # gradients were divided where no loss was scaled. None: of a scale without optimizer.
 _scaled: set[Any] = set()
 _unscaled_apart: set[Any] = set()
+
+# The functions that use a scale. The last one stands for all that scale and divide.
+_FUNCTIONS = ("scale_loss", "unscale_grads", "value_and_grad")
+
+
+def _note(what: str, x: Any, value: Any = True) -> None:
+    # Python numbers have no weak references, and equal ones may be one object.
+    if isinstance(x, jax.Array | np.ndarray):
+        key = id(x), what
+        _notes[key] = weakref.ref(x, lambda _: _notes.pop(key, None)), value
+
+
+def _noted(what: str, x: Any) -> Any:
+    ref, value = _notes.get((id(x), what), (None, None))
+    return value if ref and ref() is x else None
 
 
 @contextlib.contextmanager
@@ -58,13 +51,11 @@ def using_scale(state: Any, by: str) -> Iterator[LossScaleState]:
     raw = raw_scale_state(state)
     scale_state = check_state(raw)
     yield scale_state
-    names = _functions.get(raw.loss_scale) or set()
-    names.add(by)
     for x in (raw.loss_scale, scale_state.loss_scale):
-        _functions.put(x, names)
+        _note(by, x)
     structure = _structure(find_state(state))
     _scaled.add(structure)
-    if by == "unscale_grads" and "scale_loss" not in names:
+    if by == "unscale_grads" and not _noted("scale_loss", scale_state.loss_scale):
         _unscaled_apart.add(structure)
 
 
@@ -73,20 +64,35 @@ def note_number() -> None:
     _scaled.add(None)
 
 
+def note_scaled(losses: Any) -> None:
+    """Note that losses have been multiplied by a scale."""
+    for x in jax.tree.leaves(losses):
+        _note("scaled", x)
+
+
 def note_true(grads: Any, state: LossScaleState, scaled_grads: Any = None) -> None:
     """Note that gradients have been divided by the scale of a state.
 
     Leaves that ``scaled_grads`` also holds, such as integers, have not been divided.
     """
     unchanged = set(map(id, jax.tree.leaves(scaled_grads)))
-    note = (None if is_traced((state.loss_scale, state.is_fixed)) else state,)
+    # A tuple of the state by whose scale they were divided, or of None if it is traced.
+    by = (None if is_traced((state.loss_scale, state.is_fixed)) else state,)
     for x in jax.tree.leaves(grads):
         if id(x) not in unchanged:
-            _divided_by.put(x, note)
+            _note("divided", x, by)
+
+
+def warn_if_scaled_twice(loss: Any) -> None:
+    if _noted("scaled", loss):
+        warn(
+            "The loss is scaled twice: `scale_loss` has scaled it already. "
+            "`value_and_grad` scales the loss itself. Leave out `scale_loss`."
+        )
 
 
 def warn_if_divided_twice(grads: Any) -> None:
-    if any(map(_divided_by.get, jax.tree.leaves(grads))):
+    if _divided_by(grads):
         warn(
             "The gradients are divided by the loss scale twice: `value_and_grad`, "
             "`scale_backward` and `unscale_grads` return true gradients, ready for "
@@ -98,20 +104,24 @@ def warn_if_forgotten(state: WithLossScalingState, rule: Any, grads: Any) -> Non
     """Warn at the update of a step whose loss was not scaled, or not unscaled."""
     if getattr(rule, "loss_scale", None) == 1:  # it is fixed
         return
-    names = _functions.get(state.scale_state.loss_scale) or set()
+    scale = state.scale_state.loss_scale
+    divided_by = _divided_by(grads)
+    if divided_by:
+        constant = _constant_scale(scale, divided_by)
+        if constant is not None:
+            warn(
+                f"The loss scale, {constant:g}, is a constant of a compiled function, "
+                "or of the body of a `scan`, because the state that `value_and_grad` "
+                "was given is not one of its arguments. Whenever that runs again "
+                "without being traced, it uses this scale. Once the scale overflows, "
+                "every step is skipped. Call `value_and_grad(loss_fn, opt_state)` "
+                "inside the compiled function, with the `opt_state` that is passed to "
+                "it. If the scale should never change, use `FixedLossScale`."
+            )
+        return
+    used_by = {function for function in _FUNCTIONS if _noted(function, scale)}
     known = {_structure(state), None}
-    constant = _constant_scale(state.scale_state.loss_scale, grads)
-    if constant is not None:
-        warn(
-            f"The loss scale, {constant:g}, is a constant of a compiled function, or "
-            "of the body of a `scan`, because the state that `value_and_grad` was "
-            "given is not one of its arguments. Whenever that runs again without being "
-            "traced, it uses this scale. Once the scale overflows, every step is "
-            "skipped. Call `value_and_grad(loss_fn, opt_state)` inside the compiled "
-            "function, with the `opt_state` that is passed to it. If the scale should "
-            "never change, use `FixedLossScale`."
-        )
-    elif not names and not known & _scaled:
+    if not used_by and not known & _scaled:
         warn(
             "No loss has been scaled for this optimizer state, whose rule is "
             f"{rule!r}. Write "
@@ -123,30 +133,27 @@ def warn_if_forgotten(state: WithLossScalingState, rule: Any, grads: Any) -> Non
             "process, or are traced later than `update`, silence this: "
             '`warnings.filterwarnings("ignore", "No loss has been scaled")`.'
         )
-    elif "scale_loss" in names and "unscale_grads" not in names | _apart(known):
-        scaled_twice = names - {"scale_loss"}
+    elif used_by == {"scale_loss"} and not known & _unscaled_apart:
         warn(
-            "The loss is scaled twice: `scale_loss` is called in a step whose loss "
-            f"`{min(scaled_twice)}` scales. Leave out `scale_loss`."
-            if scaled_twice
-            else "`scale_loss` has scaled a loss, but `unscale_grads` has divided no "
+            "`scale_loss` has scaled a loss, but `unscale_grads` has divided no "
             "gradients. Call `grads = unscale_grads(grads, opt_state)` before `update`."
         )
 
 
-def _apart(structures: set[Any]) -> set[str]:
-    return {"unscale_grads"} if structures & _unscaled_apart else set()
+def _divided_by(grads: Any) -> list[tuple[jax.Array, LossScaleState | None]]:
+    """Return the gradients that were divided, and the states by whose scales."""
+    leaves = jax.tree.leaves(grads)
+    return [(x, by[0]) for x in leaves if (by := _noted("divided", x))]
 
 
-def _constant_scale(scale: Any, grads: Any) -> float | None:
+def _constant_scale(scale: Any, divided_by: list[tuple[Any, Any]]) -> float | None:
     """Return the constant by which traced gradients were divided, if that is one.
 
     The scale of the update is traced in the same program, so it will change.
     """
     if not (isinstance(scale, jax.core.Tracer) and is_staging()):
         return None
-    tracers = [x for x in jax.tree.leaves(grads) if isinstance(x, jax.core.Tracer)]
-    states = [note[0] for note in map(_divided_by.get, tracers) if note and note[0]]
+    states = [by for x, by in divided_by if by and isinstance(x, jax.core.Tracer)]
     if not states or jax.device_get(states[0].is_fixed):
         return None
     return float(jax.device_get(states[0].loss_scale))

@@ -76,7 +76,7 @@ def value_and_grad_with_retries(
         ValueError: as `value_and_grad`; if ``max_retries`` or ``backoff_factor`` is out
             of range; when called, if devices would decide differently.
         TypeError: as `value_and_grad`; when called, if ``fun`` reads or changes a
-            ``jax.Ref`` from outside.
+            ``jax.Ref`` from outside, or ``state`` is an object that is no pytree.
 
     Warns:
         UserWarning: as `value_and_grad`.
@@ -110,7 +110,7 @@ def value_and_grad_with_retries(
 
         # Read the state now: a Flax NNX optimizer changes in place.
         with (
-            using_scale(state, "value_and_grad_with_retries") as scale_state,
+            using_scale(state, "value_and_grad") as scale_state,
             traced_call(attempt, args, kwargs, [scale_state.loss_scale]) as call,
         ):
             check_axes(call.jaxpr, axis_name)
@@ -146,7 +146,6 @@ def _retry(
 
     Return the number of attempts, and the scale and the outputs of the last one.
     """
-
     first_scale, *others = inputs
 
     def proceed(carry: _Carry) -> jax.Array:

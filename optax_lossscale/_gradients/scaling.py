@@ -9,7 +9,13 @@ import jax.numpy as jnp
 from .._dtypes import dtype_of, grad_dtype, is_inexact, wide_dtype
 from .._flax_internals import is_overwritten
 from .._validation import describe, warn
-from .forgotten import note_true, using_scale, warn_if_divided_twice
+from .forgotten import (
+    note_scaled,
+    note_true,
+    using_scale,
+    warn_if_divided_twice,
+    warn_if_scaled_twice,
+)
 
 
 def scale_loss(loss: Any, state: Any) -> Any:
@@ -39,6 +45,7 @@ def scale_loss(loss: Any, state: Any) -> Any:
     with using_scale(state, "scale_loss") as scale_state:
         scale = scale_state.loss_scale
         scaled = jax.tree.map(lambda x: scale_loss_by(x, scale), loss)
+    note_scaled(scaled)
     jax.tree.map(warn_of_narrow_loss, loss)
     return scaled
 
@@ -81,6 +88,7 @@ def scale_loss_by(loss: Any, scale: jax.Array) -> jax.Array:
             f"The loss must be a floating-point array, got {describe(loss)}. Return "
             "one, or a pair (loss, aux) with has_aux=True."
         )
+    warn_if_scaled_twice(loss)
     dtype = wide_dtype(dtype_of(loss))
     # The scale is a constant, even if training itself is differentiated.
     return jnp.asarray(loss, dtype) * jax.lax.stop_gradient(scale).astype(dtype)

@@ -56,7 +56,8 @@ def value_and_grad(
             when called, if ``jax.value_and_grad`` is given an ``nnx.Module``.
 
     Warns:
-        UserWarning: if the loss is float16, in which a scale above 65504 is infinite.
+        UserWarning: if the loss is float16, in which a scale above 65504 is infinite;
+            if ``fun`` returns what `scale_loss` has scaled.
 
     Examples:
         >>> import jax.numpy as jnp

@@ -88,9 +88,9 @@ def with_loss_scaling(
 
             and from ``update``,
 
-            - if no loss was scaled in this step, unless the rule is
-              ``FixedLossScale(1.0)``;
-            - if a compiled function holds the scale as a constant;
+            - if no loss was ever scaled for a state of this structure, unless the rule
+              is ``FixedLossScale(1.0)``;
+            - if a compiled step divides its gradients by a scale that is a constant;
             - if ``scale_loss`` was called in this step, but not ``unscale_grads``;
             - if the state of ``inner`` is rounded to narrower types in every step;
             - if ``loss`` or ``values`` is passed, but not ``value``.

@@ -79,6 +79,13 @@ def by_two_losses(params, state, x):
     return jax.tree.map(jnp.add, grads, by_hand(params, state, x)[0]), state
 
 
+def by_value_and_grad_with_a_log(params, state, x):
+    """What is logged is the scaled loss, which nobody differentiates."""
+    loss, grads = ls.value_and_grad(loss_fn, state)(params, x)
+    ls.scale_loss(loss, state)
+    return grads, state
+
+
 def by_meta_learning(params, state, x):
     """An inner loop, with a scale of its own, inside of the scaled loss."""
     tx = ls.with_loss_scaling(optax.sgd(0.1))
@@ -119,6 +126,7 @@ def scaled_twice(params, state, x):
 RIGHT_WAYS = [
     *(by_value_and_grad, by_grad, by_scaled_backward, by_retries, by_hand),
     *(by_hand_and_getter, by_micro_batches, by_two_losses, by_meta_learning),
+    by_value_and_grad_with_a_log,
 ]
 WRONG_WAYS = [
     (forgotten, NOT_SCALED),
@@ -325,6 +333,18 @@ def two_models(net, way):
     jax.eval_shape(step, *net.args)
 
 
+def two_optimizers(net, way):
+    """One loss, whose gradients go to optimizers with scales of their own."""
+    other = ls.with_loss_scaling(optax.sgd(0.1))
+
+    def step(params, state, other_state, x):
+        grads, state = by_value_and_grad(params, state, x)
+        updates = other.update(grads["w"], other_state, params["w"])
+        return net.apply(params, state, grads), updates
+
+    jax.eval_shape(step, net.params, net.state, other.init(net.x), net.x)
+
+
 def one_step_late(net, way):
     """As in pipelines: the gradients of a step are applied in the next one."""
     params, state, x = net.args
@@ -449,7 +469,7 @@ OTHERS = [train_state, nnx_optimizer, two_models, one_scale_beside, at_scale_1]
 OTHERS += [eager_scan_by_closure, penalty, with_an_integer]
 # They are defined below the others.
 APART += [two_models_at_bare_scales, fixed_at_1_beside, unscaled_in_jit_alone]
-OTHERS += [one_step_late, for_two_steps]
+OTHERS += [one_step_late, for_two_steps, two_optimizers]
 
 
 def random_programs(rng):
