@@ -107,8 +107,8 @@ _CAUSES = {
     "gradients inf": ("{scale}", _BACKWARD, _OLD_STATE, f"{_HELP}a-scale-below-1"),
     # Behind a float16 product, gradients that overflow are NaN, too: inf - inf.
     "gradients NaN": (
-        "{scale}",
         _DERIVATIVE,
+        "{scale}",
         _EMPTY,
         _BACKWARD,
         _OLD_STATE,

@@ -469,7 +469,8 @@ def random_programs(rng):
             way = ways[1] if place in (one_step_late, for_two_steps) else ways[0]
         programs.append((place, way, None))
     for place, way, message in programs:
-        net = Network(rng.choice([2, 3]), rng.choice(OPTIMIZERS))
+        optimizer = ADAM if place in APART else rng.choice(OPTIMIZERS)
+        net = Network(rng.choice([2, 3]), optimizer)
         is_step = place in (*RIGHT_PLACES, *WRONG_PLACES)
         args = (functools.partial(net.step, way), net) if is_step else (net, way)
         name = f"{place.__name__} {getattr(way, '__name__', '')}"

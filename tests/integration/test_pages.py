@@ -200,16 +200,15 @@ def test_float8_layers_train_through_a_bad_batch():
 
 
 def test_schedule_inside_counts_only_applied_steps():
-    guide, rates = run("guides/wrappers"), []
+    guide = run("guides/wrappers")
+    tx = guide["scheduled_tx"]
     good, bad = ({"w": np.full((8, 1), x, np.float32)} for x in (1, np.nan))
-    for tx in (guide["scheduled_tx"], guide["all_steps_tx"]):
-        state, update = jax.jit(tx.init)(good), jax.jit(tx.update)
-        for grads in (good, bad, bad, good):
-            _, state = update(grads, state, good)
-        injected = state if hasattr(state, "hyperparams") else state.inner_state
-        rates.append(injected.hyperparams["learning_rate"])
+    state, update = jax.jit(tx.init)(good), jax.jit(tx.update)
+    for grads in (good, bad, bad, good):
+        _, state = update(grads, state, good)
+    rate = state.inner_state.hyperparams["learning_rate"]
     assert float(guide["learning_rate"]) == 0.0
-    np.testing.assert_allclose(rates, [0.003, 0.009], rtol=1e-5)
+    np.testing.assert_allclose(rate, 0.003, rtol=1e-5)
 
 
 def test_a_mapped_step_has_the_gradients_of_the_whole_batch():
