@@ -112,9 +112,9 @@ def test_what_autocast_saves_is_that_of_its_table():
     assert autocast[0] < 0.34 * float32[0] and autocast[1] < 0.25 * float32[1]
     assert float32[0] - recomputed[0] > recomputed[0] - autocast[0]  # "most of it"
     ratios = [f"{x / y:.2f}" for x, y in zip(autocast, recomputed, strict=True)]
-    assert f"{ratios[0]} of the bytes, in {ratios[1]} of the memory" in README
+    assert f"{ratios[0]} of the memory traffic and {ratios[1]} of the" in README
     h100 = numbers[5][2][0] / numbers[6][0][0]
-    said = f"moves {ratios[0]} of the bytes on a T4, and {h100:.2f} on an H100"
+    said = f"has {ratios[0]} of the memory traffic on a T4, and {h100:.2f} on an H100"
     assert said in page("start/casts")
 
 
