@@ -82,6 +82,13 @@ def index_what_people_search(app, name, source):
     source[0] = comments.sub(entries, source[0])
 
 
+def link_public_names(app, name, source):
+    """Link the names of the table, which GitHub shows as they are, to their docs."""
+    if name == "reference/index":
+        role = r"| {py:obj}`\1 <optax_lossscale.\1>` |"
+        source[0] = re.sub(r"^\| `([\w.]+)` \|", role, source[0], flags=re.M)
+
+
 def break_names_at_joints(app, name, template, context, tree):
     """Let a long name break between its parts, as in `some_module.` `SomeClass`."""
     joint = r"(?<=[A-Za-z][._(=/])(?=\w)|(?<=[a-z])(?=[A-Z])"
@@ -97,4 +104,5 @@ def break_names_at_joints(app, name, template, context, tree):
 def setup(app):
     app.connect("autodoc-process-signature", signature_as_written)
     app.connect("source-read", index_what_people_search)
+    app.connect("source-read", link_public_names)
     app.connect("html-page-context", break_names_at_joints)

@@ -1,4 +1,4 @@
-"""Loss scaling for JAX and Optax: train in float16, and skip NaN gradients.
+"""Mixed precision (fp16) training for JAX and Optax, with a guard against NaN.
 
 A train step changes in three places::
 
@@ -9,12 +9,12 @@ A train step changes in three places::
 
     @jax.jit
     def train_step(params, opt_state, batch):
-        gradients = ls.value_and_grad(ls.autocast(loss_fn), opt_state)        # 2
-        loss, grads = gradients(params, batch)
+        grad_fn = ls.value_and_grad(ls.autocast(loss_fn), opt_state)          # 2
+        loss, grads = grad_fn(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)  # 3
         return optax.apply_updates(params, updates), opt_state, loss
 
-`autocast` computes the matrix products of a float32 loss in float16; leave it out if
+`autocast` computes the matmuls of a float32 loss in float16; leave it out if
 you cast by hand. `value_and_grad` multiplies the loss by a scale before the backward
 pass and divides the gradients by it afterward. `with_loss_scaling` skips a step whose
 gradients are not finite, and lets a rule change the scale. The loss as ``value`` tells

@@ -12,7 +12,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from asserts import assert_same_bits, assert_same_types, kept
-from book import PAGES, code_blocks, first_program, page, run_page
+from book import PAGES, README, code_blocks, first_program, page, run_page
 from shared import slow_but
 
 import optax_lossscale as ls
@@ -93,9 +93,22 @@ def test_what_is_printed_stands_on_the_page(name):
     assert [x for x in code_blocks(page(name), "text") if x not in printed] == []
 
 
-def test_each_recipe_finds_the_block_that_overflows():
-    printed = run("troubleshooting")["printed"]
-    assert len(re.findall(r"^\S.*1.*: inf$", printed, re.M)) == 3
+@pytest.mark.parametrize(("passed", "scale"), [(True, 2.0**15), (False, 1.0)])
+def test_the_loss_keeps_the_scale_over_bad_batches(passed, scale):
+    """README and the first page say so of 15 batches."""
+    program = first_program()
+    params, tx = program["params"], program["tx"]
+    x, y = program["batch"]
+    state, bad_batch = tx.init(params), (spoiled(x, np.inf), y)
+    for _ in range(15):
+        if passed:
+            params, state, _ = program["train_step"](params, state, bad_batch)
+        else:
+            grads = ls.grad(ls.autocast(program["loss_fn"]), state)(params, bad_batch)
+            _, state = tx.update(grads, state, params)
+    assert ls.get_loss_scale(state) == scale
+    assert_same_bits(params, program["params"])
+    assert f"still {2**15}" in README and "the scale is 1." in README
 
 
 def test_logging_reaches_every_logger_in_every_step():
@@ -110,8 +123,9 @@ def test_the_log_marks_a_skip_at_the_scale_that_overflowed():
     guide = run("guides/logging")
     x, y = guide["batch"]
     state, history = guide["tx"].init(guide["params"]), []
+    y = spoiled(y, 0.0)  # a wrong label: the loss is large, and the gradients overflow
     for bad in (False, True, False):
-        batch = spoiled(x, np.inf) if bad else x, y
+        batch = spoiled(x, 1e4) if bad else x, y
         _, state, metrics = guide["logged_step"](guide["params"], state, batch)
         history.append(metrics)
     scales, skipped = ([m[k] for m in history] for k in ("loss_scale", "skipped"))
