@@ -78,7 +78,7 @@ _CAUSES = {
     "invalid scale": (
         "the state was restored from a run that had failed, or was set by hand (set a "
         "scale: `optax.tree.set(opt_state, loss_scale=2.0**15)`)",
-        "start/rules.md#restored-scales-and-another-rule",
+        "guides/checkpoints.md#restored-scales-and-another-rule",
     ),
     "skips of late": (
         _BATCHES,
