@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from book import page
+from book import PAGES, text_of
 from processes import worker_environment
 from shared import ROOT
 
@@ -62,7 +62,7 @@ def test_the_table_of_rules_is_what_the_comparison_prints(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["compare_rules.py", "--recorded"])
     runpy.run_path(str(BENCHMARKS / "compare_rules.py"), run_name="__main__")
     printed = figures(capsys.readouterr().out)
-    in_the_book = figures(page("start/rules"))
+    in_the_book = figures(text_of(PAGES / "how_the_scale_moves.ipynb"))
     assert printed and in_the_book.keys() == printed.keys()
     for key, numbers in printed.items():
         assert in_the_book[key] == pytest.approx(numbers, rel=0.02, abs=0.011), key

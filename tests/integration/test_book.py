@@ -2,12 +2,11 @@
 
 import ast
 import importlib
-import inspect
 import re
 import tomllib
 
 import pytest
-from book import PAGES, README, code_blocks, headings, page, table
+from book import PAGES, README, code_blocks, headings, page, table, text_of
 from flax import nnx
 from shared import ROOT
 
@@ -31,7 +30,7 @@ def test_links_lead_to_files_and_headings(path):
         target = path.parent / address if address else path
         assert target.is_file(), address
         if heading:
-            assert heading in headings(target.read_text())
+            assert heading in headings(text_of(target))
 
 
 @pytest.mark.skipif(not hasattr(nnx, "capture"), reason="names of today")
@@ -74,17 +73,6 @@ def test_every_public_name_is_in_the_reference_once():
         [*ls.__all__, *ls.plots.__all__]
     )
     assert sorted(re.findall(r"^   (\w+)$", text, re.M)) == names
-
-
-@pytest.mark.parametrize(
-    "name", ["FixedLossScale", "DynamicLossScale", "HeadroomLossScale"]
-)
-def test_the_tables_of_rules_name_every_argument_with_its_default(name):
-    rows = table(page("start/rules"), f"`{name}`")
-    parameters = inspect.signature(getattr(ls, name)).parameters.values()
-    assert {row[0].strip("`"): eval(row[1].strip("`")) for row in rows} == {
-        parameter.name: parameter.default for parameter in parameters
-    }
 
 
 def test_the_readmes_figures_are_those_of_the_book():
