@@ -113,7 +113,7 @@ class Run:
         if self.name == OPTAX:
             return None
         if self.name == OURS:
-            return float(ls.get_loss_scale(self.state))
+            return float(ls.get_loss_scale(self.state[1]))
         name = {FLAX: "scale", JMP: "loss_scale", MPX: "loss_scaling"}[self.name]
         return float(getattr(self.state[2], name))
 
