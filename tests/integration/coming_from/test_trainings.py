@@ -57,8 +57,6 @@ class Training(NamedTuple):
         x = np.array(first)
         if bad:
             x.reshape(-1)[-1] = 1e6  # too much for float16 alone
-        like = names["shards"] if "parallel_state" in self.state else first
-        x = jax.device_put(x, like.sharding)
         return ((x, *labels),) if self.guide == "pytorch" else (x, *labels)
 
     def step(self, state, data):
@@ -70,12 +68,8 @@ TRAININGS = [
     Training("keras"),
     Training("keras", "network_step", ("trainable", "other", "network_state")),
     Training("tensorflow"),
-    Training("tensorflow", "graph_step", ("graph_params", "graph_state")),
     Training("mindspore"),
-    Training("mindspore", "fixed_step", ("fixed_params", "fixed_state"), backoff=1.0),
-    Training("mindspore", "train", ("cell_params", "cell_state")),
     Training("flax_dynamic_scale", state=("state",), batch=("x",)),
-    Training("flax_dynamic_scale", state=("parallel_state",), batch=("x",)),
     Training("jmp", batch=("x",)),
 ]
 
@@ -105,12 +99,12 @@ def test_every_program_trains(guide):
 @pytest.mark.slow
 @pytest.mark.parametrize("training", TRAININGS, ids=lambda t: f"{t.guide} {t.state[0]}")
 def test_a_bad_batch_changes_the_scale_alone(training):
-    assert ls.was_applied(training.step(training.start(), training.data()))
+    assert ls.was_applied(training.step(training.start(), training.data())[-1])
     before = training.start()
     bad = training.step(before, training.data(bad=True))
-    assert not ls.was_applied(bad)
+    assert not ls.was_applied(bad[-1])
     assert_same_bits(kept(bad), kept(before))
-    old, new = ls.get_loss_scale_state(before), ls.get_loss_scale_state(bad)
+    old, new = ls.get_loss_scale_state(before[-1]), ls.get_loss_scale_state(bad[-1])
     assert new.loss_scale == training.backoff * old.loss_scale
 
 
