@@ -4,7 +4,6 @@ import functools
 import re
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
