@@ -106,9 +106,13 @@ def _advice(found: Any) -> str:
         return "It is the optimizer: pass what its `init(params)` returns."
     if callable(getattr(found, "init", None)):
         return "It is not a state yet: pass what its `init()` returns."
+    if type(found) in (dict, list):
+        return (
+            "If it was restored from a checkpoint, pass `init(params)` to the "
+            "checkpointer as the target."
+        )
     return (
         "Put `with_loss_scaling` around the whole optimizer, as in "
         "`with_loss_scaling(optax.chain(...))`. If a trainer adds `optax.MultiSteps`, "
-        "turn off its accumulation. If the state was restored from a checkpoint, pass "
-        "`init(params)` to the checkpointer as the target."
+        "turn off its accumulation."
     )

@@ -17,23 +17,21 @@ from .._validation import check_count, check_function, check_scalar, is_traced, 
 from .gradient_report import check_gradients, gradient_report
 from .stop_message import EVENTS, WARNINGS, message
 
-# A scale that never overflowed is of no use from here on: the default rule's largest.
-_HIGH_SCALE = 2.0**24
-# In a compiled loop, a warning may be due in every step. It is told as often as this.
-_INTERVAL = 500
-# A rule that starts at 2**24 is at 2**-14, the default rule's smallest scale, after 38
-# skips. More of them are no descent.
+# The largest scale of the default rule: if a scale is there for long without a skip,
+# nothing overflows at any scale.
+_HIGHEST_SCALE, _LONG = 2.0**24, 500
+# A start from the default rule's largest scale skips 38 steps on its way to 2**-14, its
+# smallest.
 _DESCENT = 40
-# A healthy rule skips about one step in a growth interval, which is 0.05 %.
-_HIGH_RATE, _TOO_HIGH_RATE = 0.05, 0.25
-# The rate decays in about 100 steps, so it tells of now only soon after a skip.
+# A healthy rule skips about one step in a growth interval: 0.05 % by default. Skips in
+# a row from a first scale that is too high raise the rate to 0.22 at most.
+_WARNING_RATE, _ERROR_RATE = 0.05, 0.25
+# The rate is an average over 100 steps. It tells of now only soon after a skip.
 _SOON = 50
-# Gradients may be 0 at first, as those behind weights that start at 0.
-_FIRST_STEPS = 20
 
 
 class LossScaleError(RuntimeError):
-    """Raised if training has stopped. The message lists causes, and ways out.
+    """Raised if training has stopped. The message names likely causes and a page.
 
     Examples:
         >>> import optax_lossscale as ls
@@ -111,7 +109,8 @@ def check_loss_scale(
     if on_error is not None:
         check_function("on_error", on_error, "Leave it out to raise the error.")
     if value is not None:
-        advice = "It is the unscaled loss of this step."
+        advice = "It is the unscaled loss, which `value_and_grad` returns first: "
+        advice += "`loss, grads = ...`."
         check_scalar("value", value, "real number", advice)
     if axis_name is not None:
         check_axis_name(axis_name)
@@ -165,11 +164,11 @@ def _is_due(
     scale, skipped, rate = state.loss_scale, state.skipped_steps, state.skip_rate
     skips, tracker = state.consecutive_skips, state.growth_tracker
     changes = ~state.is_fixed
-    is_high = scale >= _HIGH_SCALE
-    never_overflowed = is_high & (skipped == 0) & (tracker >= _INTERVAL)
+    is_high = scale >= _HIGHEST_SCALE
+    never_overflowed = is_high & (skipped == 0) & (tracker >= _LONG)
     # A rule that changes its scale recovers from a low one, unless batches are bad.
     is_low = (scale <= 1) & (skipped > _DESCENT) & changes
-    is_warned = (rate > _HIGH_RATE) & (rate <= _TOO_HIGH_RATE)
+    is_warned = (rate > _WARNING_RATE) & (rate <= _ERROR_RATE)
     at_floor = is_low & is_warned & (skips <= 1) & (tracker < _SOON)
     # The rule of a fixed scale may be one that never skips.
     undone = ~all_finite(grads) & jnp.all((skips == 0) & (changes | (skipped > 0)))
@@ -180,14 +179,15 @@ def _is_due(
         all_zero &= jnp.all(x == 0)
     valid = (scale > 0) & (scale < jnp.inf)
     in_a_row = valid & (skips > limit) & ((skips - limit - 1) % every == 0)
-    of_late = (skips <= limit) & (rate > _TOO_HIGH_RATE) & (skipped % every == 0)
-    of_late &= valid
+    too_often = (skips <= limit) & (rate > _ERROR_RATE) & (skipped % every == 0)
+    too_often &= valid
     if not eager:
-        # A compiled loop sees every step: it tells each skip once, and the rest seldom.
-        never_overflowed &= tracker % _INTERVAL == 0
+        # A compiled loop sees every step. It tells each skip once. The rest it tells in
+        # one of 500 steps: gradients of 0 in the first that the rule counts.
+        never_overflowed &= tracker % _LONG == 0
         at_floor &= (skips == 1) & (skipped % every == 0)
-        all_zero &= jnp.all(tracker % _INTERVAL == _FIRST_STEPS)
-        of_late &= skips > 0
+        all_zero &= jnp.all(tracker % _LONG == 1)
+        too_often &= skips > 0
     due = {
         "never overflowed": never_overflowed,
         "at the floor": at_floor,
@@ -195,6 +195,6 @@ def _is_due(
         "all zero": all_zero,
         "invalid scale": ~valid,
         "skips in a row": in_a_row,
-        "skips of late": of_late,
+        "skip rate": too_often,
     }
     return jnp.stack(jnp.broadcast_arrays(*(due[event] for event in EVENTS)))

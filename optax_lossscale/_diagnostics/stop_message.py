@@ -24,101 +24,83 @@ _ERRORS = {
     "invalid scale": "The loss scale{member} is not a positive number.",
     "skips in a row": "The last {consecutive_skips} steps{member} were all skipped, "
     "more than `max_consecutive_skips`={limit}.",
-    "skips of late": "Recently, {skip_rate:.0%} of the steps{member} were skipped.",
+    "skip rate": "Recently, {skip_rate:.0%} of the steps{member} were skipped.",
 }
 EVENTS = WARNINGS | _ERRORS  # in the order in which they are told
 _NUMBERS = "Loss scale: {loss_scale:g}. Skipped in all: {skipped_steps}."
 
-_HELP = "troubleshooting.md#"
 _DATA = "the batch, the parameters or a carried state hold NaN or inf"
-_BATCHES = "some batches hold NaN, inf or no label"
-_FORWARD = (
-    "an activation is above 65504, the largest float16 (`autocast_report` finds it)"
-)
+_FORWARD = "an activation is above 65504 (`autocast_report` finds it)"
+_DERIVATIVE = "`sqrt`, a norm or `log` has an infinite derivative at 0"
 _BACKWARD = (
-    "a layer overflows in the backward pass (the report of `grads=grads` shows which: "
-    "compute it in float32, or wrap it with `scale_block`)"
+    "the gradient function was built once, from an earlier state; or one layer "
+    "overflows in the backward pass"
 )
-_DERIVATIVE = (
-    "`sqrt`, a norm or `log` has an infinite derivative at 0, even in a branch that "
-    "`jnp.where` does not take"
+_SOME_STEPS = (
+    f"some batches hold NaN, inf or no label; in some steps, {_FORWARD}; or the scale "
+    "grows too soon and overflows again (raise `growth_interval`)",
+    "troubleshooting.md#the-scale-falls-to-1",
 )
-_EMPTY = "a mean over nothing is 0/0"
-_OLD_STATE = "the gradient function was built once, from an earlier state"
-_TOO_HIGH = (
-    "the scale is too high, if it is fixed or still falling (`suggest_loss_scale` "
-    "returns one)"
-)
-_TOO_LARGE = "the gradients overflow at any scale, as those of a sum do"
-_SMALL = "the scale is fixed or still small, and all gradients underflow"
-
 # The likeliest causes of each event, and the page that has the way out. Those of skips
-# in a row depend on what is known of the loss and the gradients, see ``_known``.
+# in a row depend on what is known of the loss, the gradients and the scale.
 _CAUSES = {
     "never overflowed": (
-        "the step calls `jax.value_and_grad` instead of `ls.value_and_grad`",
-        "nothing is computed in float16 (use `FixedLossScale(1.0)`)",
-        "all gradients are below 0.004, and all is well",
-        f"{_HELP}the-scale-climbs-to-the-ceiling",
+        "the step calls `jax.value_and_grad` instead of `ls.value_and_grad`; nothing "
+        "is computed in float16 (use `FixedLossScale(1.0)`); or all gradients are "
+        "below 0.004, and all is well",
+        "troubleshooting.md#the-scale-climbs-to-the-ceiling",
     ),
-    "at the floor": (_BATCHES, _FORWARD, _BACKWARD, f"{_HELP}the-scale-falls-to-1"),
+    "at the floor": _SOME_STEPS,
     "undone": (
         "the step leaves `update` out, by an `if` or `lax.cond`, or puts the old state "
-        "back",
-        "NaN is replaced before `update`, as by `nan_to_num`",
-        "`grads` are not those of this step",
-        f"{_HELP}the-update-is-left-out",
+        "back; NaN is replaced before `update`, as by `nan_to_num`; or `grads` are not "
+        "those of this step",
+        "troubleshooting.md#the-update-is-left-out",
     ),
     "all zero": (
-        "the loss does not reach the parameters, as behind a `stop_gradient`",
-        "the count that a mean divides by is inf in float16",
-        _SMALL,
-        f"{_HELP}all-gradients-are-0",
+        "the loss does not reach the parameters, as behind a `stop_gradient`; no label "
+        "of the batch counts; the count that a mean divides by is inf in float16; or "
+        "the scale is too low, and all gradients underflow",
+        "troubleshooting.md#all-gradients-are-0",
     ),
     "invalid scale": (
         "the state was restored from a run that had failed, or was set by hand (set a "
         "scale: `optax.tree.set(opt_state, loss_scale=2.0**15)`)",
-        "guides/checkpoints.md#restored-scales-and-another-rule",
+        "start/rules.md",
     ),
-    "skips of late": (
-        _BATCHES,
-        _FORWARD,
-        "the scale grows too soon and overflows again (raise `growth_interval`)",
-        f"{_HELP}every-second-step-is-skipped",
-    ),
+    "skip rate": _SOME_STEPS,
     "loss unknown": (
-        _DATA,
-        _FORWARD,
-        "{scale}",
-        f"{_HELP}the-loss-is-nan-from-the-first-step",
+        f"{_DATA}; {_FORWARD}; or the gradients overflow. Pass `grads=grads` and "
+        "`value=loss` to `check_loss_scale` to learn more",
+        "troubleshooting.md#the-loss-is-nan-from-the-first-step",
     ),
     "loss not finite": (
-        _DATA,
-        _FORWARD,
-        _EMPTY,
-        f"{_HELP}the-loss-is-nan-from-the-first-step",
+        f"{_DATA}; {_FORWARD}; or a mean over nothing is 0/0",
+        "troubleshooting.md#the-loss-is-nan-from-the-first-step",
     ),
     "loss not finite, gradients finite": (
-        "a label is out of range, such as -100, for which JAX reads NaN",
-        "a mask multiplies inf by 0 (select with `jnp.where`)",
-        _DATA,
-        f"{_HELP}a-label-out-of-range",
+        "a label is out of range, such as -100, for which JAX reads NaN; a mask "
+        "multiplies inf by 0; a mean over nothing is 0/0; or the loss itself is above "
+        "65504 in float16",
+        "troubleshooting.md#a-label-out-of-range",
     ),
-    "gradients inf": ("{scale}", _BACKWARD, _OLD_STATE, f"{_HELP}a-scale-below-1"),
-    # Behind a float16 product, gradients that overflow are NaN, too: inf - inf.
-    "gradients NaN": (
-        _DERIVATIVE,
-        "{scale}",
-        _EMPTY,
-        _BACKWARD,
-        _OLD_STATE,
-        f"{_HELP}nan-gradients-of-a-finite-loss",
+    # Those of inf and of NaN are the same: behind a float16 product, an overflow may be
+    # inf - inf, which is NaN.
+    "gradients not finite": (
+        "the scale is too high, if it is fixed or still falling (`suggest_loss_scale` "
+        f"returns a better one); {_DERIVATIVE}; {_BACKWARD}",
+        "troubleshooting.md#the-scale-falls-to-1",
+    ),
+    "gradients not finite, scale low": (
+        f"{_DERIVATIVE}; the gradients overflow at this scale and above, as those of a "
+        f"sum or of large targets do; {_BACKWARD}",
+        "troubleshooting.md#the-scale-falls-to-1",
     ),
     "gradients finite": (
-        "with `check_updates=True`, the optimizer turns finite gradients into NaN or "
-        "inf",
-        "`grads_finite` is the wrong way round, as `found_inf` of other systems is",
-        "start/guarantees.md#optimizers-that-overflow",
+        "the `value` that `update` got is not finite; its `grads_finite` is the wrong "
+        "way round, as `found_inf` of other systems is; or, with `check_updates=True`, "
+        "the optimizer turns finite gradients into NaN or inf",
+        "guides/wrappers.md#what-else-can-skip-a-step",
     ),
 }
 
@@ -133,31 +115,33 @@ def message(
     # In an ensemble, the first member for which the event is due.
     member = np.unravel_index(np.argmax(due), np.shape(due))
     named = f" of member {', '.join(map(str, member))}" if member else ""
-    state = state._replace(rule_state=())
-    state = jax.tree.map(lambda x: np.asarray(x)[member], state)
-    *causes, page = _CAUSES.get(event) or _CAUSES[_known(report, value)]
-    scale = _TOO_LARGE if state.loss_scale <= 1 else _TOO_HIGH
-    likely = f"Likely causes: {'; '.join(causes)}."
-    texts = [EVENTS[event], *[_NUMBERS] * (event in _ERRORS), likely]
-    fields = {"limit": limit, "member": named, "scale": scale, **state._asdict()}
+    state = jax.tree.map(lambda x: np.asarray(x)[member], state._replace(rule_state=()))
+    known = _known(state, report, value) if event == "skips in a row" else event
+    causes, page = _CAUSES[known]
+    texts = [EVENTS[event], *[_NUMBERS] * (event in _ERRORS)]
+    fields = {"limit": limit, "member": named, **state._asdict()}
+    texts = [*(text.format(**fields) for text in texts), f"Likely causes: {causes}."]
     fill = functools.partial(
         textwrap.fill, width=80, break_on_hyphens=False, break_long_words=False
     )
-    texts = [*(fill(text.format(**fields)) for text in texts), f"{BOOK}{page}"]
+    texts = [*map(fill, texts), f"{BOOK}{page}"]
     if event in _ERRORS and report is not None:
         texts += ["The last gradients:", format_report(report, limit=5)]
     return "\n".join(texts)
 
 
-def _known(report: Any, value: Any) -> str:
-    """Return what is known of the loss and the gradients of skipped steps."""
-    bad_loss = value is not None and not np.isfinite(float(value))
-    if report is None:
-        unknown = "loss unknown" if value is None else "gradients inf"
-        return "loss not finite" if bad_loss else unknown
-    nan, inf = (any(map(float, jax.tree.leaves(x))) for x in (report.nan, report.inf))
-    if bad_loss:
-        return "loss not finite" if nan or inf else "loss not finite, gradients finite"
-    if nan:
-        return "loss unknown" if value is None else "gradients NaN"
-    return "gradients inf" if inf else "gradients finite"
+def _known(state: Any, report: Any, value: Any) -> str:
+    """Return what is known of skipped steps."""
+    grads_finite = report is not None and not any(
+        map(float, jax.tree.leaves((report.nan, report.inf)))
+    )
+    if value is not None and not np.isfinite(float(value)):
+        return (
+            "loss not finite, gradients finite" if grads_finite else "loss not finite"
+        )
+    if grads_finite:
+        return "gradients finite"
+    if value is None:
+        return "loss unknown"
+    is_low = state.loss_scale <= 1
+    return "gradients not finite, scale low" if is_low else "gradients not finite"

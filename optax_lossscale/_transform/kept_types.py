@@ -102,14 +102,17 @@ def _check_belongs(
     """Raise if arrays of gradients or of a state do not have the expected shapes."""
     if found := mismatch(tree, expected, only_shapes=True):
         path, given, own = found
+        advice = (
+            "Pass gradients, parameters and state of one model and one optimizer. If "
+            "either has changed, or what is frozen, call `init` again, and keep the "
+            "scale: `init(params)._replace(scale_state=old.scale_state)`. A parameter "
+            "without a gradient needs zeros, not None."
+        )
+        if is_array(tree):
+            advice = "`value_and_grad` returns the loss first: `loss, grads = ...`."
         raise ValueError(
             f"`{name}` and `params` must belong together, but `{name}` has {given} at "
-            f"{path}, and `params` need {own}. Pass gradients, "
-            "parameters and state of one model and one optimizer. If either has "
-            "changed, or what is frozen, call `init` again, and keep the scale: "
-            "`init(params)._replace(scale_state=old.scale_state)`. A parameter without "
-            "a gradient needs zeros, not None. `value_and_grad` returns the loss "
-            "first: `loss, grads = ...`."
+            f"{path}, and `params` need {own}. {advice}"
         ) from cause
 
 

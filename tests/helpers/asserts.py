@@ -22,6 +22,16 @@ def kept(run: Any) -> list[np.ndarray]:
     return [np.array(x) for x in without_keys(chosen)]
 
 
+def state_in(run: Any) -> Any:
+    """The only state of `with_loss_scaling` in a run, which is a tree of any kind."""
+    if hasattr(run, "opt_state"):
+        return run
+    kind = ls.WithLossScalingState
+    leaves = jax.tree.leaves(run, is_leaf=lambda x: isinstance(x, kind))
+    [state] = [x for x in leaves if isinstance(x, kind)]
+    return state
+
+
 def assert_same_bits(actual: Any, expected: Any) -> None:
     """Assert equal structures, shapes, dtypes and bytes; NaN equals itself."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)

@@ -61,7 +61,7 @@ def test_processes_agree_equal_one_device_and_go_on_bit_for_bit(tmp_path):
     results = [np.load(whole / f"{i}.npz") for i in range(2)]
     step = jax.jit(make_step(worker.TX, float16_loss))
     expected = train(step, *worker.start(), map(worker.batch, range(worker.STEPS)))
-    assert ls.get_loss_scale_state(expected).skipped_steps == len(worker.BAD_ROWS)
+    assert ls.get_loss_scale_state(expected[1]).skipped_steps == len(worker.BAD_ROWS)
     for i, leaf in enumerate(jax.tree.leaves(expected)):
         first, second = (result[f"arr_{i}"] for result in results)
         np.testing.assert_array_equal(first, second)

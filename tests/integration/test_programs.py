@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from asserts import assert_same_bits, kept
+from asserts import assert_same_bits, kept, state_in
 from book import PAGES, code_blocks, page, run_blocks, run_page
 
 import optax_lossscale as ls
@@ -67,7 +67,9 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(framework, tmp_path):
     train(framework, tmp_path, 120)
     resumed = train(framework, tmp_path, 300)
     assert_same_bits(kept(resumed), kept(whole))
-    assert_same_bits(*(ls.get_loss_scale_state(run) for run in (resumed, whole)))
+    assert_same_bits(
+        *(ls.get_loss_scale_state(state_in(run)) for run in (resumed, whole))
+    )
     # Of 300 batches one is dropped: the schedule counts 149 pairs of the others.
     assert int(optax.tree.get(resumed, "gradient_step")) == 149
 
@@ -80,11 +82,11 @@ def test_a_bad_batch_changes_nothing_that_is_kept(framework, tmp_path):
     for i, bad in enumerate((jnp.nan, 1e30), start=1):
         run = step(framework, run, x.at[0, 0].set(bad), y)
         assert_same_bits(kept(run), before)
-        assert not ls.was_applied(run)
-        assert ls.get_loss_scale(run) == 2.0 ** (15 - i)
+        assert not ls.was_applied(state_in(run))
+        assert ls.get_loss_scale(state_in(run)) == 2.0 ** (15 - i)
     for _ in range(3):  # one update, and half of the next
         run = step(framework, run, x, y)
-    scale_state = ls.get_loss_scale_state(run)
+    scale_state = ls.get_loss_scale_state(state_in(run))
     assert (scale_state.skipped_steps, scale_state.consecutive_skips) == (2, 0)
     changed = zip(kept(run), before, strict=True)
     assert sum(not jnp.array_equal(new, old) for new, old in changed) > 10
