@@ -1,5 +1,6 @@
 """The benchmark runs, and its report says what it measured."""
 
+import importlib
 import json
 import re
 import runpy
@@ -46,6 +47,13 @@ def test_one_command_measures_the_device_that_is_here(tmp_path):
     found = json.loads((tmp_path / "found.json").read_text())["parts"]
     assert " passed" in found[parts[2]][0]["outcome"]
     assert (tmp_path / "found.md").read_text().count("| plain | ") == 2
+
+
+def test_the_picture_of_costs_is_drawn_from_the_tables(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    chart = importlib.import_module("chart")
+    drawn = "run `python tests/benchmarks/chart.py`"
+    assert chart.PICTURE.read_text() == chart.draw(), drawn
 
 
 def figures(text):
