@@ -75,10 +75,12 @@ def index_what_people_search(app, name, source):
     """Make index entries, which the search puts first, of comments in a page."""
 
     def entries(comment):
-        words = comment[1].split(", ")
-        return "```{index} " + ", ".join(f"! {word}" for word in words) + "\n```"
+        quote, words = comment.groups()
+        entries = ", ".join(f"! {word}" for word in words.split(", "))
+        newline = r"\n" if quote else "\n"  # a line of a notebook is a JSON string
+        return f"{quote}```{{index}} {entries}{newline}```"
 
-    comments = re.compile("^<!-- search: (.+) -->$", re.M)
+    comments = re.compile('^( *"|)<!-- search: (.+) -->', re.M)
     source[0] = comments.sub(entries, source[0])
 
 

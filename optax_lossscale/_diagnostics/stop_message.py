@@ -66,7 +66,7 @@ _CAUSES = {
     "invalid scale": (
         "the state was restored from a run that had failed, or was set by hand (set a "
         "scale: `optax.tree.set(opt_state, loss_scale=2.0**15)`)",
-        "start/rules.md",
+        "guides/checkpoints.md#restored-scales-and-another-rule",
     ),
     "skip rate": _SOME_STEPS,
     "loss unknown": (

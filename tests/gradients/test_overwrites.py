@@ -1,9 +1,13 @@
 """What Flax's float8 layers overwrite with its "gradient" is never divided."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax.linen.fp8_ops import Fp8DirectDotGeneralOp
+from flax.training.train_state import TrainState
 from shared import slow_but
 
 import optax_lossscale as ls
@@ -65,3 +69,35 @@ def test_unscale_grads_leaves_it_alone():
     [new] = jax.tree.leaves(grads["_overwrite_with_gradient"])
     np.testing.assert_array_equal(new, [1.0, 2.0])
     np.testing.assert_array_equal(grads["params"]["w"], 2.0**-10)
+
+
+class Float8(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for width in (32, 8):
+            x = nn.relu(x)
+            x = nn.Dense(width, jnp.float16, dot_general_cls=Fp8DirectDotGeneralOp)(x)
+        return x.astype(jnp.float32)
+
+
+@pytest.mark.slow
+def test_float8_layers_of_flax_train_through_a_bad_batch():
+    net, x = Float8(), jax.random.normal(jax.random.key(0), (64, 16))
+    state = TrainState.create(
+        apply_fn=net.apply,
+        params=net.init(jax.random.key(1), x),  # with all collections
+        tx=ls.with_loss_scaling(optax.adam(1e-2)),
+    )
+
+    @jax.jit
+    def step(state, weight):
+        def loss_fn(params):
+            return weight * jnp.mean((net.apply(params, x) - jnp.sin(x[:, :8])) ** 2)
+
+        loss, grads = ls.value_and_grad(loss_fn, state)(state.params)
+        return state.apply_gradients(grads=grads), loss
+
+    for i in range(200):
+        state, loss = step(state, jnp.inf if i == 50 else 1.0)
+    assert loss < 0.05 and ls.all_finite(state.params)
+    assert ls.get_loss_scale_state(state).skipped_steps == 1

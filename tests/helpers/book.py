@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import io
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,16 @@ def code_blocks(text: str, language: str) -> list[str]:
 
 def page(name: str) -> str:
     """The text of a page of the book."""
-    return (PAGES / f"{name}.md").read_text()
+    return text_of(PAGES / f"{name}.md")
+
+
+def text_of(path: Path) -> str:
+    """The text of a page, or of the cells of a notebook that are text."""
+    if path.suffix != ".ipynb":
+        return path.read_text()
+    cells = json.loads(path.read_text())["cells"]
+    texts = ["".join(x["source"]) for x in cells if x["cell_type"] == "markdown"]
+    return "\n\n".join(texts)
 
 
 def headings(text: str) -> list[str]:

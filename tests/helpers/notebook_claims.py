@@ -4,8 +4,12 @@ A function checks the notebook of its name. It runs in the notebook's kernel and
 the variables of the notebook.
 """
 
+import re
+
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import optax_lossscale as ls
 
@@ -61,8 +65,29 @@ def how_the_scale_moves(n):
 
 
 def many_devices(n):
-    assert n.many_scales == n.mapped_scales == n.one_scales
+    assert n.many_scales == n.mapped_scales == n.zero_scales == n.one_scales
     assert np.argwhere(n.nans_over_time).tolist() == [[n.BAD_STEP, 5]]
+    assert n.zero_params["w"].sharding.is_fully_replicated
+    for name in ("mu", "nu"):
+        moments = optax.tree.get(n.zero_state, name)["w"]
+        assert moments.sharding.shard_shape((32, 16)) == (4, 16)
+
+    def float32_loss(params, batch):
+        x, y = batch
+        return jnp.mean((jnp.tanh(x @ params["w"] + params["b"]) - y) ** 2)
+
+    def type_sent(loss_fn):
+        def gradients(params, batch):
+            return jax.grad(lambda p: jax.lax.pmean(loss_fn(p, batch), "data"))(params)
+
+        rows = (n.P(), n.P("data"))
+        mapped = jax.shard_map(gradients, mesh=n.mesh, in_specs=rows, out_specs=n.P())
+        lowered = jax.jit(mapped).lower(n.params, (n.x[0], n.y[0]))
+        program = lowered.compile().as_text()
+        return re.search(r"(\w+)\[32,16\].* all-reduce\(", program)[1]
+
+    assert type_sent(n.loss_fn) == "f16"
+    assert type_sent(ls.autocast(float32_loss)) == "f32"
 
 
 def quickstart(n):

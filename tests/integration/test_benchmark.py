@@ -1,5 +1,6 @@
 """The benchmark runs, and its report says what it measured."""
 
+import importlib
 import json
 import re
 import runpy
@@ -7,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from book import page
+from book import PAGES, text_of
 from processes import worker_environment
 from shared import ROOT
 
@@ -48,6 +49,13 @@ def test_one_command_measures_the_device_that_is_here(tmp_path):
     assert (tmp_path / "found.md").read_text().count("| plain | ") == 2
 
 
+def test_the_picture_of_costs_is_drawn_from_the_tables(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    chart = importlib.import_module("chart")
+    drawn = "run `python tests/benchmarks/chart.py`"
+    assert chart.PICTURE.read_text() == chart.draw(), drawn
+
+
 def figures(text):
     """The three numbers that end a line, by the training and the rule before them."""
     lines = [re.sub(r"[|`%]", " ", line) for line in text.splitlines()]
@@ -62,7 +70,7 @@ def test_the_table_of_rules_is_what_the_comparison_prints(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["compare_rules.py", "--recorded"])
     runpy.run_path(str(BENCHMARKS / "compare_rules.py"), run_name="__main__")
     printed = figures(capsys.readouterr().out)
-    in_the_book = figures(page("start/rules"))
+    in_the_book = figures(text_of(PAGES / "how_the_scale_moves.ipynb"))
     assert printed and in_the_book.keys() == printed.keys()
     for key, numbers in printed.items():
         assert in_the_book[key] == pytest.approx(numbers, rel=0.02, abs=0.011), key

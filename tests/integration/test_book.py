@@ -2,12 +2,11 @@
 
 import ast
 import importlib
-import inspect
 import re
 import tomllib
 
 import pytest
-from book import PAGES, README, code_blocks, headings, page, table
+from book import PAGES, README, code_blocks, headings, page, table, text_of
 from flax import nnx
 from shared import ROOT
 
@@ -32,7 +31,7 @@ def test_links_lead_to_files_and_headings(path):
         target = path.parent / address if address else path
         assert target.is_file(), address
         if heading:
-            assert heading in headings(target.read_text())
+            assert heading in headings(text_of(target))
 
 
 @pytest.mark.skipif(not hasattr(nnx, "capture"), reason="names of today")
@@ -76,17 +75,6 @@ def test_every_public_name_is_in_the_reference_once():
     names |= {f"plots.{name}" for name in ls.plots.__all__}
     names |= {f"presets.{name}" for name in ls.presets.__all__}
     assert sorted(in_table) == sorted(names)
-
-
-@pytest.mark.parametrize(
-    "name", ["FixedLossScale", "DynamicLossScale", "HeadroomLossScale"]
-)
-def test_the_tables_of_rules_name_every_argument_with_its_default(name):
-    rows = table(page("start/rules"), f"`{name}`")
-    parameters = inspect.signature(getattr(ls, name)).parameters.values()
-    assert {row[0].strip("`"): eval(row[1].strip("`")) for row in rows} == {
-        parameter.name: parameter.default for parameter in parameters
-    }
 
 
 def test_the_readmes_figures_are_those_of_the_book():

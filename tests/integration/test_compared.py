@@ -1,13 +1,16 @@
-"""The page that compares packages: each cell begins with what its step does."""
+"""The table that compares packages: each cell begins with what its step does."""
 
+import functools
+import inspect
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from asserts import assert_same_bits
-from book import code_blocks, first_program, page, table
+from book import page, table
 from flax.training.dynamic_scale import DynamicScale
 from shared import recordings
 
@@ -21,9 +24,7 @@ jmp, mpx = pytest.importorskip("jmp"), pytest.importorskip("mpx")
 
 COLUMNS = ["this package", "Flax", "jmp", "mpx", "`apply_if_finite`"]
 OURS, FLAX, JMP, MPX, OPTAX = COLUMNS
-BLOCKS = code_blocks(page("start/compared"), "python theirs")[1:]
-PROGRAMS = dict(zip(COLUMNS, BLOCKS, strict=True))
-CELLS = {row[0]: row[1:] for row in table(page("start/compared"), "| this package")}
+CELLS = {row[0]: row[1:] for row in table(page("start/do_i_need_it"), "| this package")}
 ONES, BAD = {"w": jnp.ones(2)}, {"w": jnp.array([1.0, jnp.inf])}
 
 
@@ -43,23 +44,69 @@ def rule(name, init=2.0**15, interval=2000, floor=1.0):
     }[name]
 
 
+# A step of each, as its documentation has it.
+
+
+def step_of_ours(tx, loss_fn, params, opt_state, batch):
+    loss, grads = ls.value_and_grad(loss_fn, opt_state)(params, batch)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+def step_of_flax(tx, loss_fn, params, opt_state, scale, batch):
+    scale, finite, loss, grads = scale.value_and_grad(loss_fn)(params, batch)
+    updates, new_state = tx.update(grads, opt_state, params)
+    new = optax.apply_updates(params, updates), new_state
+    select = functools.partial(jnp.where, finite)
+    return *jax.tree.map(select, new, (params, opt_state)), scale, loss
+
+
+def step_of_jmp(tx, loss_fn, params, opt_state, scale, batch):
+    def scaled_loss_fn(params, batch):
+        return scale.scale(loss_fn(params, batch))
+
+    scaled = jax.value_and_grad(scaled_loss_fn)(params, batch)
+    loss, grads = scale.unscale(scaled)
+    finite = jmp.all_finite(grads)
+    updates, new_state = tx.update(grads, opt_state, params)
+    new = optax.apply_updates(params, updates), new_state
+    kept = jmp.select_tree(finite, new, (params, opt_state))
+    return *kept, scale.adjust(finite), loss
+
+
+def step_of_mpx(tx, loss_fn, params, opt_state, scale, batch):
+    fun = mpx.filter_value_and_grad(loss_fn, scale)
+    loss, scale, finite, grads = fun(params, batch)
+    params, opt_state = mpx.optimizer_update(params, tx, opt_state, grads, finite)
+    return params, opt_state, scale, loss
+
+
+def step_of_optax(tx, loss_fn, params, opt_state, batch):
+    loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+    updates, opt_state = tx.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+STEPS = [step_of_ours, step_of_flax, step_of_jmp, step_of_mpx, step_of_optax]
+STEP_OF = dict(zip(COLUMNS, STEPS, strict=True))
+
+
 class Run:
-    """A run of a step of the page, with another loss, optimizer or rule."""
+    """A run of a step, with a loss, an optimizer and a rule."""
 
     def __init__(self, name, loss_fn=linear_loss, inner=None, params=ONES, **numbers):
-        self.name, self.names = name, first_program() | {"loss_fn": loss_fn}
-        exec(PROGRAMS[name], self.names)
+        self.name = name
         tx, scale = inner or optax.adamw(3e-2), rule(name, **numbers)
         if name == OURS:
             tx = ls.with_loss_scaling(tx, scale)
         if name == OPTAX:
             tx = optax.apply_if_finite(tx, 5)
-        self.names["tx"] = tx
+        self.train_step = jax.jit(functools.partial(STEP_OF[name], tx, loss_fn))
         scales = [] if name in (OURS, OPTAX) else [scale]
         self.state = (params, tx.init(params), *scales)
 
     def step(self, batch):
-        *self.state, self.loss = self.names["train_step"](*self.state, batch)
+        *self.state, self.loss = self.train_step(*self.state, batch)
         return self
 
     def scale(self):
@@ -91,7 +138,8 @@ def keeps(name):
         assert_same_bits(run.step(BAD).kept(), start)
     if not ls.all_finite(run.step(BAD).kept()[0]):
         return "yes, until `max_consecutive_errors`"
-    return "you select" if "new_state" in PROGRAMS[name] else "yes"
+    selects = "new_state" in inspect.getsource(STEP_OF[name])
+    return "you select" if selects else "yes"
 
 
 def lowers(name):
