@@ -108,13 +108,13 @@ def _advice(found: Any) -> str:
         return "It is the optimizer: pass what its `init(params)` returns."
     if callable(getattr(found, "init", None)):
         return "It is not a state yet: pass what its `init()` returns."
-    if type(found) in (dict, list):
-        return (
-            "If it was restored from a checkpoint, pass `init(params)` to the "
-            "checkpointer as the target."
-        )
+    # In optax 0.2.5, the state of a named chain is a dict.
+    restored = (
+        "If it was restored from a checkpoint, pass `init(params)` to the checkpointer "
+        "as the target. Else put"
+    )
     return (
-        "Put `with_loss_scaling` around the whole optimizer, as in "
-        "`with_loss_scaling(optax.chain(...))`. If a trainer adds `optax.MultiSteps`, "
-        "turn off its accumulation."
+        f"{restored if type(found) in (dict, list) else 'Put'} `with_loss_scaling` "
+        "around the whole optimizer, as in `with_loss_scaling(optax.chain(...))`. If a "
+        "trainer adds `optax.MultiSteps`, turn off its accumulation."
     )

@@ -129,7 +129,7 @@ OUTSIDE = {
 @pytest.mark.parametrize("use", [*READ, *SCALE])
 def test_nothing_can_be_around_the_scale_or_beside_it(name, use):
     state = OUTSIDE[name].init(PARAMS)
-    with pytest.raises(ValueError, match="Put `with_loss_scaling` around the"):
+    with pytest.raises(ValueError, match="ut `with_loss_scaling` around the"):
         use(state)
 
 
