@@ -9,13 +9,7 @@ import optax
 
 from .._dtypes import dtype_of, is_inexact, loses_range, widen
 from .._state import as_strongly_typed
-from .._tree import (
-    at_paths_of,
-    cast_like,
-    is_array,
-    mismatch,
-    same_structure,
-)
+from .._tree import at_paths_of, cast_like, is_array, mismatch, same_structure
 from .._validation import warn
 from .extra_args import find_accepted
 from .master_weights import has_master_weights
@@ -108,7 +102,7 @@ def _check_belongs(
             "scale: `init(params)._replace(scale_state=old.scale_state)`. A parameter "
             "without a gradient needs zeros, not None."
         )
-        if is_array(tree):
+        if name == "updates" and is_array(tree) and jnp.shape(tree) == ():
             advice = "`value_and_grad` returns the loss first: `loss, grads = ...`."
         raise ValueError(
             f"`{name}` and `params` must belong together, but `{name}` has {given} at "

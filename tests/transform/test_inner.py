@@ -157,6 +157,8 @@ def test_a_loss_in_the_place_of_something_else_is_refused():
         tx.update(loss, state, PARAMS)
     with pytest.raises(TypeError, match="all else by name, got .*value=loss"):
         tx.update(GRADS, state, PARAMS, loss)
+    with pytest.raises(ValueError, match="of one model and one optimizer"):
+        tx.update(np.ones(8, np.float32), state, PARAMS)  # an array, but no loss
 
 
 NO_B = {"w": GRADS["w"]}
