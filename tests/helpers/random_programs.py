@@ -25,7 +25,6 @@ NOT_UNSCALED = "`scale_loss` has scaled a loss, but `unscale_grads` has"
 DIVIDED_TWICE = "The gradients are divided by the loss scale twice"
 SCALED_TWICE = "The loss is scaled twice"
 CONSTANT = "The loss scale, 32768, is a constant of a compiled function"
-RAISED = "the loss raised"
 
 
 @jax.jit
@@ -368,7 +367,7 @@ def raised(net, way):
     """A loss that raises leaves nothing behind, and a look at the function either."""
 
     def bad_loss(params, x):
-        raise ZeroDivisionError(RAISED)
+        raise ZeroDivisionError
 
     params, state, x = net.args
     repr(ls.value_and_grad(loss_fn, state))
@@ -466,10 +465,10 @@ def constant(net, way):
 
 
 OTHERS = [train_state, nnx_optimizer, two_models, one_scale_beside, at_scale_1]
-OTHERS += [eager_scan_by_closure, penalty, with_an_integer]
+OTHERS += [eager_scan_by_closure, penalty, with_an_integer, two_optimizers]
+OTHERS += [one_step_late, for_two_steps]
 # They are defined below the others.
 APART += [two_models_at_bare_scales, fixed_at_1_beside, unscaled_in_jit_alone]
-OTHERS += [one_step_late, for_two_steps, two_optimizers]
 
 
 def random_programs(rng):
@@ -482,12 +481,9 @@ def random_programs(rng):
     wrong += 6 * [(constant, None, CONSTANT), (raised, None, NOT_SCALED)]
     programs = [rng.choice(wrong)]
     for _ in range(rng.randint(1, 4)):
-        ways = rng.choice(RIGHT_WAYS), rng.choice(LATE_WAYS)
-        place, way = rng.choice([(rng.choice(RIGHT_PLACES), ways[0])])
-        if rng.random() < 0.6:
-            place = rng.choice(APART + OTHERS)
-            way = ways[1] if place in (one_step_late, for_two_steps) else ways[0]
-        programs.append((place, way, None))
+        place = rng.choice(APART + OTHERS if rng.random() < 0.6 else RIGHT_PLACES)
+        is_late = place in (one_step_late, for_two_steps)
+        programs.append((place, rng.choice(LATE_WAYS if is_late else RIGHT_WAYS), None))
     for place, way, message in programs:
         # `nnx.Optimizer` of Flax 0.11 takes no master weights.
         is_adam = place in (*APART, nnx_optimizer)
