@@ -50,8 +50,6 @@ def check_writable(objects: list[Any]) -> None:
 
     A transformation inside of which they are can read those from outside of it alone.
     """
-    if not objects:
-        return
     for _, x in _nnx().iter_graph(objects):
         if isinstance(x, _nnx().Variable):
             x.copy_from(x.copy())

@@ -44,9 +44,9 @@ def with_eqns(
     """
     jaxpr: Any = program.jaxpr if isinstance(program, ClosedJaxpr) else program
     eqns = [*itertools.chain.from_iterable(map(change, jaxpr.eqns))]
-    added = {e for eqn in eqns for e in eqn.effects if type(e).__name__ in DEBUGGING}
+    effects = jaxpr.effects | _debugging_effects(eqns)
     inputs = [*jaxpr.invars, *inputs]
-    new = replace(jaxpr, eqns=eqns, invars=inputs, effects=jaxpr.effects | added)
+    new = replace(jaxpr, eqns=eqns, invars=inputs, effects=effects)
     # In jax 0.12 there is one class, whose attribute ``jaxpr`` is the program itself.
     return new if jaxpr is program else ClosedJaxpr(new, cast(Any, program).consts)
 
@@ -119,9 +119,12 @@ def debugging_equation(fun: Any, inputs: Sequence[Any]) -> Any:
 
 def with_effects_of(eqn: JaxprEqn, params: dict[str, Any]) -> Any:
     """Return an equation with other programs inside, and their effects of debugging."""
-    effects = [e for x in programs_in(params) for e in x.effects]
-    added = {e for e in effects if type(e).__name__ in DEBUGGING}
-    return replace(eqn, params=params, effects=eqn.effects | added)
+    effects = eqn.effects | _debugging_effects(programs_in(params))
+    return replace(eqn, params=params, effects=effects)
+
+
+def _debugging_effects(parts: Iterable[Any]) -> set[Any]:
+    return {e for x in parts for e in x.effects if type(e).__name__ in DEBUGGING}
 
 
 def programs_in(params: dict[str, Any]) -> list[Any]:

@@ -39,8 +39,8 @@ from .products import (
     TRANSPARENT,
     VECTORS,
     WIDE_RESULT,
-    products,
     reason_to_leave,
+    reasons_to_leave,
 )
 from .traced_call import evaluate, refuse_effects, traced_call
 
@@ -51,8 +51,7 @@ Output = TypeVar("Output")
 _CHEAP = ELEMENTWISE | REDUCTIONS | RESHAPES
 _CHEAP |= {"name", "optimization_barrier", "sharding_constraint"}
 
-# The results of ``_cast``, so that JAX compiles each only once.
-_known: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+Change = Callable[[Any, str], Any]
 
 
 def autocast(
@@ -162,7 +161,7 @@ _ADVICE = {
 
 
 def _warn_if_nothing_is_cast(program: Jaxpr, dtype: str) -> None:
-    reasons = collections.Counter(why for _, why in products(program, dtype))
+    reasons = collections.Counter(reasons_to_leave(program, dtype))
     del reasons[VECTORS]
     if not reasons or reasons.keys() & {"", dtype, WIDE_RESULT}:
         return  # some are cast, here or by hand
@@ -175,19 +174,30 @@ def _warn_if_nothing_is_cast(program: Jaxpr, dtype: str) -> None:
     )
 
 
+def _remembered(change: Change) -> Change:
+    """Remember the results for each program, so that JAX compiles each only once."""
+    known: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(change)
+    def changed(program: Any, dtype: str) -> Any:
+        results = known.setdefault(program, {})
+        if dtype not in results:
+            results[dtype] = change(program, dtype)
+        return results[dtype]
+
+    return changed
+
+
+@_remembered
 def _cast(program: Any, dtype: str) -> Any:
     """Return a program with cast products."""
-    known = _known.setdefault(program, {})
-    if dtype not in known:
-        known[dtype] = with_eqns(program, lambda eqn: _cast_eqn(eqn, dtype))
-    return known[dtype]
+    return with_eqns(program, lambda eqn: _cast_eqn(eqn, dtype))
 
 
 def _cast_eqn(eqn: JaxprEqn, dtype: str) -> Iterator[JaxprEqn]:
     """Yield equations that replace one. Their results have the same types."""
     if eqn.primitive.name in TRANSPARENT:
-        is_scan = eqn.primitive.name == "scan"
-        cast = _cast_body if is_scan else _cast
+        cast = _cast_body if eqn.primitive.name == "scan" else _cast
         yield replace(eqn, params=with_programs(eqn.params, lambda x: cast(x, dtype)))
     elif eqn.primitive.name in PRODUCTS and not reason_to_leave(eqn, dtype):
         operands: list[Any] = list(eqn.invars)
@@ -208,20 +218,18 @@ def _cast_eqn(eqn: JaxprEqn, dtype: str) -> Iterator[JaxprEqn]:
         yield eqn
 
 
+@_remembered
 def _cast_body(program: Any, dtype: str) -> Any:
     """Return the body of a ``scan`` with cast products, and what it keeps of them.
 
     JAX keeps what the backward pass of a ``scan`` needs. Behind a cast product that is
     float32, although it can be computed from the float16 result.
     """
-    known = _known.setdefault(program, {})
-    if (key := f"{dtype} in a loop") not in known:
-        cast = _cast(program, dtype)
-        gains = _count(cast, dtype) > _count(program, dtype)
-        if gains and _may_compute_again(program):
-            cast = checkpointed(cast, _is_kept)
-        known[key] = cast
-    return known[key]
+    cast = _cast(program, dtype)
+    gains = _count(cast, dtype) > _count(program, dtype)
+    if gains and _may_compute_again(program):
+        return checkpointed(cast, _is_kept)
+    return cast
 
 
 def _may_compute_again(body: Any) -> bool:

@@ -34,16 +34,16 @@ VECTORS = "no matrix product"
 WIDE_RESULT = "float32 result"
 
 
-def products(
+def reasons_to_leave(
     program: ClosedJaxpr | Jaxpr, dtype: str, inside: str = ""
-) -> Iterator[tuple[JaxprEqn, str]]:
-    """Yield the products of a program, and for each why it is left, or ""."""
+) -> Iterator[str]:
+    """Yield for each product of a program why it is left, or ""."""
     for eqn in program.eqns:
         if eqn.primitive.name in PRODUCTS:
-            yield eqn, reason_to_leave(eqn, dtype, inside)
+            yield reason_to_leave(eqn, dtype, inside)
         elif is_looked_into(eqn):
             for inner in programs_in(eqn.params):
-                yield from products(inner, dtype, reason_inside(eqn, inside))
+                yield from reasons_to_leave(inner, dtype, reason_inside(eqn, inside))
 
 
 def is_looked_into(eqn: JaxprEqn) -> bool:

@@ -120,9 +120,10 @@ def traced_call(
             remaining = iter(computed)
             outputs = iter([next(remaining) if y is None else y for y in forwarded])
             leaves = [next(outputs) if x is _ARRAY else x for x in returned]
-            originals = _flax_internals.leaves_with_objects((args, kwargs)).values()
-            objects = list(filter(_flax_internals.is_object, originals))
-            _flax_internals.check_writable([objects[i] for i in changed_objects])
+            if changed_objects:
+                originals = _flax_internals.leaves_with_objects((args, kwargs)).values()
+                objects = list(filter(_flax_internals.is_object, originals))
+                _flax_internals.check_writable([objects[i] for i in changed_objects])
             changed = jax.tree.unflatten(out_structure, leaves)
             return _flax_internals.with_objects(changed, copies=False)[0]
 

@@ -16,10 +16,10 @@ import optax
 
 from .._dtypes import dtype_of, is_inexact
 from .._jax_internals import is_ref, is_staging, without_constants
-from .._programs.derivatives import call_with_derivatives_of
 from .._programs.traced_call import evaluate_with_nan
 from .._tree import select, where
 from .._validation import is_traced
+from .derivatives import call_with_derivatives_of
 from .in_place import update_in_place
 from .nan_tolerant import has_loop, tolerates_nan
 
@@ -137,19 +137,16 @@ def _arrays_of(
         leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x)]
         return {id(x): x for x in leaves if isinstance(x, kind) and not is_ref(x)}
 
-    others = replaced(extra_args)
-    value = replaced(extra_args.get("value"))
     inexact = {id(x): x for x in jax.tree.leaves(grads) if is_inexact(x)}
-    others = {i: x for i, x in others.items() if i not in {**value, **inexact}}
+    values, others = replaced(extra_args.get("value")), replaced(extra_args)
+    value = {i: x for i, x in values.items() if i not in inexact}
+    others = {i: x for i, x in others.items() if i not in {**inexact, **value}}
     found = _Arrays(*([*x.values()] for x in (inexact, value, others)))
     leaves, structure = jax.tree.flatten((grads, extra_args))
 
     def put_back(arrays: _Arrays) -> Any:
-        # The gradients are last: a loss that is also a gradient is put back as one.
-        names = [*others, *value, *inexact]
-        new = dict(
-            zip(names, [*arrays.others, *arrays.value, *arrays.grads], strict=True)
-        )
+        numbers = jax.tree.leaves(arrays)
+        new = dict(zip([*inexact, *value, *others], numbers, strict=True))
         return jax.tree.unflatten(structure, [new.get(id(x), x) for x in leaves])
 
     return found, put_back

@@ -212,10 +212,8 @@ def _enter(
     if (flag := extra_args.get("grads_finite")) is not None:
         check_flag("grads_finite", flag)
     if (value := extra_args.get("value")) is not None:
-        advice = (
-            "It is the unscaled loss, which `value_and_grad` returns first. For an "
-        )
-        advice += "ensemble use `jax.vmap`."
+        advice = "It is the unscaled loss, which `value_and_grad` returns first. "
+        advice += "For an ensemble use `jax.vmap`."
         check_scalar("value", value, "real number", advice)
     warn_if_forgotten(state, rule, updates)
     warn_of_float16(params, state.inner_state)
