@@ -92,7 +92,7 @@ def replace_loss_scale_state(state: Any, new: LossScaleState) -> Any:
     return replaced
 
 
-def find_nodes(tree: Any, kind: type | tuple[type, ...]) -> list[Any]:
+def find_nodes(tree: Any, kind: type) -> list[Any]:
     """Return the outermost nodes of a kind in a tree."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kind))
     return [x for x in leaves if isinstance(x, kind)]

@@ -32,14 +32,15 @@ def check_number(
     Open bounds are excluded, also after rounding to float32, in which rules compute.
     """
     number = _as_python_number(name, value)
+    low, high = (_POWERS.get(x, f"{x:g}") for x in (least, largest))
     # A NaN fails every comparison.
-    is_inside = number is not None and least <= number <= largest
-    if is_inside and is_open:
-        is_inside = least < float(np.float32(number)) < largest
-    if number is None or not is_inside:
-        low, high = (_POWERS.get(x, f"{x:g}") for x in (least, largest))
+    if is_open:
         bounds = f"in ({low}, {high}) in float32"
-        bounds = bounds if is_open else f"a number from {low} to {high}"
+        is_inside = number is not None and least < float(np.float32(number)) < largest
+    else:
+        bounds = f"a number from {low} to {high}"
+        is_inside = number is not None and least <= number <= largest
+    if number is None or not is_inside:
         raise ValueError(f"`{name}` must be {bounds}, got {value!r}. {advice}")
     return number
 
@@ -93,7 +94,7 @@ def check_dtype(name: str, value: Any) -> str:
 def check_scalar(name: str, value: Any, kind: str, advice: str) -> None:
     """Raise if this is not one boolean or real number, from Python or on the device."""
     dtype = getattr(value, "dtype", None)
-    if isinstance(value, bool | int | float):
+    if isinstance(value, int | float):
         dtype = jnp.result_type(value)
     is_kind = {"boolean": _is_boolean, "real number": _is_real}[kind]
     if dtype is None or not is_kind(dtype) or jnp.shape(value) != ():

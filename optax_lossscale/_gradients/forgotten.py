@@ -48,12 +48,13 @@ def _noted(what: str, x: Any) -> Any:
 @contextlib.contextmanager
 def using_scale(state: Any, by: str) -> Iterator[LossScaleState]:
     """Yield the state whose scale a function uses. If that raises, nothing is noted."""
-    raw = raw_scale_state(state)
+    found = find_state(state)
+    raw = raw_scale_state(found)
     scale_state = check_state(raw)
     yield scale_state
     for x in (raw.loss_scale, scale_state.loss_scale):
         _note(by, x)
-    structure = _structure(find_state(state))
+    structure = _structure(found)
     _scaled.add(structure)
     if by == "unscale_grads" and not _noted("scale_loss", scale_state.loss_scale):
         _unscaled_apart.add(structure)

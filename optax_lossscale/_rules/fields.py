@@ -32,7 +32,8 @@ _CHECKS: dict[str, Any] = {
     "growth_interval": (check_count, "It is the finite steps in a row to a growth."),
     "hysteresis": (check_count, "It is the non-finite steps to a backoff."),
     "hysteresis_refill": (
-        *(check_choice, _REFILLS),
+        check_choice,
+        _REFILLS,
         "It decides what resets the hysteresis counter.",
     ),
     "headroom": (check_number, 0, 126, "It is the powers of two to leave free, as 3."),
