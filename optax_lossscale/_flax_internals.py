@@ -5,14 +5,49 @@ such objects.
 """
 
 import contextlib
+import functools
+import inspect
 import operator
 import sys
+import types
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 _TAG = "optax_lossscale"  # by this name NNX maps copies to originals
+
+
+def wraps(fun: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Return ``functools.wraps(fun)``, after which a method of a module stays one.
+
+    Since Flax 0.12.1, NNX refuses to transform a bound method, because it would not see
+    the module. It must see what we wrap, too.
+    """
+    method = fun
+    while isinstance(method, functools.partial):
+        method = method.func
+
+    def wrapped(wrapper: Callable[..., Any]) -> Any:
+        wrapper = functools.wraps(fun, updated=())(wrapper)
+        nnx, module = _nnx(), getattr(method, "__self__", None)
+        if nnx is None or not (
+            inspect.ismethod(method) and isinstance(module, nnx.Module)
+        ):
+            return wrapper
+
+        @functools.wraps(wrapper)
+        def unbound(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            return wrapper(*args, **kwargs)
+
+        signature = inspect.signature(fun)
+        self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        parameters = [self, *signature.parameters.values()]
+        vars(unbound)["__signature__"] = signature.replace(parameters=parameters)
+        return types.MethodType(unbound, module)
+
+    return wrapped
 
 
 def changes_transferred() -> contextlib.AbstractContextManager[Any]:

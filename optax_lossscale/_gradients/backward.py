@@ -1,7 +1,6 @@
 """A backward pass at a scale that is given, or that each block chooses."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -13,7 +12,7 @@ from jax.extend.core import Jaxpr
 
 from .._axes import AxisName, reduce_along
 from .._dtypes import exact_power, is_inexact, loses_range, wide_dtype
-from .._flax_internals import finite_overwrite, is_initializing
+from .._flax_internals import finite_overwrite, is_initializing, wraps
 from .._jax_internals import COLLECTIVE, DEBUGGING, effect_names, zeros_like_aval
 from .._programs.traced_call import check_axes, evaluate, refuse_effects, traced_call
 from .._rules.fields import check_field
@@ -80,7 +79,7 @@ def scale_backward(
             "of this step. For a block that chooses its own scale, use `scale_block`."
         )
 
-    @functools.wraps(fun, updated=())
+    @wraps(fun)
     def fun_scaled_backward(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
         if is_initializing():
             return fun(*args, **kwargs)
@@ -168,7 +167,7 @@ def scale_block(
         octaves = _octaves_below(largest_sum, bound / 2.0**headroom)
         return exact_power(octaves)
 
-    @functools.wraps(fun, updated=())
+    @wraps(fun)
     def fun_scaled_backward(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
         if is_initializing():
             return fun(*args, **kwargs)

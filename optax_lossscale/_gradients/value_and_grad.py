@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._flax_internals import check_no_modules, with_finite_overwrites
+from .._flax_internals import check_no_modules, with_finite_overwrites, wraps
 from .._validation import check_function, describe
 from .forgotten import note_true, using_scale
 from .scaling import scale_loss_by, unscale, warn_of_narrow_loss
@@ -159,7 +159,7 @@ def differentiate(
         if value_and_grad is jax.value_and_grad:
             _check_arguments(argnums, args, kwargs)
 
-        @functools.wraps(fun, updated=())
+        @wraps(fun)
         def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
             output = fun(*with_finite_overwrites(args), **kwargs)
             # Nothing uses the product, only its derivative, so XLA removes it.

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from .._flax_internals import is_initializing
+from .._flax_internals import is_initializing, wraps
 from .._jax_internals import (
     COLLECTIVE,
     MUTABLE_ARRAYS,
@@ -137,7 +137,7 @@ def autocast(
             "`Fp8DotGeneral`."
         )
 
-    @functools.wraps(fun, updated=())
+    @wraps(fun)
     def cast_fun(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
         if is_initializing():
             return fun(*args, **kwargs)

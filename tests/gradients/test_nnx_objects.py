@@ -1,6 +1,7 @@
 """Flax NNX objects, which change in place, in a loop that computes them again."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -145,6 +146,29 @@ def test_a_module_whose_changes_jax_would_lose_is_refused(make):
     assert_same_bits(beside(X, linear)[1], slopes)
     last = make(lambda model, x: jnp.sum(model(x)), HIGH, argnums=-1)
     assert_same_bits(last(linear, X)[1], slopes)
+
+
+@pytest.mark.parametrize(
+    "differentiated",
+    [
+        lambda loss: nnx.grad(ls.autocast(loss)),
+        lambda loss: nnx.grad(ls.scale_backward(loss, 8.0)),
+        lambda loss: nnx.grad(functools.partial(ls.scale_block(loss))),
+        lambda loss: ls.grad(loss, HIGH, value_and_grad=nnx.value_and_grad),
+        lambda loss: by_nnx(loss, HIGH),
+    ],
+)
+def test_bound_method_is_refused_as_by_nnx(differentiated):
+    linear = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    try:
+        nnx.grad(linear.__call__)
+    except ValueError:
+        with pytest.raises(ValueError, match="does not support bound methods"):
+            differentiated(functools.partial(linear.__call__))(X)
+    assert ls.autocast(linear.__call__)(X).shape == X.shape
+    assert inspect.signature(ls.autocast(linear.__call__)) == inspect.signature(
+        linear.__call__
+    )
 
 
 @pytest.mark.parametrize("kind", ["hijax", "ref"])
