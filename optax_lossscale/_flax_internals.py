@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_TAG = "optax_lossscale"  # by this name NNX maps copies to originals
+_TAG = "optax_lossscale"  # by this name NNX maps copies to originals, and we know ours
 
 
 def wraps(fun: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
@@ -58,14 +58,25 @@ def changes_transferred() -> contextlib.AbstractContextManager[Any]:
 
 def as_arrays(tree: Any) -> Any:
     """Return a tree in which each object is a tree of its arrays."""
-    nnx = _nnx()
-    return tree if nnx is None else nnx.to_tree(tree, ctxtag=_TAG)
+    if (nnx := _nnx()) is None:
+        return tree
+
+    def split(context: Any, path: Any, prefix: Any, x: Any) -> Any:
+        return nnx.NodeStates.from_split(*context.split(x), metadata=_TAG)
+
+    return nnx.to_tree(tree, split_fn=split, ctxtag=_TAG)
 
 
 def with_objects(tree: Any, *, copies: bool) -> Any:
     """Undo ``as_arrays``: return copies, or the originals, changed like the copies."""
-    nnx = _nnx()
-    return tree if nnx is None else nnx.from_tree(tree, is_inner=copies, ctxtag=_TAG)
+    if (nnx := _nnx()) is None:
+        return tree
+
+    def is_ours(x: Any) -> bool:  # others are of the user's own `nnx.to_tree`
+        return isinstance(x, nnx.NodeStates) and x.metadata == _TAG
+
+    leaves = dict(is_node_leaf=is_ours, is_leaf=is_ours)
+    return nnx.from_tree(tree, **leaves, is_inner=copies, ctxtag=_TAG)
 
 
 def contents(x: Any) -> tuple[Any, list[Any]]:

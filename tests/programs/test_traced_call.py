@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.nnx.transforms.general import merge_inputs, split_inputs
 from training import normal
 
 import optax_lossscale as ls
@@ -75,6 +76,19 @@ def test_module_that_is_read_beside_one_that_changes_may_be_from_outside(wrap):
 
     norm = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
     assert np.isfinite(step(norm, X + 1)) and np.all(norm.mean[...] != 0)
+
+
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+def test_tree_of_a_module_stays_a_tree(wrap):
+    def split_loss(tree, x):
+        norm = nnx.from_tree(tree)
+        return loss_fn(norm, x), nnx.to_tree(norm)
+
+    norm = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+    _, tree = wrap(split_loss)(nnx.to_tree(norm), X + 1)
+    assert np.all(nnx.from_tree(tree).mean[...] != 0)
+    split_inputs(wrap(merge_inputs(loss_fn)))(norm, X + 1)
+    np.testing.assert_array_equal(norm.mean[...], nnx.from_tree(tree).mean[...])
 
 
 def test_arrays_of_numpy_are_computed_in_the_program():
