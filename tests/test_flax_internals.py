@@ -2,6 +2,7 @@
 
 import flax
 import flax.linen as nn
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import pytest
@@ -62,8 +63,29 @@ def initialization_is_known():
     return [*seen, _flax_internals.is_initializing()] == [True, False, False]
 
 
+def state_of_a_running_model_is_read_and_written():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self):
+            calls = self.variable("counts", "calls", int)
+            (variables, _) = _flax_internals.model_state()
+            assert variables == {"counts": {"calls": 0}}
+            _flax_internals.set_model_state(({"counts": {"calls": 1}}, None))
+            return calls.value
+
+    def draws():
+        before = _flax_internals.model_state()
+        first = hk.next_rng_key()
+        _flax_internals.set_model_state(before)
+        return first == hk.next_rng_key()
+
+    calls, _ = Model().apply({"counts": {"calls": 0}}, mutable=["counts"])
+    return calls == 1 and hk.transform(draws).apply({}, jax.random.key(0))
+
+
 CANARIES = [
     initialization_is_known,
+    state_of_a_running_model_is_read_and_written,
     changes_of_copies_reach_the_originals,
     objects_are_leaves_and_updated_in_place,
     variables_hold_arrays,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 
 from .. import _flax_internals
 from .._axes import AxisName, check_axis_name
@@ -57,50 +57,30 @@ def traced_call(
     Inputs and outputs of the program are jax arrays alone. Everything else that the
     function takes or returns, such as strings, stays outside of the program. The
     function gets copies of Flax NNX objects, and ``put_back`` makes the same changes to
-    the originals.
+    the originals, and to the state of a Linen or Haiku model around the call.
     """
     with _flax_internals.changes_transferred():
         given = _flax_internals.as_arrays((tuple(args), dict(kwargs)))
         paths, structure = jax.tree_util.tree_flatten_with_path(given)
-        leaves = [x for _, x in paths]
-        # NumPy would compute with its own arrays, beside the program.
+        # NumPy would compute with its own arrays, beside the program. Others are left
+        # alone: under an eager `jax.grad`, `jnp.asarray` of a tracer is a copy.
         arrays = {
-            i: jnp.asarray(x)
-            for i, x in enumerate(leaves)
+            i: x if isinstance(x, jax.Array) else jnp.asarray(x)
+            for i, (_, x) in enumerate(paths)
             if isinstance(x, jax.Array) or isinstance(x, np.ndarray) and is_inexact(x)
         }
-        returned: list[Any] = []
-        out_structure: Any = None
-        changed_objects: list[int] = []
+        output: Any = None
 
         def flat(first: Any, arrays: dict[int, jax.Array]) -> list[jax.Array]:
-            nonlocal returned, out_structure, changed_objects
-            copies = [arrays.get(i, x) for i, x in enumerate(leaves)]
+            nonlocal output
+            leaves = [arrays.get(i, x) for i, (_, x) in enumerate(paths)]
             arguments = _flax_internals.with_objects(
-                jax.tree.unflatten(structure, copies), copies=True
+                jax.tree.unflatten(structure, leaves), copies=True
             )
-            before = _flax_internals.leaves_with_objects(arguments)
-            again = _flax_internals.leaves_with_objects(arguments)
-            objects = list(filter(_flax_internals.is_object, before.values()))
-            contents = [*map(_flax_internals.contents, objects)]
-            output = fun(*first, *arguments[0], **arguments[1])
-            after = before
-            with contextlib.suppress(ValueError):  # raised by a used `eqx.nn.State`
-                after = _flax_internals.leaves_with_objects(arguments)
-            # Some trees compute their leaves whenever they are flattened.
-            computed = {path for path, x in before.items() if x is not again.get(path)}
-            _check_unchanged(before, after, besides=computed)
-            # Those that are only read may be of a trace that forbids to write them.
-            changed_objects = [
-                i
-                for i, (x, old) in enumerate(zip(objects, contents, strict=True))
-                if not _flax_internals.is_same(x, old)
-            ]
-            objects = [objects[i] for i in changed_objects]
-            changed = _flax_internals.as_arrays((output, objects))
-            outputs, out_structure = jax.tree.flatten(changed)
-            returned = [_ARRAY if isinstance(x, jax.Array) else x for x in outputs]
-            return [x for x in outputs if isinstance(x, jax.Array)]
+            changes = _watch(arguments)
+            returned = fun(*first, *arguments[0], **arguments[1])
+            traced, output = _without_arrays(returned, changes())
+            return traced
 
         # Errors of JAX name the function that it unwraps.
         vars(flat).update(__wrapped__=fun, __signature__=inspect.signature(flat))
@@ -110,22 +90,20 @@ def traced_call(
         whole = [_flax_internals.is_overwritten(paths[i][0]) for i in arrays]
         rest = [False] * len(closed_jaxpr.consts)
         overwritten = [*[False] * len(first), *whole, *rest]
-        # Inputs that are returned unchanged, such as parameters, bypass the program.
+        # What is not computed bypasses the program: inputs that are returned unchanged,
+        # such as parameters, and constant scalars. Of a jnp.array(True), for example,
+        # `jax.core.eval_jaxpr` would return the Python number.
         known = dict(zip(map(id, jaxpr.invars), inputs, strict=True))
-        forwarded = [known.get(id(x)) for x in jaxpr.outvars]
-        pairs = zip(jaxpr.outvars, forwarded, strict=True)
+        scalars = [x for x in jaxpr.outvars if isinstance(x, Literal)]
+        known.update({id(x): jnp.asarray(x.val) for x in scalars})
+        bypassing = [known.get(id(x)) for x in jaxpr.outvars]
+        pairs = zip(jaxpr.outvars, bypassing, strict=True)
         jaxpr = replace(jaxpr, outvars=[x for x, y in pairs if y is None])
 
         def put_back(computed: Sequence[jax.Array]) -> Any:
-            remaining = iter(computed)
-            outputs = iter([next(remaining) if y is None else y for y in forwarded])
-            leaves = [next(outputs) if x is _ARRAY else x for x in returned]
-            if changed_objects:
-                originals = _flax_internals.leaves_with_objects((args, kwargs)).values()
-                objects = list(filter(_flax_internals.is_object, originals))
-                _flax_internals.check_writable([objects[i] for i in changed_objects])
-            changed = jax.tree.unflatten(out_structure, leaves)
-            return _flax_internals.with_objects(changed, copies=False)[0]
+            rest = iter(computed)
+            all_outputs = [next(rest) if x is None else x for x in bypassing]
+            return output.put_back(all_outputs, (args, kwargs))
 
         yield TracedCall(jaxpr, inputs, overwritten, put_back)
 
@@ -154,6 +132,45 @@ def check_axes(jaxpr: Jaxpr, axis_name: AxisName | None) -> None:
         )
 
 
+class _Changes(NamedTuple):
+    """What a function has changed."""
+
+    objects: dict[int, Any]  # by their places among the NNX objects in the arguments
+    model: Any  # the new state of the Linen or Haiku model around the call, or None
+
+
+def _watch(arguments: Any) -> Callable[[], _Changes]:
+    """Return a function that tells what was changed in the meantime.
+
+    It raises if that is anything but NNX objects and the model around the call.
+    """
+    before = _flax_internals.leaves_with_objects(arguments)
+    again = _flax_internals.leaves_with_objects(arguments)
+    # Some trees compute their leaves whenever they are flattened.
+    computed = {path for path, x in before.items() if x is not again.get(path)}
+    objects = list(filter(_flax_internals.is_object, before.values()))
+    contents = [*map(_flax_internals.contents, objects)]
+    old_model = jax.tree.leaves(_flax_internals.model_state())
+
+    def changes() -> _Changes:
+        after = before
+        with contextlib.suppress(ValueError):  # raised by a used `eqx.nn.State`
+            after = _flax_internals.leaves_with_objects(arguments)
+        _check_unchanged(before, after, besides=computed)
+        # Those that are only read may be of a trace that forbids to write them.
+        pairs = zip(objects, contents, strict=True)
+        changed = {
+            i: x
+            for i, (x, old) in enumerate(pairs)
+            if not _flax_internals.is_same(x, old)
+        }
+        model = _flax_internals.model_state()
+        is_old = [*map(id, jax.tree.leaves(model))] == [*map(id, old_model)]
+        return _Changes(changed, None if is_old else model)
+
+    return changes
+
+
 def _check_unchanged(
     before: dict[str, Any], after: dict[str, Any], besides: set[str]
 ) -> None:
@@ -168,3 +185,35 @@ def _check_unchanged(
                 f"{describe(pair[0])}. Return new values, such as BatchNorm statistics "
                 "or dropout counters, next to the output."
             )
+
+
+class _Output(NamedTuple):
+    """What a function returned and changed, without its arrays."""
+
+    structure: Any
+    leaves: list[Any]  # in the place of an array, `_ARRAY`
+    changed_objects: list[int]
+
+    def put_back(self, arrays: Sequence[jax.Array], arguments: Any) -> Any:
+        """Return what the function returned, and change what it changed."""
+        if self.changed_objects:
+            originals = _flax_internals.leaves_with_objects(arguments).values()
+            objects = list(filter(_flax_internals.is_object, originals))
+            _flax_internals.check_writable([objects[i] for i in self.changed_objects])
+        remaining = iter(arrays)
+        leaves = [next(remaining) if x is _ARRAY else x for x in self.leaves]
+        returned, _, model = _flax_internals.with_objects(
+            jax.tree.unflatten(self.structure, leaves), copies=False
+        )
+        if model is not None:
+            _flax_internals.set_model_state(model)
+        return returned
+
+
+def _without_arrays(returned: Any, changes: _Changes) -> tuple[list[Any], _Output]:
+    """Take the arrays out of what a function returned and changed."""
+    everything = (returned, [*changes.objects.values()], changes.model)
+    leaves, structure = jax.tree.flatten(_flax_internals.as_arrays(everything))
+    marked = [_ARRAY if isinstance(x, jax.Array) else x for x in leaves]
+    output = _Output(structure, marked, [*changes.objects])
+    return [x for x in leaves if isinstance(x, jax.Array)], output

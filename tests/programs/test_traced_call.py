@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from flax.nnx.transforms.general import merge_inputs, split_inputs
+from shared import enable_x64
 from training import normal
 
 import optax_lossscale as ls
@@ -91,6 +92,28 @@ def test_tree_of_a_module_stays_a_tree(wrap):
     np.testing.assert_array_equal(norm.mean[...], nnx.from_tree(tree).mean[...])
 
 
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+def test_constant_that_is_returned_is_an_array(wrap, x64):
+    def constants(_):
+        return jnp.array(True), jnp.asarray(0.5), jnp.asarray(3), jnp.float16(1)
+
+    seen = []
+    with enable_x64(x64):
+        jax.jit(lambda x: seen.append(wrap(constants)(x)))(X)
+        for arrays in (*seen, wrap(constants)(X)):
+            assert all(isinstance(x, jax.Array) for x in arrays)
+            assert [*map(jax.typeof, arrays)] == [*map(jax.typeof, constants(X))]
+
+
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+def test_argument_is_not_copied_by_an_eager_derivative(wrap):
+    x = jnp.ones((3, 173))
+    pullback = jax.vjp(wrap(lambda x: jnp.sum(x * x)), x)[1]
+    assert sum(a.shape == x.shape for a in jax.live_arrays()) == 1
+    del pullback
+
+
 def test_arrays_of_numpy_are_computed_in_the_program():
     x, w = np.full((2, 8), 1 + 2.0**-12, np.float32), np.ones((8, 2), np.float32)
     np.testing.assert_array_equal(ls.autocast(lambda x, w: x @ w)(x, w), 8.0)
@@ -116,18 +139,47 @@ def haiku(wrap):
     return hk.without_apply_rng(hk.transform(layers))
 
 
-@pytest.mark.parametrize("make", [linen, haiku])
+def linen_that_changes(wrap):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = wrap(nn.BatchNorm(use_running_average=False))(x)
+            x = wrap(nn.Dropout(0.5, deterministic=False))(x)
+            self.sow("seen", "x", x)
+            return wrap(nn.BatchNorm(use_running_average=False))(x)
+
+    options = dict(rngs={"dropout": jax.random.key(1)}, mutable=["batch_stats", "seen"])
+    return hk.Transformed(
+        lambda key, x: Model().init({"params": key, "dropout": key}, x),
+        functools.partial(Model().apply, **options),
+    )
+
+
+def haiku_that_changes(wrap):
+    def layers(x):
+        norm = hk.BatchNorm(True, True, 0.9)
+        for _ in range(2):
+            x = wrap(lambda x: hk.dropout(hk.next_rng_key(), 0.5, x))(x)
+            x = wrap(norm)(x, True)
+        return x, jax.random.uniform(hk.next_rng_key())
+
+    model, key = hk.transform_with_state(layers), jax.random.key(1)
+    return hk.Transformed(model.init, lambda both, x: model.apply(*both, key, x))
+
+
+@pytest.mark.parametrize("make", [linen, haiku, linen_that_changes, haiku_that_changes])
 @pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
 def test_layers_of_linen_and_haiku_may_be_wrapped(wrap, make):
-    """Their parameters are made as without it."""
+    """Their parameters are made as without it. They may change statistics and keys."""
     model, plain = make(wrap), make(lambda f: f)
     params = model.init(jax.random.key(0), X)
     expected = jax.jit(plain.init)(jax.random.key(0), X)
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-6), params, expected
     )
-    found = jax.jit(model.apply)(params, X)
-    np.testing.assert_allclose(found, jax.jit(plain.apply)(params, X), atol=0.02)
+    found, expected = (jax.jit(x.apply)(params, X) for x in (model, plain))
+    close = functools.partial(np.testing.assert_allclose, atol=0.02)
+    jax.tree.map(close, found, expected)
 
 
 @jax.tree_util.register_pytree_node_class
