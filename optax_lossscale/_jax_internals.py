@@ -1,157 +1,10 @@
 """Uses of jax internals. Only this file handles differences between jax versions."""
 
-import functools
-import itertools
-import os
-import sysconfig
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 from jax.interpreters import ad
-
-# The names of effect classes, which jax does not export.
-COLLECTIVE = "NamedAxisEffect"
-DEBUGGING = frozenset({"DebugEffect", "OrderedDebugEffect"})
-# Where the code is that is not the user's.
-_INSTALLED = tuple(
-    {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
-)
-NO_LINE = "?"
-MUTABLE_ARRAYS = frozenset({"ReadEffect", "WriteEffect", "AccumEffect"})
-
-
-def without_constants(closed_jaxpr: ClosedJaxpr) -> Jaxpr:
-    """Turn the constants of a program into its last inputs.
-
-    jax 0.12 stores constant arrays in the program. A function that refers to it would
-    keep tracers alive longer than their trace.
-    """
-    jaxpr = closed_jaxpr.jaxpr
-    return replace(jaxpr, constvars=[], invars=[*jaxpr.invars, *jaxpr.constvars])
-
-
-def with_eqns(
-    program: Jaxpr | ClosedJaxpr,
-    change: Callable[[JaxprEqn], Iterable[JaxprEqn]],
-    inputs: Sequence[Var] = (),
-) -> Any:
-    """Replace each equation by those that ``change`` returns, and append inputs.
-
-    They may have effects of debugging.
-    """
-    jaxpr: Any = program.jaxpr if isinstance(program, ClosedJaxpr) else program
-    eqns = [*itertools.chain.from_iterable(map(change, jaxpr.eqns))]
-    effects = jaxpr.effects | _debugging_effects(eqns)
-    inputs = [*jaxpr.invars, *inputs]
-    new = replace(jaxpr, eqns=eqns, invars=inputs, effects=effects)
-    # In jax 0.12 there is one class, whose attribute ``jaxpr`` is the program itself.
-    return new if jaxpr is program else ClosedJaxpr(new, cast(Any, program).consts)
-
-
-def replace(program: Any, **fields: Any) -> Any:
-    """Return a program, or an equation of one, with other fields."""
-    return program.replace(**fields)
-
-
-def new_var(aval: Any, dtype: Any = None) -> Var:
-    """Return a new variable for a program, perhaps of another dtype."""
-    if dtype is not None:
-        aval = aval.update(dtype=jnp.dtype(dtype), weak_type=False)
-    return Var(aval)
-
-
-def eqn_like(eqn: JaxprEqn, fun: Any, inputs: Sequence[Any], output: Var) -> Any:
-    """Return an equation that computes one primitive, with the context of another."""
-    new = _equation(fun, *(x.aval.dtype for x in inputs))
-    return replace(
-        eqn,
-        primitive=new.primitive,
-        invars=[*inputs],
-        outvars=[output],
-        params=new.params,
-        effects=new.effects,
-    )
-
-
-@functools.lru_cache
-def _equation(fun: Any, *dtypes: Any) -> Any:
-    """Return an equation on scalars. It is traced once, for any number of copies."""
-    like = [jax.ShapeDtypeStruct((), dtype) for dtype in dtypes]
-    (eqn,) = jax.make_jaxpr(fun)(*like).jaxpr.eqns
-    return eqn
-
-
-def checkpointed(program: Jaxpr | ClosedJaxpr, policy: Callable[..., bool]) -> Any:
-    """Return a program that is one ``jax.checkpoint``.
-
-    Without ``prevent_cse``, which the bodies of loops do not need.
-    """
-    outer: Any = program.jaxpr if isinstance(program, ClosedJaxpr) else program
-    fun = jax.checkpoint(jnp.negative, policy=policy, prevent_cse=False)
-    (new,) = jax.make_jaxpr(fun)(0.0).jaxpr.eqns
-    inner = replace(outer, constvars=[], invars=[*outer.constvars, *outer.invars])
-    results = [new_var(x.aval) for x in outer.outvars]
-    new = replace(
-        new,
-        ctx=outer.eqns[0].ctx,  # such as the mesh of a `shard_map` around it
-        invars=inner.invars,
-        outvars=results,
-        params={**new.params, "jaxpr": inner},
-        effects=outer.effects,
-    )
-    outer = replace(outer, eqns=[new], outvars=results)
-    same = isinstance(program, Jaxpr)
-    return outer if same else ClosedJaxpr(outer, cast(Any, program).consts)
-
-
-def debugging_equation(fun: Any, inputs: Sequence[Any]) -> Any:
-    """Return an equation that calls a function, which returns nothing, for its effect.
-
-    The function is traced on the shapes of the inputs.
-    """
-    like = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in inputs]
-    (eqn,) = jax.make_jaxpr(jax.jit(fun))(*like).jaxpr.eqns
-    return replace(eqn, invars=[*inputs])
-
-
-def with_effects_of(eqn: JaxprEqn, params: dict[str, Any]) -> Any:
-    """Return an equation with other programs inside, and their effects of debugging."""
-    effects = eqn.effects | _debugging_effects(programs_in(params))
-    return replace(eqn, params=params, effects=effects)
-
-
-def _debugging_effects(parts: Iterable[Any]) -> set[Any]:
-    return {e for x in parts for e in x.effects if type(e).__name__ in DEBUGGING}
-
-
-def programs_in(params: dict[str, Any]) -> list[Any]:
-    """Return the programs among the parameters of an equation."""
-    return [x for x in jax.tree.leaves(params) if isinstance(x, ClosedJaxpr | Jaxpr)]
-
-
-def user_line(eqn: JaxprEqn) -> str:
-    """Return the file, the line and the function of the user that an equation is from.
-
-    It is the innermost line outside of installed packages. ``NO_LINE`` if there is
-    none, or if the equation is of this package.
-    """
-    traceback: Any = eqn.source_info.traceback
-    for frame in traceback.frames if traceback else ():
-        if frame.file_name.startswith(os.path.dirname(__file__)):
-            break
-        if not frame.file_name.startswith(_INSTALLED):
-            name = os.path.basename(frame.file_name)
-            function = frame.function_name.rpartition("<locals>.")[2]
-            return f"{name}:{frame.line_num} ({function})"
-    return NO_LINE
-
-
-def is_of_backward_pass(eqn: JaxprEqn) -> bool:
-    """Return whether an equation, or the one around it, transposes another."""
-    return "transpose(" in str(eqn.source_info.name_stack)
 
 
 def is_staging() -> bool:
@@ -210,16 +63,6 @@ def in_memory_of(other: Any, x: jax.Array) -> jax.Array:
 def is_ref(x: jax.Array) -> bool:
     """Return whether an array is mutable, a ``jax.Ref``."""
     return hasattr(jax.typeof(x), "inner_aval")
-
-
-def collective_axes(jaxpr: Jaxpr) -> set[Any]:
-    """Return the mapped axes along which the devices of a program communicate."""
-    effects: Any = jaxpr.effects
-    return {e.name for e in effects if type(e).__name__ == COLLECTIVE}
-
-
-def effect_names(of: ClosedJaxpr | Jaxpr) -> set[str]:
-    return {type(effect).__name__ for effect in of.effects}
 
 
 def zeros_like_aval(aval: Any) -> jax.Array:

@@ -13,7 +13,8 @@ from jax.extend.core import Jaxpr
 from .._axes import AxisName, reduce_along
 from .._dtypes import exact_power, is_inexact, loses_range, wide_dtype
 from .._flax_internals import finite_overwrite, is_initializing, wraps
-from .._jax_internals import COLLECTIVE, DEBUGGING, effect_names, zeros_like_aval
+from .._jax_internals import zeros_like_aval
+from .._programs.rewrite import COLLECTIVE, DEBUGGING, effect_names
 from .._programs.traced_call import check_axes, evaluate, refuse_effects, traced_call
 from .._rules.fields import check_field
 from .._validation import check_dtype, check_function, check_scale, describe, warn

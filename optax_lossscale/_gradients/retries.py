@@ -13,7 +13,8 @@ from .._dtypes import SMALLEST_SCALE
 from .._find import replace_loss_scale_state
 from .._finite import all_finite
 from .._flax_internals import update_objects
-from .._jax_internals import MUTABLE_ARRAYS, after, effect_names, zeros_like_aval
+from .._jax_internals import after, zeros_like_aval
+from .._programs.rewrite import MUTABLE_ARRAYS, effect_names
 from .._programs.traced_call import (
     check_axes,
     evaluate_with_nan,

@@ -11,47 +11,28 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._flax_internals import is_initializing, wraps
-from .._jax_internals import (
-    COLLECTIVE,
+from .._validation import check_dtype, check_function, warn
+from .loops import may_compute_again, with_least_kept
+from .primitives import PRODUCTS, TRANSPARENT
+from .products import (
+    VECTORS,
+    reason_to_leave,
+    reasons_to_leave,
+)
+from .rewrite import (
     MUTABLE_ARRAYS,
-    checkpointed,
     effect_names,
     eqn_like,
+    equations,
     new_var,
     replace,
     with_eqns,
-)
-from .._validation import check_dtype, check_function, warn
-from .equations import (
-    ELEMENTWISE,
-    REDUCTIONS,
-    RESHAPES,
-    equations,
-    operations,
     with_programs,
-)
-from .products import (
-    CHECKPOINTS,
-    DERIVATIVE,
-    FEW,
-    PRECISION,
-    PRODUCTS,
-    TRANSPARENT,
-    VECTORS,
-    WIDE_RESULT,
-    reason_to_leave,
-    reasons_to_leave,
 )
 from .traced_call import evaluate, refuse_effects, traced_call
 
 Arguments = ParamSpec("Arguments")
 Output = TypeVar("Output")
-
-# What the backward pass of a loop computes again instead of keeping it.
-_CHEAP = ELEMENTWISE | REDUCTIONS | RESHAPES
-_CHEAP |= {"name", "optimization_barrier", "sharding_constraint"}
-
-Change = Callable[[Any, str], Any]
 
 
 def autocast(
@@ -149,41 +130,29 @@ def autocast(
     return cast_fun
 
 
-# Why most of the products are left if none is cast, and the way out.
-_ADVICE = {
-    PRECISION: "a precision other than the default, which may be set for the process "
-    "as `jax_default_matmul_precision`. Put `with "
-    'jax.default_matmul_precision("default"):` around the call.',
-    DERIVATIVE: "a function with a derivative of its own. Put `autocast` inside of it.",
-    FEW: "that each sums fewer than 8 numbers, which is no faster in float16. Leave "
-    "out `autocast`.",
-}
-
-
 def _warn_if_nothing_is_cast(program: Jaxpr, dtype: str) -> None:
-    reasons = collections.Counter(reasons_to_leave(program, dtype))
-    del reasons[VECTORS]
-    if not reasons or reasons.keys() & {"", dtype, WIDE_RESULT}:
+    found = [x for x in reasons_to_leave(program, dtype) if x != VECTORS]
+    advice = collections.Counter(left.advice if left else "" for left in found)
+    if not advice or "" in advice:
         return  # some are cast, here or by hand
-    [(why, count)] = reasons.most_common(1)
-    advice = _ADVICE.get(why, f"the type {why}. Give `autocast` a float32 program.")
+    [(most, count)] = advice.most_common(1)
     warn(
         f"`autocast` casts no matrix product or convolution of `fun`, 0 of "
-        f"{reasons.total()}. The reason, for {count} of them, is {advice} "
+        f"{advice.total()}. The reason, for {count} of them, is {most} "
         "`autocast_report` lists them."
     )
 
 
-def _remembered(change: Change) -> Change:
+def _remembered(change: Callable[..., Any]) -> Callable[..., Any]:
     """Remember the results for each program, so that JAX compiles each only once."""
-    known: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+    known: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(change)
-    def changed(program: Any, dtype: str) -> Any:
+    def changed(program: Any, *options: Any) -> Any:
         results = known.setdefault(program, {})
-        if dtype not in results:
-            results[dtype] = change(program, dtype)
-        return results[dtype]
+        if options not in results:
+            results[options] = change(program, *options)
+        return results[options]
 
     return changed
 
@@ -194,52 +163,14 @@ def _cast(program: Any, dtype: str) -> Any:
     return with_eqns(program, lambda eqn: _cast_eqn(eqn, dtype))
 
 
-def _cast_eqn(eqn: JaxprEqn, dtype: str) -> Iterator[JaxprEqn]:
-    """Yield equations that replace one. Their results have the same types."""
-    if eqn.primitive.name in TRANSPARENT:
-        cast = _cast_body if eqn.primitive.name == "scan" else _cast
-        yield replace(eqn, params=with_programs(eqn.params, lambda x: cast(x, dtype)))
-    elif eqn.primitive.name in PRODUCTS and not reason_to_leave(eqn, dtype):
-        operands: list[Any] = list(eqn.invars)
-        for i, x in enumerate(operands[:2]):
-            if x.aval.dtype == jnp.float32:
-                operands[i] = new_var(x.aval, dtype)
-                yield _convert(eqn, x, operands[i])
-        (result,) = eqn.outvars
-        narrow_result = new_var(result.aval, dtype)
-        yield replace(
-            eqn,
-            invars=operands,
-            outvars=[narrow_result],
-            params={**eqn.params, "preferred_element_type": jnp.dtype(dtype)},
-        )
-        yield _convert(eqn, narrow_result, result)
-    else:
-        yield eqn
-
-
 @_remembered
-def _cast_body(program: Any, dtype: str) -> Any:
-    """Return the body of a ``scan`` with cast products, and what it keeps of them.
-
-    JAX keeps what the backward pass of a ``scan`` needs. Behind a cast product that is
-    float32, although it can be computed from the float16 result.
-    """
+def _cast_body(program: Any, dtype: str, consts: int, carry: int) -> Any:
+    """Return the body of a ``scan`` with cast products, which keeps less of them."""
     cast = _cast(program, dtype)
     gains = _count(cast, dtype) > _count(program, dtype)
-    if gains and _may_compute_again(program):
-        return checkpointed(cast, _is_kept)
+    if gains and may_compute_again(program):
+        return with_least_kept(cast, consts, carry)
     return cast
-
-
-def _may_compute_again(body: Any) -> bool:
-    """Return whether parts of a body may run twice, without a loss.
-
-    JAX would run an inner ``while`` twice as a whole. If the body has a
-    ``jax.checkpoint``, its author has decided.
-    """
-    is_pure = effect_names(body) <= {COLLECTIVE}
-    return is_pure and not operations(body) & (CHECKPOINTS | {"while"})
 
 
 def _count(program: Any, dtype: str) -> int:
@@ -249,9 +180,31 @@ def _count(program: Any, dtype: str) -> int:
     return sum(x.aval.dtype.name == dtype for x in results)
 
 
-def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Return whether a loop keeps the result of an operation for its backward pass."""
-    return primitive.name not in _CHEAP
+def _cast_eqn(eqn: JaxprEqn, dtype: str) -> Iterator[JaxprEqn]:
+    """Yield equations that replace one. Their results have the same types."""
+    name = eqn.primitive.name
+    if name == "scan":
+        sizes = eqn.params["num_consts"], eqn.params["num_carry"]
+        yield with_programs(eqn, lambda body: _cast_body(body, dtype, *sizes))
+    elif name in TRANSPARENT:
+        yield with_programs(eqn, lambda program: _cast(program, dtype))
+    elif name in PRODUCTS and reason_to_leave(eqn, dtype) is None:
+        yield from _cast_product(eqn, dtype)
+    else:
+        yield eqn
+
+
+def _cast_product(eqn: JaxprEqn, dtype: str) -> Iterator[JaxprEqn]:
+    operands: list[Any] = list(eqn.invars)
+    for i, x in enumerate(operands[:2]):
+        if x.aval.dtype == jnp.float32:
+            operands[i] = new_var(x.aval, dtype)
+            yield _convert(eqn, x, operands[i])
+    (result,) = eqn.outvars
+    narrow_result = new_var(result.aval, dtype)
+    params = {**eqn.params, "preferred_element_type": jnp.dtype(dtype)}
+    yield replace(eqn, invars=operands, outvars=[narrow_result], params=params)
+    yield _convert(eqn, narrow_result, result)
 
 
 def _convert(eqn: JaxprEqn, x: Any, y: Any) -> JaxprEqn:

@@ -1,64 +1,86 @@
-"""Which operations are products, and why one is not computed in a narrower type."""
+"""Which products are computed in a narrower type, and why the others are not."""
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
-from .._jax_internals import programs_in
+from .primitives import CUSTOM, PRODUCTS, TRANSPARENT
+from .rewrite import Program, programs_in
 
-PRODUCTS = frozenset(
-    ["conv_general_dilated", "dot_general", "ragged_dot", "ragged_dot_general"]
-)
 # How many numbers a matrix product sums up at least.
 FEWEST = 8
-CHECKPOINTS = frozenset(["checkpoint", "remat2"])
-# Equations whose programs are evaluated and differentiated as they stand. Others, such
-# as ``custom_vjp_call``, have a derivative that was written for their types.
-TRANSPARENT = CHECKPOINTS | {
-    *("jit", "pjit", "closed_call", "core_call", "scan", "while", "cond", "shard_map"),
-    *("composite", "custom_vmap_call"),
-}
-# Kernels and solvers are not looked into.
-_LOOKED_INTO = TRANSPARENT | {
-    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
-}
 
-# Why a product is left as it is.
-DERIVATIVE = "own derivative"
-PRECISION = "precision"
-FEW = f"fewer than {FEWEST}"
-VECTORS = "no matrix product"
-WIDE_RESULT = "float32 result"
+
+class Left(NamedTuple):
+    """Why a product is left as it is.
+
+    Attributes:
+        reason: a few words for the report.
+        advice: the reason in a sentence, and the way out. Nothing if none is needed.
+    """
+
+    reason: str
+    advice: str = ""
+
+
+_DERIVATIVE = Left(
+    "own derivative",
+    "a function with a derivative of its own. Put `autocast` inside of it.",
+)
+_BATCH_RULE = Left(
+    "own batch rule",
+    "a function with a batch rule of its own. Put `autocast` inside of it.",
+)
+_PRECISION = Left(
+    "precision",
+    "a precision other than the default, which may be set for the process as "
+    "`jax_default_matmul_precision`. Put `with "
+    'jax.default_matmul_precision("default"):` around the call.',
+)
+_FEW = Left(
+    f"fewer than {FEWEST}",
+    f"that each sums fewer than {FEWEST} numbers, which is no faster in float16. Leave "
+    "out `autocast`.",
+)
+VECTORS = Left("no matrix product")
+# These are cast by hand.
+NARROW = Left("")
+WIDE_RESULT = Left("float32 result")
 
 
 def reasons_to_leave(
-    program: ClosedJaxpr | Jaxpr, dtype: str, inside: str = ""
-) -> Iterator[str]:
-    """Yield for each product of a program why it is left, or ""."""
+    program: Program, dtype: str, outside: Left | None = None
+) -> Iterator[Left | None]:
+    """Yield why each product of a program is left, or None."""
     for eqn in program.eqns:
         if eqn.primitive.name in PRODUCTS:
-            yield reason_to_leave(eqn, dtype, inside)
+            yield reason_to_leave(eqn, dtype, outside)
         elif is_looked_into(eqn):
             for inner in programs_in(eqn.params):
-                yield from reasons_to_leave(inner, dtype, reason_inside(eqn, inside))
+                yield from reasons_to_leave(inner, dtype, reason_inside(eqn, outside))
 
 
 def is_looked_into(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name in _LOOKED_INTO
+    """Return whether the products inside are listed. Those of kernels are not."""
+    return eqn.primitive.name in TRANSPARENT | CUSTOM
 
 
-def reason_inside(eqn: JaxprEqn, outside: str) -> str:
-    """Return why a product inside of an equation is left, or "" if it need not be."""
-    return outside if eqn.primitive.name in TRANSPARENT else DERIVATIVE
+def reason_inside(eqn: JaxprEqn, outside: Left | None) -> Left | None:
+    """Return why all products inside of an equation are left, if there is a reason."""
+    if eqn.primitive.name in TRANSPARENT:
+        return outside
+    return _BATCH_RULE if eqn.primitive.name == "custom_vmap_call" else _DERIVATIVE
 
 
-def reason_to_leave(eqn: JaxprEqn, dtype: str, inside: str = "") -> str:
-    """Return why a product is not computed in a narrower type, or "" if it is.
+def reason_to_leave(
+    eqn: JaxprEqn, dtype: str, outside: Left | None = None
+) -> Left | None:
+    """Return why a product is left as it is, or None if it is cast.
 
-    ``inside`` is the reason that comes from what the product is inside of.
+    ``outside`` is a reason that comes from what the product is inside of.
 
     Uses of ``dot_general`` that are no matrix product, and that no matrix unit
     computes, are sums of products, as in ``jnp.vdot``, and outer and elementwise
@@ -68,15 +90,18 @@ def reason_to_leave(eqn: JaxprEqn, dtype: str, inside: str = "") -> str:
     *operands, result = (x.dtype.name for x in avals)
     # One operand may have the narrower type already, such as a float16 parameter.
     if other := {*operands, result} - {"float32", dtype}:
-        return min(other)
-    if "float32" not in operands or result == dtype:
-        return dtype if result == dtype else WIDE_RESULT
+        name = min(other)
+        return Left(name, f"the type {name}. Give `autocast` a float32 program.")
+    if result == dtype:
+        return NARROW
+    if "float32" not in operands:
+        return WIDE_RESULT
     precision = eqn.params["precision"]
     asked = precision if isinstance(precision, tuple) else [precision]
     if any(x not in (None, jax.lax.Precision.DEFAULT) for x in asked):
-        return PRECISION
+        return _PRECISION
     if eqn.primitive.name != "dot_general":
-        return inside
+        return outside
     contracted, batch = eqn.params["dimension_numbers"]
     is_matrix = any(
         size != 1 and axis not in (*contracted[i], *batch[i])
@@ -87,5 +112,5 @@ def reason_to_leave(eqn: JaxprEqn, dtype: str, inside: str = "") -> str:
     length = math.prod(avals[0].shape[i] for i in contracted[0])
     is_short = isinstance(length, int) and length < FEWEST
     if is_matrix and not is_short:
-        return inside
-    return FEW if is_matrix and length != 1 else VECTORS
+        return outside
+    return _FEW if is_matrix and length != 1 else VECTORS

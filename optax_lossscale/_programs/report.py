@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -12,19 +13,19 @@ from jax.extend.core import JaxprEqn
 
 from .._dtypes import is_inexact
 from .._finite import max_magnitude
-from .._jax_internals import (
-    NO_LINE,
-    debugging_equation,
-    is_of_backward_pass,
-    user_line,
-    with_effects_of,
-    with_eqns,
-)
 from .._validation import check_concrete, check_function
-from .equations import with_programs
-from .products import PRODUCTS, is_looked_into, reason_inside, reason_to_leave
+from .primitives import PRODUCTS
+from .products import Left, is_looked_into, reason_inside, reason_to_leave
+from .rewrite import (
+    debugging_equation,
+    user_line,
+    with_eqns,
+    with_programs,
+)
 from .traced_call import evaluate_with_nan, traced_call
 
+# A scope that ``jax.checkpoint`` adds.
+_REMAT = "rematted_computation"
 _LARGEST = float(np.finfo(np.float16).max)
 # What rounds to zero.
 _SMALLEST = float(np.finfo(np.float16).smallest_subnormal) / 2
@@ -34,6 +35,7 @@ class Product(NamedTuple):
     """A row of an `AutocastReport`."""
 
     line: str
+    scope: str
     operands: str
     times: int
     left: str
@@ -57,7 +59,7 @@ class Product(NamedTuple):
         state = ", ".join(name for name, is_so in states.items() if is_so)
         cast = f"no: {self.left}" if self.left else "yes" if self.fits else state
         numbers = [f"{x:.3g}" for x in self.largest]
-        return [self.line, self.operands, f"{self.times:,}", cast, *numbers]
+        return [self.line, self.scope, self.operands, f"{self.times:,}", cast, *numbers]
 
 
 class AutocastReport(tuple[Product, ...]):
@@ -69,7 +71,9 @@ class AutocastReport(tuple[Product, ...]):
     has
 
     - ``line``: the innermost line outside of installed packages, its function, and
-      whether it is the backward pass of that;
+      whether it is the backward pass of that; "?" if there is none;
+    - ``scope``: the path of the module or of ``jax.named_scope``, such as
+      "decoder/layers_3/mlp", or an empty string;
     - ``operands``: the types and shapes of both operands;
     - ``times``: how often it was computed, on all devices together;
     - ``left``: why it is not float16, or an empty string if it is;
@@ -89,10 +93,12 @@ class AutocastReport(tuple[Product, ...]):
         head = f"{len(self)} products, {len(narrow)} in float16"
         if bad := sum(not x.fits for x in narrow):
             head += f", {bad} beyond its range"
-        titles = ["", "operands", "times", "float16", "largest operands", "", "result"]
-        table = [titles, *(row._cells() for row in self)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+        titles = [*("", "", "operands", "times", "float16"), "largest operands"]
+        table = [[*titles, "", "result"], *(row._cells() for row in self)]
+        columns = [x for x in zip(*table, strict=True) if any(x)]
+        widths = [max(map(len, column)) for column in columns]
+        rows = zip(*columns, strict=True)
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         return "\n".join([head, *lines])
 
 
@@ -132,21 +138,34 @@ def autocast_report(
     check_function("fun", fun, "Pass it as in `autocast_report(loss_fn, params)`.")
     check_concrete("args", (args, kwargs), "Call it outside of `jax.jit`.")
     seen: list[_Measured] = []
-    # Loops are counted as loops, and NaN is what one looks for.
-    with jax.disable_jit(False), jax.debug_nans(False):
+    # Loops are counted as loops, and NaN is what one looks for. What measures a product
+    # inside of a `shard_map` is not of its types.
+    with jax.disable_jit(False), jax.debug_nans(False), jax.enable_checks(False):
         with traced_call(fun, args, kwargs) as call:
             check_concrete("fun", call.inputs, "Call it outside of `jax.jit`.")
-            program = _measured(call.jaxpr, seen, "", "")
+            program = _measured(call.jaxpr, _Place(), seen)
             run = functools.partial(evaluate_with_nan, program)
             jax.block_until_ready(jax.jit(run)(*call.inputs))
         jax.effects_barrier()
     return AutocastReport(sorted(_rows(seen), key=lambda x: bool(x.left) or x.fits))
 
 
+class _Place(NamedTuple):
+    """What is around an equation: scopes, as JAX names them, and a reason to leave."""
+
+    scopes: str = ""
+    reason: Left | None = None
+
+    def inside(self, eqn: JaxprEqn) -> "_Place":
+        scopes = f"{self.scopes}/{eqn.source_info.name_stack}"
+        return _Place(scopes, reason_inside(eqn, self.reason))
+
+
 class _Measured(NamedTuple):
     """A product of the program, and the numbers of each time that it is computed."""
 
     line: str
+    scope: str
     operands: str
     left: str
     numbers: list[list[float]]
@@ -158,52 +177,52 @@ class _Measured(NamedTuple):
 def _rows(measured: list[_Measured]) -> Iterator[Product]:
     """Yield a row for each product. Those of a line that are alike and fit share it."""
     rows: dict[Any, Product] = {}
-    for i, (line, operands, left, numbers) in enumerate(measured):
-        # Its branch was taken, and it is not a product that a package left in float32.
-        if numbers and not (line.startswith(NO_LINE) and left):
-            a, b, c = np.max(numbers, axis=0).tolist()
-            row = Product(line, operands, len(numbers), left, (a, b, c))
-            key = (line, operands, left) if row.fits else i
-            if (same := rows.get(key)) is not None:
-                a, b, c = np.maximum(same.largest, row.largest).tolist()
-                row = row._replace(times=same.times + row.times, largest=(a, b, c))
-            rows[key] = row
+    for i, (line, scope, operands, left, numbers) in enumerate(measured):
+        if not numbers:
+            continue  # its branch was not taken
+        a, b, c = np.max(numbers, axis=0).tolist()
+        row = Product(line, scope, operands, len(numbers), left, (a, b, c))
+        key = (line, scope, operands, left) if row.fits else i
+        if (same := rows.get(key)) is not None:
+            a, b, c = np.maximum(same.largest, row.largest).tolist()
+            row = row._replace(times=same.times + row.times, largest=(a, b, c))
+        rows[key] = row
     yield from rows.values()
 
 
-def _measured(program: Any, seen: list[_Measured], inside: str, suffix: str) -> Any:
-    """Return a program that tells what its products are like."""
-    return with_eqns(program, lambda eqn: _measured_eqn(eqn, seen, inside, suffix))
+def _measured(program: Any, place: _Place, seen: list[_Measured]) -> Any:
+    """Return a program that notes what its products are like."""
+    return with_eqns(program, lambda eqn: _measured_eqn(eqn, place, seen))
 
 
 def _measured_eqn(
-    eqn: JaxprEqn, seen: list[_Measured], inside: str, suffix: str
+    eqn: JaxprEqn, place: _Place, seen: list[_Measured]
 ) -> Iterator[JaxprEqn]:
-    """Yield an equation that tells of the products inside it, or is one and told."""
-    suffix = ", backward" if is_of_backward_pass(eqn) else suffix
-    if eqn.primitive.name in PRODUCTS:
-        yield eqn
-        yield _told(eqn, seen, inside, suffix)
-    elif is_looked_into(eqn):
-        inside = reason_inside(eqn, inside)
-        change = functools.partial(_measured, seen=seen, inside=inside, suffix=suffix)
-        yield with_effects_of(eqn, with_programs(eqn.params, change))
-    else:
-        yield eqn
+    """Yield an equation, and behind a product one that notes its numbers."""
+    if is_looked_into(eqn):
+        inside = place.inside(eqn)
+        eqn = with_programs(eqn, lambda program: _measured(program, inside, seen))
+    yield eqn
+    if eqn.primitive.name in PRODUCTS and (line := user_line(eqn)) is not None:
+        yield _noting(eqn, line, place, seen)
 
 
-def _told(eqn: JaxprEqn, seen: list[_Measured], inside: str, suffix: str) -> JaxprEqn:
+def _noting(eqn: JaxprEqn, line: str, place: _Place, seen: list[_Measured]) -> JaxprEqn:
     """Return an equation that notes the numbers of a product each time it runs."""
     avals: list[Any] = [x.aval for x in eqn.invars[:2]]
     operands = ", ".join(f"{x.dtype.name}{[*x.shape]}" for x in avals)
-    reason = reason_to_leave(eqn, "float16", inside)
-    # It may be float16 already.
-    left = "" if reason == "float16" else reason
-    seen.append(product := _Measured(user_line(eqn) + suffix, operands, left, []))
+    left = reason_to_leave(eqn, "float16", place.reason)
+    scopes = f"{place.scopes}/{eqn.source_info.name_stack}"
+    if "transpose(" in scopes:
+        line += ", backward"
+    # Without the transformations, as in `transpose(jvp(decoder))/layers_3/vmap()`.
+    names = re.findall(r"[^/()]+(?=[/)]|$)", scopes.replace(_REMAT, ""))
+    reason = left.reason if left else ""
+    seen.append(product := _Measured(line, "/".join(names), operands, reason, []))
 
     def measure(*arrays: jax.Array) -> None:
         floats = [x if is_inexact(x) else x.astype(jnp.float32) for x in arrays]
         jax.debug.callback(product.note, *map(max_magnitude, floats))
 
-    told: JaxprEqn = debugging_equation(measure, [*eqn.invars[:2], *eqn.outvars])
-    return told
+    noting: JaxprEqn = debugging_equation(measure, [*eqn.invars[:2], *eqn.outvars])
+    return noting

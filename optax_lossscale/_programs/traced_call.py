@@ -13,8 +13,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from .. import _flax_internals
 from .._axes import AxisName, check_axis_name
 from .._dtypes import is_inexact
-from .._jax_internals import collective_axes, replace, without_constants
 from .._validation import describe
+from .rewrite import collective_axes, replace, without_constants
 
 _ARRAY = object()  # marks the place of an array in the output
 

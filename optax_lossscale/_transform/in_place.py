@@ -19,15 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from .._jax_internals import (
-    after,
-    eqn_like,
-    new_var,
-    replace,
-    varying_axes,
-    varying_like,
-    with_eqns,
-)
+from .._jax_internals import after, varying_axes, varying_like
+from .._programs.rewrite import eqn_like, new_var, replace, with_eqns
 from .._programs.traced_call import evaluate_with_nan
 from .._tree import where
 

@@ -15,7 +15,8 @@ import numpy as np
 import optax
 
 from .._dtypes import dtype_of, is_inexact
-from .._jax_internals import is_ref, is_staging, without_constants
+from .._jax_internals import is_ref, is_staging
+from .._programs.rewrite import without_constants
 from .._programs.traced_call import evaluate_with_nan
 from .._tree import select, where
 from .._validation import is_traced

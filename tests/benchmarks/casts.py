@@ -1,12 +1,15 @@
-"""What float16 saves by hand and by autocast, on a GPU that is not there: counted.
+"""What casts save, by hand and by autocast, on a device that is not there: counted.
 
     pip install -e '.[plots]' --group cuda && python tests/benchmarks/casts.py
+    pip install -e '.[plots]' --group tpu && python tests/benchmarks/casts.py \
+        --device v5e --dtype bfloat16
 
-A whole train step at a dynamic loss scale is compiled for each device: in float32, with
-casts by hand (all in float16 but norms, softmax and the loss; in the LSTM the products
-alone), and the float32 program through `autocast`. In ``remat``, a ``jax.checkpoint``
-around the layers of the ``scan`` decides what is kept, in all three. ``--device`` names
-other devices, or a mesh such as ``H100:8``, for which only the transformer is meant.
+A whole train step is compiled for each device: in float32, with casts by hand (all but
+norms, softmax and the loss; in the LSTM the products alone), and the float32 program
+through `autocast`. In float16 it has a dynamic loss scale. In ``remat``, a
+``jax.checkpoint`` around the layers of the ``scan`` decides what is kept, in all three;
+``dropout`` is the transformer with relu and a dropout of 0.1. ``--device`` names other
+devices, or a mesh such as ``H100:8``, for which only the transformer is meant.
 """
 
 import argparse
@@ -20,7 +23,7 @@ import topology
 import transformer
 from compiled import transformer_on
 from count import count, place
-from recipes import lossscale
+from recipes import DYNAMIC, lossscale
 
 import optax_lossscale as ls
 
@@ -75,6 +78,13 @@ def remat_on(sharding: jax.sharding.Sharding, dtype: jnp.dtype) -> tuple:
     return params, batch, functools.partial(loss_fn, in_scan=layer)
 
 
+def dropout_on(sharding: jax.sharding.Sharding, dtype: jnp.dtype) -> tuple:
+    """The same without a checkpoint, and with relu and dropout."""
+    params, batch, loss_fn = scanned_on(sharding, dtype)
+    options = {"activation": jax.nn.relu, "dropout": 0.1}
+    return params, batch, functools.partial(loss_fn, **options)
+
+
 def lstm_on(sharding: jax.sharding.Sharding, dtype: jnp.dtype) -> tuple:
     """An LSTM of 1,024 units, over 64 steps of 64 rows."""
     width, batch = 1024, jax.ShapeDtypeStruct((64, 64, 1024), jnp.float32)
@@ -102,6 +112,7 @@ MODELS = {
     "transformer": (transformer_on, optax.adamw(3e-4)),
     "scanned": (scanned_on, optax.adamw(3e-4)),
     "remat": (remat_on, optax.adamw(3e-4)),
+    "dropout": (dropout_on, optax.adamw(3e-4)),
     "LSTM": (lstm_on, optax.adamw(3e-4)),
     "convolutions": (network_on, optax.sgd(0.1, momentum=0.9)),
 }
@@ -111,24 +122,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", nargs="+", default=["T4", "H100"])
     parser.add_argument("--model", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
     args = parser.parse_args()
-    topology.prepare("cuda")
-    print(f"Counted, not timed: compiled for a GPU, jax {jax.__version__}")
+    is_tpu = args.device[0].partition(":")[0] in topology.TPUS
+    platform = "tpu" if is_tpu else "cuda"
+    topology.prepare(platform)
+    print(f"Counted, not timed: compiled for {platform}, jax {jax.__version__}")
     headings = "casts", "MB moved", "MB temporary", "MB sent", "/ float32"
     print(ROW.format("device", "model", *headings))
     for device in args.device:
-        sharding = topology.shardings("cuda", device)[-1]
+        sharding = topology.shardings(platform, device)[-1]
         for name in args.model:
             make, optimizer = MODELS[name]
             *shapes, plain = make(sharding, jnp.dtype("float32"))
-            *_, by_hand = make(sharding, jnp.dtype("float16"))
+            *_, by_hand = make(sharding, jnp.dtype(args.dtype))
             losses = {
                 "float32": plain,
                 "by hand": by_hand,
-                "autocast": ls.autocast(plain),
+                "autocast": ls.autocast(plain, args.dtype),
             }
-            steps = {key: lossscale(optimizer, loss) for key, loss in losses.items()}
-            for x in count(steps, *shapes, sharding, "cuda"):
+            rule = DYNAMIC if args.dtype == "float16" else ls.FixedLossScale(1.0)
+            steps = {
+                key: lossscale(optimizer, loss, rule) for key, loss in losses.items()
+            }
+            for x in count(steps, *shapes, sharding, platform):
                 figures = x.bytes_moved, x.temporary_bytes, x.collective_bytes
                 cells = [f"{n / 1e6:.0f}" for n in figures]
                 cells.append(f"{x.bytes_ratio:.2f}")

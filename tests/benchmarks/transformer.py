@@ -1,6 +1,7 @@
 """A small decoder-only transformer, for steps in which the gradients cost something."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -104,13 +105,16 @@ def loss_fn(
     wrap: Callable = unwrapped,
     constrain: Callable[[jax.Array], jax.Array] = lambda x: x,
     in_scan: Callable[[Callable], Callable] = jax.checkpoint,
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.gelu,
+    dropout: float = 0.0,
 ) -> jax.Array:
     """Next-token loss, computed in ``dtype`` and averaged in float32.
 
     ``wrap`` is put around each block, which takes and returns float32 and computes in
     ``dtype``: the embedding, every layer, and the head. ``constrain`` shards what one
     block passes to the next. If the layers are stacked, the loss scans over them, with
-    ``in_scan`` around each.
+    ``in_scan`` around each. ``dropout`` is the share of zeros in the weights of the
+    attention, in the hidden units, and in what a block adds.
     """
 
     def in_dtype(block: Callable) -> Callable:
@@ -119,15 +123,19 @@ def loss_fn(
 
         return wrap(from_and_to_float32, dtype=dtype)
 
-    embed, layer, head = map(in_dtype, (_embed, _layer, jnp.matmul))
+    layer = functools.partial(_layer, activation=activation, rate=dropout)
+    embed, layer, head = map(in_dtype, (_embed, layer, jnp.matmul))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     x = embed(params["embedding"], params["positions"], inputs)
     if isinstance(params["layers"], dict):
         scanned = in_scan(layer)
-        x, _ = jax.lax.scan(lambda x, p: (scanned(p, x), None), x, params["layers"])
+        keys = jax.random.split(jax.random.key(0), len(params["layers"]["qkv"]))
+        x, _ = jax.lax.scan(
+            lambda x, p: (scanned(*p, x), None), x, (params["layers"], keys)
+        )
     else:
-        for layer_params in params["layers"]:
-            x = layer(layer_params, x)
+        for i, layer_params in enumerate(params["layers"]):
+            x = layer(layer_params, jax.random.key(i), x)
     logits = head(x, params["head"])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
     return losses.mean()
@@ -144,19 +152,36 @@ def _embed(embedding: jax.Array, positions: jax.Array, tokens: jax.Array) -> jax
     return embedding[tokens] + positions
 
 
-def _layer(params: dict, x: jax.Array) -> jax.Array:
-    x += _attention(params, _norm(x, params["attention_norm"]))
+def _layer(
+    params: dict,
+    key: jax.Array,
+    x: jax.Array,
+    activation: Callable[[jax.Array], jax.Array],
+    rate: float,
+) -> jax.Array:
+    keys = iter(jax.random.split(key, 4))
+
+    def drop(x: jax.Array) -> jax.Array:
+        if not rate:
+            return x
+        kept = jax.random.bernoulli(next(keys), 1 - rate, x.shape)
+        return jnp.where(kept, x / (1 - rate), 0)
+
+    x += drop(_attention(params, _norm(x, params["attention_norm"]), drop))
     hidden = _norm(x, params["mlp_norm"]) @ params["up"] + params["up_bias"]
-    return x + jax.nn.gelu(hidden) @ params["down"] + params["down_bias"]
+    hidden = drop(activation(hidden))
+    return x + drop(hidden @ params["down"] + params["down_bias"])
 
 
-def _attention(layer: dict, x: jax.Array) -> jax.Array:
+def _attention(
+    layer: dict, x: jax.Array, drop: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
     shape = (*x.shape[:2], -1, HEAD_WIDTH)
     q, k, v = (y.reshape(shape) for y in jnp.split(x @ layer["qkv"], 3, axis=-1))
     # jax.nn.dot_product_attention has no float16 on CPU.
     logits = jnp.einsum("bqhd,bkhd->bhqk", q * q.shape[-1] ** -0.5, k)
     visible = jnp.tri(x.shape[1], dtype=jnp.bool_)
-    weights = jax.nn.softmax(logits.astype(jnp.float32), where=visible)
+    weights = drop(jax.nn.softmax(logits.astype(jnp.float32), where=visible))
     y = jnp.einsum("bhqk,bkhd->bqhd", weights.astype(x.dtype), v)
     return y.reshape(x.shape) @ layer["out"]
 

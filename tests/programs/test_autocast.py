@@ -3,7 +3,6 @@
 Random programs are compared with themselves, cast by hand at each product.
 """
 
-import collections
 import functools
 import random
 
@@ -38,7 +37,6 @@ from float32_losses import (
     squares,
     squares_by_hand,
 )
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import EXPLICIT, make_mesh, on_mesh, set_mesh
@@ -46,7 +44,7 @@ from shared import enable_x64, slow_but
 from training import normal
 
 import optax_lossscale as ls
-from optax_lossscale._programs.equations import equations, operations
+from optax_lossscale._programs.rewrite import operations
 
 # Otherwise XLA may leave out the rounding of some results, not of others.
 jit = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
@@ -149,126 +147,6 @@ COMPILED |= {
 def test_what_transforms_functions_takes_it_like_any_other(name):
     ours, theirs = (COMPILED[name](f, PARAMS, X) for f in (CAST, squares_by_hand))
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
-
-
-def kept_in_loops(fun, *args):
-    """The bytes that loops keep for the backward pass, by type and for each step."""
-    program = jax.make_jaxpr(lambda *args: jax.vjp(fun, *args)[1])(*args)
-    kept = collections.Counter()
-    for eqn in equations(program):
-        if eqn.primitive.name == "scan":
-            for aval in (x.aval for x in eqn.outvars):
-                if aval.shape[:1] == (LAYERS,):
-                    kept[aval.dtype.name] += aval.size * aval.dtype.itemsize
-    return {name: size // LAYERS for name, size in kept.items()}
-
-
-LAYERS = 5
-DEEP = normal(LAYERS, N, N)
-ROW = 4 * N * N
-
-
-def deep(layer):
-    return lambda w, x: jnp.sum(jax.lax.scan(layer, x, w)[0])
-
-
-def gelu_layer(x, w):
-    y = jax.nn.gelu(x @ w)
-    return x + y / jnp.sqrt(1 + jnp.mean(y**2)), None
-
-
-def dropout_layer(x, w):
-    kept = jax.random.bernoulli(jax.random.key(jnp.int32(w[0, 0])), 0.5, x.shape)
-    return jnp.where(kept, jnp.tanh(x @ w), x), None
-
-
-def test_loops_keep_float16_products_and_compute_what_is_cheap_again():
-    before = kept_in_loops(deep(gelu_layer), DEEP, X)
-    assert before["float32"] > 4 * ROW
-    # The carry.
-    after = kept_in_loops(ls.autocast(deep(gelu_layer)), DEEP, X)
-    assert after == {"float16": ROW // 2, "float32": ROW}
-
-
-@pytest.mark.parametrize("layer", [gelu_layer, dropout_layer])
-def test_loops_have_the_gradients_of_those_that_keep_everything(layer):
-    saveable = jax.checkpoint_policies.everything_saveable
-    keeping = jax.checkpoint(layer, policy=saveable)
-    ours, theirs = (
-        jit(jax.value_and_grad(ls.autocast(deep(f))))(DEEP, X) for f in (layer, keeping)
-    )
-    chex.assert_trees_all_close(ours, theirs, rtol=1e-5, atol=1e-6)
-    # Whoever has a checkpoint of his own has decided.
-    plain, left = kept_in_loops(deep(layer), DEEP, X), ls.autocast(deep(keeping))
-    assert kept_in_loops(left, DEEP, X)["float32"] >= plain["float32"] - ROW
-
-
-def test_loops_compute_random_bits_and_sums_over_devices_once():
-    def count(fun, *args):
-        program = jax.make_jaxpr(jax.grad(fun))(*args)
-        names = [eqn.primitive.name for eqn in equations(program)]
-        return sum(x in ("random_bits", "psum", "psum_invariant") for x in names)
-
-    def summing_layer(x, w):
-        return jnp.tanh(jax.lax.psum(x @ w, "d")), None
-
-    def in_parts(fun):
-        return lambda w, x: jnp.sum(
-            jax.vmap(fun, (0, None), axis_name="d")(jnp.stack([w, w]), x)
-        )
-
-    for fun in (deep(dropout_layer), in_parts(deep(summing_layer))):
-        assert count(ls.autocast(fun), DEEP, X) == count(fun, DEEP, X) > 0
-
-
-def constrained_layer(x, w):
-    y = jax.lax.with_sharding_constraint(x @ w, NamedSharding(make_mesh(d=2), P("d")))
-    return x + jnp.tanh(checkpoint_name(y, "product")), None
-
-
-def test_loops_keep_float16_behind_what_changes_no_number():
-    after = kept_in_loops(ls.autocast(deep(constrained_layer)), DEEP, X)
-    assert after == {"float16": ROW // 2, "float32": ROW}
-
-
-def solving_layer(x, w):
-    """With a loop of which JAX cannot keep a part."""
-    x_now, w_now = jax.lax.stop_gradient((x, w))
-    end = (w_now[0, 0] * 0).astype(int) + 3
-    y = jax.lax.fori_loop(0, end, lambda _, y: jnp.tanh(y @ w_now), x_now)
-    return jnp.tanh(x @ w + y), None
-
-
-def test_loops_of_unknown_length_inside_are_not_computed_twice():
-    def loops(fun):
-        program = jax.make_jaxpr(jax.grad(fun))(DEEP, X)
-        return sum(eqn.primitive.name == "while" for eqn in equations(program))
-
-    assert loops(ls.autocast(deep(solving_layer))) == loops(deep(solving_layer)) == 1
-
-
-def test_eager_loops_are_compiled_once():
-    fun = ls.autocast(lambda x: jax.lax.scan(gelu_layer, x, DEEP)[0])
-
-    def traced(fun):
-        return jax.make_jaxpr(lambda x: fun(x))(X).eqns
-
-    first, second = (
-        next(x for x in traced(fun) if x.primitive.name == "scan") for _ in range(2)
-    )
-    assert first.params["jaxpr"] is second.params["jaxpr"]
-
-
-def test_loops_with_effects_have_them_once():
-    seen = []
-
-    def layer(x, w):
-        jax.debug.callback(seen.append, x[0, 0])
-        return jnp.tanh(x @ w), None
-
-    jax.block_until_ready(jax.jit(jax.grad(ls.autocast(deep(layer))))(DEEP, X))
-    jax.effects_barrier()
-    assert len(seen) == LAYERS
 
 
 def test_it_may_be_around_a_shard_map():

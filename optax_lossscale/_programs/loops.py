@@ -1,0 +1,224 @@
+"""Choose what the body of a ``scan`` keeps for its backward pass, by counting bytes.
+
+JAX keeps what the derivative of each operation needs. Behind a float16 product that is
+float32, although it can be computed again from the float16 result. A ``jax.checkpoint``
+with a policy says which operations are computed again. What an iteration then keeps can
+be read from the program of its derivatives, without asking JAX for each policy.
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Var, jaxpr_as_fun
+
+from .._dtypes import is_inexact
+from .._jax_internals import zeros_like_aval
+from .primitives import CALLS, CHECKPOINTS, CUSTOM, ELEMENTWISE, RESHAPES
+from .rewrite import COLLECTIVE, checkpointed, effect_names, operations, programs_in
+
+# What may be computed again. Reductions are kept: their results are small.
+_CHEAP = ELEMENTWISE | RESHAPES
+
+
+def may_compute_again(body: Any) -> bool:
+    """Return whether parts of a body may run twice, without a loss.
+
+    JAX would run an inner ``while`` twice as a whole. If the body has a
+    ``jax.checkpoint``, its author has decided.
+    """
+    is_pure = effect_names(body) <= {COLLECTIVE}
+    return is_pure and not operations(body) & (CHECKPOINTS | {"while"})
+
+
+def with_least_kept(body: Any, consts: int, carry: int) -> Any:
+    """Return the body of a ``scan`` that keeps the fewest bytes for its backward pass.
+
+    The first inputs of the body are ``consts`` constants and ``carry`` carried arrays.
+
+    At first all that is cheap is computed again. Then the results of one primitive
+    after the other are kept, unless that takes more bytes.
+    """
+    recomputed = _CHEAP
+    checkpoint = checkpointed(body, _keeps_all_but(recomputed))
+    if checkpoint is body:
+        return body
+    try:
+        needed = _needed(checkpoint, consts, carry)
+    except NameError:  # a mapped axis, which is bound where the program runs
+        return checkpoint
+    found = frozenset().union(*(x.primitives for x in _reachable(needed, bool)))
+    least = _bytes(needed, recomputed)
+    for name in sorted(found & _CHEAP):
+        kept = _bytes(needed, recomputed - {name})
+        if kept <= least:
+            least, recomputed = kept, recomputed - {name}
+    if not found & recomputed:
+        return body
+    return checkpointed(body, _keeps_all_but(recomputed))
+
+
+@functools.cache
+def _keeps_all_but(recomputed: frozenset[str]) -> Callable[..., bool]:
+    """Return a policy of ``jax.checkpoint``: is the result of an operation kept?"""
+    return lambda primitive, *_, **params: (
+        not _primitives(primitive, params) <= (recomputed)
+    )
+
+
+def _primitives(primitive: Any, params: dict[str, Any]) -> frozenset[str]:
+    """Return the names of what an operation computes, such as those in a function."""
+    inside = frozenset().union(*map(operations, programs_in(params)))
+    return (inside | {primitive.name}) - CALLS - CUSTOM
+
+
+class _Value:
+    """An array in the program of the derivatives of a body.
+
+    Attributes:
+        size: in bytes, over all iterations of the loops inside of the body.
+        primitives: what computes it from its operands. Nothing, if it is one of these.
+        operands: what it is computed from.
+        is_tangent: whether it depends on a tangent. The backward pass computes it.
+    """
+
+    def __init__(
+        self,
+        size: int = 0,
+        primitives: frozenset[str] = frozenset(),
+        operands: Iterable["_Value"] = (),
+        *,
+        is_tangent: bool = False,
+    ):
+        self.size = size
+        self.primitives = primitives
+        self.operands = [*operands]
+        self.is_tangent: bool = is_tangent or any(x.is_tangent for x in self.operands)
+
+
+def _needed(checkpoint: Any, consts: int, carry: int) -> list[_Value]:
+    """Return the values that the backward pass of a body needs.
+
+    All inputs of floating point are differentiated.
+    """
+    variables = checkpoint.eqns[0].invars
+    program: Any = checkpoint
+    if not isinstance(program, ClosedJaxpr):
+        program = ClosedJaxpr(program, [])
+
+    def differentiate() -> None:
+        inputs = [zeros_like_aval(x.aval) for x in variables]
+        floats = [x for x in inputs if is_inexact(x)]
+
+        def of_floats(*floats: Any) -> Any:
+            rest = iter(floats)
+            return jaxpr_as_fun(program)(
+                *(next(rest) if is_inexact(x) else x for x in inputs)
+            )
+
+        jax.jvp(of_floats, floats, floats)
+
+    eqns = jax.make_jaxpr(differentiate)().eqns
+    [eqn] = [x for x in eqns if x.primitive.name in CHECKPOINTS]
+    derivatives = eqn.params["jaxpr"]
+    # They are the constants of rules, the inputs of the body, and their tangents.
+    count = sum(is_inexact(x.aval) for x in variables)
+    inputs = [_Value() for _ in derivatives.invars[: -count - len(variables)]]
+    for i, x in enumerate(variables):
+        # A loop has its constants and what it scans over, but keeps what it carries.
+        size = _size(x) if consts <= i < consts + carry else 0
+        inputs.append(_Value(size, frozenset({"input"})))
+    inputs += [_Value(is_tangent=True) for _ in range(count)]
+    is_tangent = operator.attrgetter("is_tangent")
+    tangents = filter(is_tangent, _values(derivatives, inputs))
+    found = _reachable(tangents, is_tangent)
+    return [x for x in found if not x.is_tangent]
+
+
+def _values(program: Any, inputs: list[_Value], times: int = 1) -> list[_Value]:
+    """Return the outputs of a program, which runs a number of times."""
+    program = program.jaxpr if isinstance(program, ClosedJaxpr) else program
+    constants = [_Value() for _ in program.constvars]
+    pairs = zip([*program.constvars, *program.invars], constants + inputs, strict=True)
+    known: dict[Any, _Value] = dict(pairs)
+
+    def read(x: Any) -> _Value:
+        return known[x] if isinstance(x, Var) else _Value()
+
+    for eqn in program.eqns:
+        outputs = _outputs(eqn, [*map(read, eqn.invars)], times)
+        known.update(zip(eqn.outvars, outputs, strict=True))
+    return [*map(read, program.outvars)]
+
+
+def _outputs(eqn: JaxprEqn, inputs: list[_Value], times: int) -> list[_Value]:
+    """Return the results of an equation. JAX applies a policy inside of some."""
+    programs = programs_in(eqn.params)
+    match eqn.primitive.name:
+        case "scan":
+            return _outputs_of_scan(eqn.params, inputs, times)
+        case "cond":
+            index, *inputs = inputs
+            branches = [_values(x, inputs, times) for x in programs]
+            return [_Value(operands=[index, *xs]) for xs in zip(*branches, strict=True)]
+        case name if name in CALLS | {"shard_map"}:
+            [program] = programs
+            return _values(program, inputs, times)
+    primitives = _primitives(eqn.primitive, eqn.params)
+    return [_Value(times * _size(x), primitives, inputs) for x in eqn.outvars]
+
+
+def _outputs_of_scan(
+    params: dict[str, Any], inputs: list[_Value], times: int
+) -> list[_Value]:
+    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+    consts, start, xs = inputs[:first], inputs[first:last], inputs[last:]
+    flags: list[bool] | None = None
+    are_tangents = [x.is_tangent for x in start]
+    while are_tangents != flags:
+        flags = are_tangents
+        pairs = zip(start, flags, strict=True)
+        carry = [_Value(operands=[x], is_tangent=flag) for x, flag in pairs]
+        outputs = _values(
+            params["jaxpr"], [*consts, *carry, *xs], times * params["length"]
+        )
+        # An output may be an input of the next iteration.
+        are_tangents = [
+            flag or x.is_tangent for flag, x in zip(flags, outputs, strict=False)
+        ]
+    for x, y in zip(carry, outputs, strict=False):
+        x.operands.append(y)
+    return outputs
+
+
+def _reachable(
+    values: Iterable[_Value], goes_on: Callable[[_Value], bool]
+) -> Iterator[_Value]:
+    """Yield values, and the operands of those at which it goes on."""
+    seen, stack = set(), [*values]
+    while stack:
+        x = stack.pop()
+        if x not in seen:
+            seen.add(x)
+            yield x
+            if goes_on(x):
+                stack += x.operands
+
+
+def _bytes(needed: Iterable[_Value], recomputed: frozenset[str]) -> int:
+    """Return how many bytes are kept if some primitives are computed again."""
+
+    def is_recomputed(x: _Value) -> bool:
+        return x.primitives <= recomputed
+
+    values = _reachable(needed, is_recomputed)
+    return sum(x.size for x in values if not is_recomputed(x))
+
+
+def _size(x: Any) -> int:
+    # A size that `jax.export` leaves open is no int.
+    shape = [n for n in x.aval.shape if isinstance(n, int)]
+    return math.prod(shape) * x.aval.dtype.itemsize

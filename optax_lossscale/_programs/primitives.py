@@ -1,0 +1,79 @@
+"""The names of JAX's primitives, by what the package asks of them.
+
+A primitive that is in no list is left as it is, kept by loops, and not run on NaN. To
+leave an operation of its own out of `autocast`, take its name out of ``PRODUCTS``, or
+give a reason in ``products.py``.
+"""
+
+# Computed in a narrower type.
+PRODUCTS = frozenset(
+    ["conv_general_dilated", "dot_general", "ragged_dot", "ragged_dot_general"]
+)
+
+# Loops may compute the first two again, instead of keeping their results.
+ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
+    bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy cos
+    cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt imag
+    integer_pow is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mul
+    ne neg nextafter not one_minus_square or polynomial population_count pow real
+    reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
+    """.split()  # noqa: SIM905, dozens of lines of list otherwise
+)
+# They only move elements, from places that are known when the program is compiled, or
+# return them as they are.
+RESHAPES = frozenset(
+    """
+    broadcast_in_dim concatenate expand_dims iota name optimization_barrier pad pcast
+    pvary reshape rev sharding_constraint slice split squeeze stack tile transpose
+    unstack zeros_like
+    """.split()  # noqa: SIM905
+)
+REDUCTIONS = frozenset(
+    """
+    argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod
+    reduce_sum reduce_xor
+    """.split()  # noqa: SIM905
+)
+
+# Equations that run a program inside.
+CHECKPOINTS = frozenset(["checkpoint", "remat2"])
+CALLS = CHECKPOINTS | {"jit", "pjit", "closed_call", "core_call"}
+# The programs in these are evaluated and differentiated as they stand. Others, such as
+# ``custom_vmap_call``, have a derivative or a batch rule that was written for their
+# types.
+TRANSPARENT = CALLS | {"scan", "while", "cond", "shard_map", "composite"}
+CUSTOM = frozenset(
+    """
+    custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call
+    """.split()  # noqa: SIM905
+)
+
+# A NaN reaches only their results: they end for any input, and have no effect except
+# communication.
+NAN_TOLERANT = (
+    ELEMENTWISE
+    | REDUCTIONS
+    | RESHAPES
+    | frozenset(
+        """
+    cumlogsumexp cummax cummin cumprod cumsum dot_general fft conv_general_dilated
+    reduce_window reduce_window_max reduce_window_min reduce_window_sum sort top_k
+
+    device_put dynamic_slice dynamic_update_slice empty empty2 gather reshard scatter
+    scatter-add scatter-max scatter-min scatter-mul scatter_add scatter_mul
+
+    cholesky geqrf householder_product lu lu_pivots_to_permutation qr triangular_solve
+
+    random_bits random_clone random_fold_in random_seed random_split random_unwrap
+    random_wrap rng_bit_generator threefry2x32
+
+    all_gather all_gather_invariant all_to_all axis_index pbroadcast pmax pmin
+    ppermute psum psum2 psum_invariant reduce_scatter
+
+    checkpoint closed_call custom_jvp_call jit pjit remat2 scan shard_map
+    """.split()  # noqa: SIM905, a hundred lines of list otherwise
+    )
+)
