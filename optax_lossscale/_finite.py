@@ -110,18 +110,16 @@ def max_magnitude(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
         >>> ls.max_magnitude({"w": jnp.array([0.5, -3.0]), "b": jnp.zeros(2)})
         Array(3., dtype=float32)
     """
-    leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x)]
-    no_nan, largest = _measure(leaves)
-    largest = reduce_along(jax.lax.pmax, largest, axis_name)
-    return jnp.where(all_along(no_nan, axis_name), largest, jnp.nan)
+    return _max_magnitude([*filter(is_inexact, jax.tree.leaves(tree))], axis_name)
 
 
-@jax.jit
-def _measure(leaves: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Return whether no element is NaN, and the largest magnitude if none is."""
+@functools.partial(jax.jit, static_argnames="axis_name")
+def _max_magnitude(leaves: list[jax.Array], axis_name: AxisName | None) -> jax.Array:
     # On CPU, XLA drops NaN from a maximum of floats. A maximum of their bits would keep
     # NaN, but XLA would write all the bits to memory first.
-    return none_is_true([_is_nan(x) for x in leaves]), finite_max_magnitude(leaves)
+    no_nan = none_is_true([_is_nan(x) for x in leaves])
+    largest = finite_max_magnitude(leaves, axis_name)
+    return jnp.where(all_along(no_nan, axis_name), largest, jnp.nan)
 
 
 def finite_max_magnitude(tree: Any, axis_name: AxisName | None = None) -> jax.Array:

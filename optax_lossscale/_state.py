@@ -56,7 +56,8 @@ class LossScaleState(NamedTuple):
     @property
     def applied(self) -> jax.Array:
         """Whether the last step was applied; True before the first one."""
-        return self.consecutive_skips == 0
+        # A comparison with 0 would transfer it to the device.
+        return jnp.logical_not(self.consecutive_skips)
 
     @classmethod
     def create(

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ._dtypes import dtype_of
 from ._jax_internals import in_memory_of
@@ -122,7 +123,8 @@ def mismatch(
     """
     if not only_shapes and same_structure(tree, other):
         pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
-        if all(jnp.shape(x) == jnp.shape(y) for x, y in pairs):
+        # Unlike ``jnp.shape``, it takes functions.
+        if all(np.shape(x) == np.shape(y) for x, y in pairs):
             return None  # every update calls this, so the common case makes no texts
     new, old = _shapes(tree), _shapes(other)
     for path in {**old, **new}:

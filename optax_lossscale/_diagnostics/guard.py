@@ -21,13 +21,15 @@ from .stop_message import EVENTS, WARNINGS, message
 # nothing overflows at any scale.
 _HIGHEST_SCALE, _LONG = 2.0**24, 500
 # A start from the default rule's largest scale skips 38 steps on its way to 2**-14, its
-# smallest.
-_DESCENT = 40
-# A healthy rule skips about one step in a growth interval: 0.05 % by default. Skips in
-# a row from a first scale that is too high raise the rate to 0.22 at most.
-_WARNING_RATE, _ERROR_RATE = 0.05, 0.25
-# The rate is an average over 100 steps. It tells of now only soon after a skip.
-_SOON = 50
+# smallest, and raises the rate to 0.22. If the rule then grows every 20 steps, it skips
+# 22 more until the rate has fallen again.
+_FIRST_SKIPS = 60
+# A skip raises the rate to half a skip, 0.005, above the share, which is 1/21 if a
+# healthy rule grows every 20 steps, and 0.05 % by default.
+_WARNING_RATE, _ERROR_RATE = 0.055, 0.25
+# Gradients that have become 2**10 times as large raise the rate by this much while the
+# rule finds its scale again.
+_SEARCH_RATE = 0.1
 
 
 class LossScaleError(RuntimeError):
@@ -61,8 +63,8 @@ def check_loss_scale(
 
     - if no step was ever skipped, the scale is 2**24 or more, and ``growth_tracker`` is
       500 or more;
-    - if the scale is 1 or less after more than 40 skips, and more than 5 % of the
-      recent steps are skipped;
+    - if more than 5 % of the recent steps are skipped, and more than 60 in all. While
+      the rule may be looking for its scale, only if it is more than 10 %;
     - if ``grads`` are not finite, but the step counts as applied: the update is left
       out or undone. If the scale is fixed, it warns only after a first skip;
     - if ``grads`` are all exactly 0, but ``value`` is not.
@@ -166,10 +168,10 @@ def _is_due(
     changes = ~state.is_fixed
     is_high = scale >= _HIGHEST_SCALE
     never_overflowed = is_high & (skipped == 0) & (tracker >= _LONG)
-    # A rule that changes its scale recovers from a low one, unless batches are bad.
-    is_low = (scale <= 1) & (skipped > _DESCENT) & changes
-    is_warned = (rate > _WARNING_RATE) & (rate <= _ERROR_RATE)
-    at_floor = is_low & is_warned & (skips <= 1) & (tracker < _SOON)
+    is_often = (skipped > _FIRST_SKIPS) & (rate > _WARNING_RATE) & (rate <= _ERROR_RATE)
+    # No scale cures a skip that leaves the tracker alone, or skips at a low scale.
+    is_found = (skips == 1) & (tracker > 0) | (scale <= 1) | state.is_fixed
+    often = is_often & (skips <= 1) & (is_found | (rate > _SEARCH_RATE))
     # The rule of a fixed scale may be one that never skips.
     undone = ~all_finite(grads) & jnp.all((skips == 0) & (changes | (skipped > 0)))
     # If the loss is 0, gradients of 0 are no fault.
@@ -185,12 +187,12 @@ def _is_due(
         # A compiled loop sees every step. It tells each skip once. The rest it tells in
         # one of 500 steps: gradients of 0 in the first that the rule counts.
         never_overflowed &= tracker % _LONG == 0
-        at_floor &= (skips == 1) & (skipped % every == 0)
+        often &= (skips == 1) & (skipped % every == 0)
         all_zero &= jnp.all(tracker % _LONG == 1)
         too_often &= skips > 0
     due = {
         "never overflowed": never_overflowed,
-        "at the floor": at_floor,
+        "often": often,
         "undone": undone,
         "all zero": all_zero,
         "invalid scale": ~valid,

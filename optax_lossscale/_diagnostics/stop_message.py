@@ -15,8 +15,7 @@ BOOK = "https://github.com/optax-lossscale/optax_lossscale/blob/main/notebooks/"
 WARNINGS = {
     "never overflowed": "The loss scale is 2**24 or more. None of the steps was "
     "skipped.",
-    "at the floor": "The scale has fallen to 1 or below, and more than 5 % of the "
-    "steps are skipped.",
+    "often": "More than 5 % of the recent steps are skipped.",
     "undone": "The gradients are not finite, but the step counts as applied.",
     "all zero": "All gradients are exactly 0.",
 }
@@ -37,9 +36,9 @@ _BACKWARD = (
     "overflows in the backward pass"
 )
 _SOME_STEPS = (
-    f"some batches hold NaN, inf or no label; in some steps, {_FORWARD}; or the scale "
-    "grows too soon and overflows again (raise `growth_interval`)",
-    "troubleshooting.md#the-scale-falls-to-1",
+    f"some batches hold NaN, inf or no label; in the forward pass of some, {_FORWARD}; "
+    "or the scale grows too soon and overflows again (raise `growth_interval`)",
+    "troubleshooting.md#some-steps-are-skipped",
 )
 # The likeliest causes of each event, and the page that has the way out. Those of skips
 # in a row depend on what is known of the loss, the gradients and the scale.
@@ -50,7 +49,7 @@ _CAUSES = {
         "below 0.004, and all is well",
         "troubleshooting.md#the-scale-climbs-to-the-ceiling",
     ),
-    "at the floor": _SOME_STEPS,
+    "often": _SOME_STEPS,
     "undone": (
         "the step leaves `update` out, by an `if` or `lax.cond`, or puts the old state "
         "back; NaN is replaced before `update`, as by `nan_to_num`; or `grads` are not "

@@ -24,10 +24,11 @@ from .._validation import is_traced, warn
 # Notes on arrays and tracers, by their identity. They live as long as these. A note is
 # one entry, written and read at once, so that threads do not disturb each other.
 _notes: dict[tuple[int, str], tuple[weakref.ref[Any], Any]] = {}
-# The structures of optimizer states for which a loss was scaled, and of those whose
-# gradients were divided where no loss was scaled. None: of a scale without optimizer.
-_scaled: set[Any] = set()
-_unscaled_apart: set[Any] = set()
+# Hashes of the structures of optimizer states for which a loss was scaled, and of those
+# whose gradients were divided where no loss was scaled. A structure itself would keep
+# the static data of a model alive. None: of a scale without optimizer.
+_scaled: set[int | None] = set()
+_unscaled_apart: set[int | None] = set()
 
 # The functions that use a scale. The last one stands for all that scale and divide.
 _FUNCTIONS = ("scale_loss", "unscale_grads", "value_and_grad")
@@ -160,7 +161,9 @@ def _constant_scale(scale: Any, divided_by: list[tuple[Any, Any]]) -> float | No
     return float(jax.device_get(states[0].loss_scale))
 
 
-def _structure(state: WithLossScalingState | LossScaleState) -> Any:
+def _structure(state: WithLossScalingState | LossScaleState) -> int | None:
     if isinstance(state, LossScaleState):
         return None
-    return jax.tree.structure(unwrap(state.inner_state))
+    leaves, structure = jax.tree_util.tree_flatten_with_path(unwrap(state.inner_state))
+    # The hash of a structure leaves out names and static data.
+    return hash((structure, *(jax.tree_util.keystr(path) for path, _ in leaves)))

@@ -17,6 +17,7 @@ from .._tree import cast_like, mismatch, select
 from .._validation import check_flag, check_scalar, describe
 
 UpdateT = TypeVar("UpdateT", bound=Callable[..., Any])
+RuleT = TypeVar("RuleT", bound="LossScale")
 
 
 def check_and_compile(update: UpdateT) -> UpdateT:
@@ -132,7 +133,8 @@ class LossScale(abc.ABC):
                 Only ``LossScale.from_config`` needs the ``"class_name"``.
 
         Raises:
-            ValueError: if ``config`` names another rule, or a value is out of range.
+            ValueError: if ``config`` names another rule, or several classes have the
+                name, or a value is out of range.
             TypeError: if the rule does not take an argument.
 
         Examples:
@@ -143,14 +145,32 @@ class LossScale(abc.ABC):
         """
         fields = dict(config)
         name = fields.pop("class_name", cls.__name__)
-        classes = [x for x in (cls, *cls.__subclasses__()) if not inspect.isabstract(x)]
-        rules = {x.__name__: x for x in classes}
-        if str(name) not in rules:
+        classes = [*_subclasses(cls), cls]
+        # A class that is defined again, as in a notebook, replaces the earlier one.
+        rules = {_full_name(x): x for x in classes if not inspect.isabstract(x)}
+        named = {full: x for full, x in rules.items() if x.__name__ == name}
+        if not named:
+            names = sorted({x.__name__ for x in rules.values()})
             raise ValueError(
-                f"`config['class_name']` must be one of {sorted(rules)}, got {name!r}. "
+                f"`config['class_name']` must be one of {names}, got {name!r}. "
                 "`LossScale.from_config` builds any rule whose class is imported."
             )
-        return rules[name](**fields)
+        if len(named) > 1 and cls not in named.values():
+            raise ValueError(
+                "`config['class_name']` must be the name of one class, got "
+                f"{name!r}, which is that of {sorted(named)}. Call `from_config` of "
+                "the one that you mean."
+            )
+        return named.get(_full_name(cls), [*named.values()][0])(**fields)
+
+
+def _subclasses(cls: type[RuleT]) -> list[type[RuleT]]:
+    """Return the subclasses of a class, and theirs, at every depth."""
+    return [x for sub in cls.__subclasses__() for x in (*_subclasses(sub), sub)]
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def check_rule(rule: Any) -> None:

@@ -70,13 +70,19 @@ def keep_if_applied(
             "`jax.tree.map(jnp.copy, old)`. If it does not change them, leave them out."
         )
 
-    def zero_where_old_is_not_finite(new: Any, old: Any) -> Any:
+    def checkable(new: Any, old: Any) -> Any:
         if not is_inexact(new) or jnp.shape(new) != jnp.shape(old):
             return new  # `select` raises
-        return where(as_sharded(jnp.isfinite(old), new), new, jnp.zeros_like(new))
+        return _zero_where_old_is_not_finite(new, old)
 
     checked = new
     if same_structure(new, old):
-        checked = jax.tree.map(zero_where_old_is_not_finite, new, old)
+        checked = jax.tree.map(checkable, new, old)
     applied = scale_state.applied & all_finite(checked, axis_name=axis_name)
     return select(applied, new, old)
+
+
+# Compiled: a zero outside of a program would be transferred to the device.
+@jax.jit
+def _zero_where_old_is_not_finite(new: jax.Array, old: jax.Array) -> jax.Array:
+    return where(as_sharded(jnp.isfinite(old), new), new, jnp.zeros_like(new))

@@ -18,7 +18,7 @@ from .._dtypes import dtype_of, is_inexact
 from .._jax_internals import is_ref, is_staging
 from .._programs.rewrite import without_constants
 from .._programs.traced_call import evaluate_with_nan
-from .._tree import select, where
+from .._tree import is_array, select, where
 from .._validation import is_traced
 from .derivatives import call_with_derivatives_of
 from .in_place import update_in_place
@@ -68,11 +68,13 @@ def masked_update(
 
     outputs = None
     # A program with a `grad_fn` is checked, so it would be evaluated twice in place,
-    # and a derivative is expensive.
+    # and a derivative is expensive. A program returns only arrays, but a state may hold
+    # functions, as an Equinox model does.
     if (
         staging
         and isinstance(finite, jax.core.Tracer)
         and extra_args.get("grad_fn") is None
+        and all(map(is_array, jax.tree.leaves(old_state)))
     ):
         outputs = _in_place_if_possible(run, finite, arrays, old_state, is_checked)
     if outputs is None:

@@ -6,11 +6,14 @@ first step, and right ones, of which nothing is said.
 
 import concurrent.futures
 import functools
+import gc
 import random
 import traceback
 import warnings
+import weakref
 
 import jax
+import optax
 import pytest
 from random_programs import (
     ADAM,
@@ -24,6 +27,8 @@ from random_programs import (
     random_programs,
 )
 from shared import slow_but
+
+import optax_lossscale as ls
 
 pytestmark = pytest.mark.usefixtures("new_process")
 
@@ -49,6 +54,32 @@ def test_a_loss_that_raised_leaves_nothing_behind():
     [text] = warned(lambda: raised(Network(4, ADAM), None))
     assert text.startswith(NOT_SCALED)
     assert warned(lambda: in_jit_right(Network(4, ADAM))) == []
+
+
+def test_a_right_step_hides_no_wrong_one_of_a_model_with_other_names():
+    net = Network(4, ADAM)
+    in_jit_right(net)
+    params = {"kernel": net.x, "bias": net.x}
+    [text] = warned(
+        lambda: jax.eval_shape(net.apply, params, net.tx.init(params), params)
+    )
+    assert text.startswith(NOT_SCALED)
+
+
+def test_the_static_data_of_a_model_is_freed():
+    """Of an eager step. JAX itself keeps that of a compiled one."""
+
+    def run():
+        net, static = Network(4, optax.sgd(0.1, momentum=0.9)), lambda w: w
+        net.params = jax.tree_util.Partial(static, net.x)
+        net.state = net.tx.init(net.params)
+        grads = ls.grad(lambda params: params().sum(), net.state)(net.params)
+        net.tx.update(grads, net.state, net.params)
+        return weakref.ref(static)
+
+    static = run()
+    gc.collect()
+    assert static() is None
 
 
 def in_jit_right(net):

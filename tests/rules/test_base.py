@@ -70,6 +70,24 @@ def test_a_users_rule_is_restored_by_itself_and_by_the_base():
         ls.FixedLossScale.from_config(config)
 
 
+def define_twin():
+    @dataclasses.dataclass(frozen=True)
+    class Twin(Halving):
+        """Two levels below the base."""
+
+    return Twin
+
+
+def test_the_base_restores_the_newest_of_a_class_but_asks_which_of_two():
+    former, newest = define_twin(), define_twin()
+    config = former().get_config()
+    assert type(ls.LossScale.from_config(config)) is newest
+    former.__qualname__ = "Other"
+    with pytest.raises(ValueError, match=r"'Twin', which is that of .*Other'.* Call"):
+        ls.LossScale.from_config(config)
+    assert {type(x.from_config(config)) for x in (former, newest)} == {former, newest}
+
+
 @pytest.mark.parametrize("rule", [ls.DynamicLossScale(), ls.HeadroomLossScale()])
 def test_an_eager_update_moves_nothing_between_host_and_device(rule):
     args = rule.init(), jnp.bool_(False), *[jnp.float32(1)] * rule.uses_max_magnitude

@@ -3,6 +3,7 @@
 import functools
 import re
 
+import equinox as eqx
 import every_optimizer
 import jax
 import jax.numpy as jnp
@@ -194,14 +195,17 @@ def test_an_error_of_the_inner_transformation_is_its_own():
             step(GRADS, tx.init(PARAMS))
 
 
-def test_a_string_in_the_state_passes_through():
+def test_leaves_that_are_no_arrays_pass_through():
+    model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
     inner = optax.GradientTransformation(
-        lambda params: ("name", np.zeros(2, np.float32)),
-        lambda updates, state, params=None: (updates, (state[0], state[1] + updates)),
+        lambda params: ("name", model, np.zeros(2, np.float32)),
+        lambda updates, state, params=None: (updates, (*state[:2], state[2] + updates)),
     )
     tx = ls.with_loss_scaling(inner)
-    for number, expected in ((1.0, 1.0), (np.nan, 0.0)):
-        grads = np.full(2, number, np.float32)
-        _, state = tx.update(grads, tx.init(grads))
-        assert state.inner_state[0] == "name"
-        assert state.inner_state[1].tolist() == [expected] * 2
+    for update in (tx.update, eqx.filter_jit(tx.update)):
+        for number, expected in ((1.0, 1.0), (np.nan, 0.0)):
+            grads = np.full(2, number, np.float32)
+            _, state = update(grads, tx.init(grads))
+            name, kept, total = state.inner_state
+            assert name == "name" and total.tolist() == [expected] * 2
+            assert eqx.tree_equal(kept, model)

@@ -1,6 +1,7 @@
 """Float32 copies of float16 parameters, in the state of the optimizer."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from asserts import assert_same_bits
+from book import page
 from shared import slow_but
 from training import float16_loss, normal
 
@@ -67,6 +69,20 @@ def test_master_weights_equal_float32_cast_in_the_loss(name):
     assert_same_bits(half_state.scale_state, state.scale_state)
     if isinstance(half_state.inner_state, ls.MasterWeightsState):
         assert_same_bits(tuple(half_state.inner_state), (params, state.inner_state))
+
+
+def test_strict_promotion_needs_the_line_of_the_page():
+    [line] = re.findall(
+        r"`(with jax.numpy_dtype.*)`", page("guides/float16_parameters")
+    )
+    tx = ls.with_loss_scaling(ls.with_master_weights(SGD))
+    with jax.numpy_dtype_promotion("strict"):
+        updates, _ = tx.update(GRADS, tx.init(HALF), HALF)
+        with pytest.raises(Exception, match="no available implicit dtype promotion"):
+            optax.apply_updates(HALF, updates)
+        names = {"jax": jax, "optax": optax, "params": HALF, "updates": updates}
+        exec(line, names)
+    assert_same_bits(names["params"], as_half(optax.apply_updates(HALF, updates)))
 
 
 MIXED = {

@@ -37,6 +37,20 @@ def test_a_whole_train_step_holds_under_the_transfer_guard():
         train(jax.jit(STEP), params, state, [X] * 3)
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [
+        *(ls.all_finite, ls.max_magnitude, ls.get_loss_scale, ls.was_applied),
+        lambda state: ls.check_loss_scale(state, grads=[X]),
+        lambda state: ls.keep_if_applied(state, {"mean": X}, {"mean": -X}),
+    ],
+)
+def test_eager_questions_hold_under_the_transfer_guard(ask):
+    state = start()[1]
+    with jax.transfer_guard("disallow"):
+        ask(state)
+
+
 def reached(learning_rate, wrap, noises):
     """What training reaches; most of its numbers depend on the learning rate."""
     clip = optax.clip_by_global_norm(10 * learning_rate)
