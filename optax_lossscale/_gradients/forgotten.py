@@ -166,4 +166,4 @@ def _structure(state: WithLossScalingState | LossScaleState) -> int | None:
         return None
     leaves, structure = jax.tree_util.tree_flatten_with_path(unwrap(state.inner_state))
     # The hash of a structure leaves out names and static data.
-    return hash((structure, *(jax.tree_util.keystr(path) for path, _ in leaves)))
+    return hash((structure, *(path for path, _ in leaves)))

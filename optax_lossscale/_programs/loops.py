@@ -17,11 +17,15 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Var, jaxpr_as_fun
 
 from .._dtypes import is_inexact
 from .._jax_internals import zeros_like_aval
-from .primitives import CALLS, CHECKPOINTS, CUSTOM, ELEMENTWISE, RESHAPES
+from .primitives import (
+    CALLS,
+    CHECKPOINTS,
+    CUSTOM,
+    ELEMENTWISE,
+    REDUCTIONS,
+    RESHAPES,
+)
 from .rewrite import COLLECTIVE, checkpointed, effect_names, operations, programs_in
-
-# What may be computed again. Reductions are kept: their results are small.
-_CHEAP = ELEMENTWISE | RESHAPES
 
 
 def may_compute_again(body: Any) -> bool:
@@ -38,27 +42,37 @@ def with_least_kept(body: Any, consts: int, carry: int) -> Any:
     """Return the body of a ``scan`` that keeps the fewest bytes for its backward pass.
 
     The first inputs of the body are ``consts`` constants and ``carry`` carried arrays.
-
-    At first all that is cheap is computed again. Then the results of one primitive
-    after the other are kept, unless that takes more bytes.
     """
-    recomputed = _CHEAP
-    checkpoint = checkpointed(body, _keeps_all_but(recomputed))
+    cheap = ELEMENTWISE | RESHAPES
+    checkpoint = checkpointed(body, _keeps_all_but(cheap))
     if checkpoint is body:
         return body
     try:
         needed = _needed(checkpoint, consts, carry)
     except NameError:  # a mapped axis, which is bound where the program runs
         return checkpoint
+    # The result of a reduction is small, but what it is computed from may be kept
+    # anyway. Of equal ways, the first one computes less again.
+    ways = [_fewest(needed, x) for x in (cheap, cheap | REDUCTIONS)]
+    recomputed, _ = min(ways, key=operator.itemgetter(1))
+    return checkpointed(body, _keeps_all_but(recomputed)) if recomputed else body
+
+
+def _fewest(
+    needed: Iterable["_Value"], recomputed: frozenset[str]
+) -> tuple[frozenset[str], int]:
+    """Return which primitives to compute again, of some, and the bytes that are kept.
+
+    The results of one primitive after the other are kept, unless that takes more bytes.
+    """
+    fewest = _bytes(needed, recomputed)
     found = frozenset().union(*(x.primitives for x in _reachable(needed, bool)))
-    least = _bytes(needed, recomputed)
-    for name in sorted(found & _CHEAP):
+    recomputed &= found
+    for name in sorted(recomputed):
         kept = _bytes(needed, recomputed - {name})
-        if kept <= least:
-            least, recomputed = kept, recomputed - {name}
-    if not found & recomputed:
-        return body
-    return checkpointed(body, _keeps_all_but(recomputed))
+        if kept <= fewest:
+            fewest, recomputed = kept, recomputed - {name}
+    return recomputed, fewest
 
 
 @functools.cache

@@ -34,6 +34,7 @@ NO_LINE = "?"
 _LIBRARIES = (sysconfig.get_path("stdlib"), os.path.dirname(jax.__file__))
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _THIS_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_CHECK = os.path.join(_THIS_PACKAGE, "_finite.py")
 
 
 def programs_in(params: dict[str, Any]) -> list[Any]:
@@ -68,18 +69,15 @@ def user_line(eqn: JaxprEqn) -> str | None:
     """Return the file, the line and the function of the user that an equation is from.
 
     It is the innermost line outside of installed packages, and ``NO_LINE`` if there is
-    none. None if the equation is of this package.
+    none. None if the equation is of this package, which checks gradients by a product.
     """
     traceback: Any = eqn.source_info.traceback
-    frames = [
-        (x, x.file_name.startswith(_THIS_PACKAGE))
-        for x in (traceback.frames if traceback else ())
-        if not x.file_name.startswith(_LIBRARIES)
-    ]
-    if frames and frames[0][1]:
+    frames = traceback.frames if traceback else ()
+    frames = [x for x in frames if not x.file_name.startswith(_LIBRARIES)]
+    if frames and frames[0].file_name == _CHECK:
         return None
-    for frame, is_ours in frames:
-        if is_ours:
+    for frame in frames:
+        if frame.file_name.startswith(_THIS_PACKAGE):
             break  # what is outside has called this package
         if not any(folder in frame.file_name for folder in _INSTALLED):
             file = os.path.basename(frame.file_name)

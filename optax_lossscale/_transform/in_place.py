@@ -12,20 +12,75 @@ so it must tolerate NaN. Its derivatives would be NaN, so those of ``mask.py`` a
 """
 
 import collections
-from collections.abc import Iterator, Sequence
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._jax_internals import after, varying_axes, varying_like
-from .._programs.rewrite import eqn_like, new_var, replace, with_eqns
+from .._programs.primitives import NAN_TOLERANT
+from .._programs.rewrite import (
+    eqn_like,
+    new_var,
+    operations,
+    replace,
+    with_eqns,
+    without_constants,
+)
 from .._programs.traced_call import evaluate_with_nan
-from .._tree import where
+from .._tree import is_array, where
+
+Leaves = Sequence[Any]
+# Returns whether the results are usable, the updates, and the new state.
+Run = Callable[[Any], Any]
 
 
 def update_in_place(
+    run: Run,
+    masked_at_the_end: Callable[..., Any],
+    finite: jax.Array,
+    arrays: Any,
+    old_state: Any,
+    is_checked: bool,
+) -> Any:
+    """Return what ``_masked`` in ``mask.py`` returns, or None if that cannot be.
+
+    ``run`` takes arrays, such as the gradients, which may not be finite.
+    """
+    # A program returns arrays alone, but the state may hold the functions of a model.
+    if not all(map(is_array, jax.tree.leaves(old_state))):
+        return None
+    traced, shapes = jax.make_jaxpr(run, return_shape=True)(arrays)
+    program, structure = without_constants(traced), jax.tree.structure(shapes)
+    # A checked update is evaluated twice, for which a loop is too expensive.
+    if not tolerates_nan(program) or is_checked and "scan" in operations(program):
+        return None
+
+    def derived(finite: Any, arrays: Any, consts: Any, old_state: Any) -> Any:
+        def run(arrays: Any) -> Any:
+            outputs = evaluate_with_nan(program, *jax.tree.leaves(arrays), *consts)
+            return jax.tree.unflatten(structure, outputs)
+
+        outputs = masked_at_the_end(run, finite, arrays, old_state, is_checked)
+        return jax.tree.leaves(outputs)
+
+    in_place = functools.partial(_masked_in_place, program, is_checked)
+    inputs = finite, arrays, traced.consts, old_state
+    leaves = _call_with_derivatives_of(derived, in_place, *inputs)
+    return jax.tree.unflatten(structure, leaves)
+
+
+def tolerates_nan(program: Jaxpr) -> bool:
+    """Return whether a NaN in a program can reach only its results."""
+    return operations(program) <= NAN_TOLERANT
+
+
+def _masked_in_place(
     program: Jaxpr,
     is_checked: bool,
     finite: jax.Array,
@@ -33,11 +88,7 @@ def update_in_place(
     consts: Sequence[Any],
     old_state: Any,
 ) -> list[Any]:
-    """Return what ``_masked`` in ``mask.py`` returns, as leaves.
-
-    The program takes arrays, such as the gradients, which may not be finite, and
-    constants. It returns whether its results are usable, the updates and the new state.
-    """
+    """Return as leaves whether a step is applied, its updates, and the masked state."""
     applied = finite
     given = jax.tree.leaves(arrays)
     if is_checked:
@@ -111,3 +162,34 @@ def _with_masks(
     inputs = [flag for flag, _ in masks.values()] + [x for _, x in masks.values()]
     masked: Jaxpr = with_eqns(program, mask, inputs)
     return masked
+
+
+def _call_with_derivatives_of(
+    derived: Callable[..., Leaves], function: Callable[..., Leaves], *args: Any
+) -> Leaves:
+    """Call a function with the derivatives of another that has the same values.
+
+    Neither function may close over tracers.
+    """
+    leaves, structure = jax.tree.flatten(args)
+
+    @jax.custom_jvp
+    def primal(*leaves: Any) -> Leaves:
+        return function(*jax.tree.unflatten(structure, leaves))
+
+    @functools.partial(primal.defjvp, symbolic_zeros=True)
+    def _(primals: Leaves, tangents: Leaves) -> tuple[Leaves, Leaves]:
+        moves = [not isinstance(t, SymbolicZero) for t in tangents]
+
+        def along(moving: Leaves) -> Leaves:
+            rest = iter(moving)
+            pairs = zip(primals, moves, strict=True)
+            leaves = [next(rest) if moved else x for x, moved in pairs]
+            return derived(*jax.tree.unflatten(structure, leaves))
+
+        moving, directions = (
+            list(itertools.compress(x, moves)) for x in (primals, tangents)
+        )
+        return jax.jvp(along, (moving,), (directions,))
+
+    return primal(*leaves)

@@ -5,7 +5,6 @@ skipped step it gets finite placeholders, and its results are discarded. With Na
 line search might not end, and derivatives would be NaN in spite of ``jnp.where``.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,13 +15,9 @@ import optax
 
 from .._dtypes import dtype_of, is_inexact
 from .._jax_internals import is_ref, is_staging
-from .._programs.rewrite import without_constants
-from .._programs.traced_call import evaluate_with_nan
-from .._tree import is_array, select, where
+from .._tree import select, where
 from .._validation import is_traced
-from .derivatives import call_with_derivatives_of
 from .in_place import update_in_place
-from .nan_tolerant import has_loop, tolerates_nan
 
 
 class _Arrays(NamedTuple):
@@ -68,15 +63,10 @@ def masked_update(
 
     outputs = None
     # A program with a `grad_fn` is checked, so it would be evaluated twice in place,
-    # and a derivative is expensive. A program returns only arrays, but a state may hold
-    # functions, as an Equinox model does.
-    if (
-        staging
-        and isinstance(finite, jax.core.Tracer)
-        and extra_args.get("grad_fn") is None
-        and all(map(is_array, jax.tree.leaves(old_state)))
-    ):
-        outputs = _in_place_if_possible(run, finite, arrays, old_state, is_checked)
+    # and a derivative is expensive.
+    is_cheap = extra_args.get("grad_fn") is None
+    if staging and is_cheap and isinstance(finite, jax.core.Tracer):
+        outputs = update_in_place(run, _masked, finite, arrays, old_state, is_checked)
     if outputs is None:
         # Eager derivatives need a second run. Compiled, it would double the cost.
         again = is_checked and not staging and is_traced((arrays, old_state))
@@ -98,30 +88,6 @@ def _masked(
         # second one are not: it gets placeholders unless the step is applied.
         _, updates, new_state = run(_with_placeholders(applied, arrays))
     return applied, updates, select(applied, new_state, old_state)
-
-
-def _in_place_if_possible(
-    run: Run, finite: jax.Array, arrays: _Arrays, old_state: Any, checked: bool
-) -> Any:
-    """Return what ``_masked`` does, or None if the program does not tolerate NaN."""
-    traced, shapes = jax.make_jaxpr(run, return_shape=True)(arrays)
-    program, structure = without_constants(traced), jax.tree.structure(shapes)
-    # A checked update is evaluated twice in place, for which a loop is too expensive.
-    if not tolerates_nan(program) or checked and has_loop(program):
-        return None
-
-    def masked(finite: Any, arrays: _Arrays, consts: Any, old_state: Any) -> Any:
-        def run(arrays: _Arrays) -> Any:
-            outputs = evaluate_with_nan(program, *jax.tree.leaves(arrays), *consts)
-            return jax.tree.unflatten(structure, outputs)
-
-        outputs = _masked(run, finite, arrays, old_state, again=checked)
-        return jax.tree.leaves(outputs)
-
-    in_place = functools.partial(update_in_place, program, checked)
-    inputs = finite, arrays, traced.consts, old_state
-    leaves = call_with_derivatives_of(masked, in_place, *inputs)
-    return jax.tree.unflatten(structure, leaves)
 
 
 def _arrays_of(

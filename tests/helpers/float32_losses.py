@@ -18,11 +18,14 @@ N = 8  # a product of fewer numbers is not cast
 X = jnp.asarray(normal(N, N))
 
 
+PRIMITIVES = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+
+
 def products(program, found=None):
     """How many products a program holds, by the type of their operands."""
     found = collections.Counter() if found is None else found
     for eqn in program.eqns:
-        if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+        if eqn.primitive.name in PRIMITIVES:
             found[eqn.invars[0].aval.dtype.name] += 1
         for inner in jax.tree.leaves(list(eqn.params.values())):
             if isinstance(inner, ClosedJaxpr | Jaxpr):
@@ -86,6 +89,11 @@ def highest(x, w):
 
 def einsum(indices):
     return lambda x, w: jnp.einsum(indices, x, w)
+
+
+def ragged(x, experts):
+    """The product of a mixture of experts: each takes some of the rows."""
+    return jax.lax.ragged_dot(x, experts, jnp.array([2, 0, N - 2], jnp.int32))
 
 
 PRODUCTS = {

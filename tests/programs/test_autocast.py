@@ -33,6 +33,7 @@ from float32_losses import (
     plain,
     products,
     products_of,
+    ragged,
     random_program,
     squares,
     squares_by_hand,
@@ -146,6 +147,20 @@ COMPILED |= {
 )
 def test_what_transforms_functions_takes_it_like_any_other(name):
     ours, theirs = (COMPILED[name](f, PARAMS, X) for f in (CAST, squares_by_hand))
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_mixture_of_experts_is_cast():
+    experts = jnp.stack([X, 0.5 * X, -X])
+
+    def gradient(cast, product):
+        def loss(x, experts):
+            return jnp.mean(jnp.tanh(product(x, experts)) ** 2)
+
+        return jit(jax.value_and_grad(cast(loss), (0, 1)))(X, experts)
+
+    assert products_of(ls.autocast(ragged), X, experts) == {"float16": 1}
+    ours, theirs = gradient(ls.autocast, ragged), gradient(plain, by_hand(ragged))
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
@@ -354,6 +369,10 @@ def test_a_program_that_changes_what_it_is_given_is_refused():
         ls.autocast(loss_fn)(X, [X])
 
 
+# In it, float16 would become float32 under `jax.vmap`.
+by_row = jax.custom_batching.sequential_vmap(jnp.matmul)
+
+
 def in_float64(x):
     return jnp.sum((x.astype("float64") @ x.astype("float64")).astype(F32))
 
@@ -364,6 +383,7 @@ def in_float64(x):
         (lambda x: jnp.sum(x @ x), "highest", "is a precision other than .*default"),
         (lambda x: jnp.sum(x @ x), "tensorfloat32", "is a precision other than"),
         (lambda x: jnp.sum(own_jvp(x, x)), None, "is a function with a derivative"),
+        (lambda x: jnp.sum(by_row(x, x)), None, "is a function with a batch rule"),
         (lambda x: jnp.sum(x[:3, :3] @ x[:3, :3]), None, "sums fewer than 8 numbers"),
         (in_float64, None, "is the type float64. Give"),
         (lambda x: jnp.sum(x.astype("bfloat16") @ x), None, "is the type bfloat16"),

@@ -3,6 +3,7 @@
 import functools
 
 import equinox as eqx
+import flax.linen as linen
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,6 +63,7 @@ def test_of_branches_only_those_that_run_are_there():
 REASONS = {
     "precision": lambda x: jnp.matmul(x, x.T, precision="highest"),
     "own derivative": lambda x: own_jvp(x, x.T) + own_vjp(x, x.T),
+    "own batch rule": lambda x: jax.custom_batching.sequential_vmap(jnp.matmul)(x, x.T),
     "no matrix product": lambda x: jnp.vdot(x, x),
     "fewer than 8": lambda x: x[:, :3] @ x[:3],
     "bfloat16": lambda x: x.astype("bfloat16") @ x.T.astype("bfloat16"),
@@ -73,6 +75,64 @@ REASONS = {
 def test_a_product_that_is_left_has_a_reason(reason, fun):
     found = report(lambda x: jnp.sum(fun(x).astype(jnp.float32)), X)
     assert {x.left for x in found} == {reason}
+
+
+def test_rows_of_one_line_have_their_largest_numbers():
+    def fun(x):
+        return [factor * x @ x.T for factor in (1, 4, 2)]
+
+    [row] = report(fun, X)
+    assert row.times == 3
+    assert row.largest[0] == 4 * row.largest[1] == 4 * np.abs(X).max()
+
+
+class Linen(linen.Module):
+    @linen.compact
+    def __call__(self, x, _=None):
+        return linen.Dense(8, name="b")(linen.Dense(8, name="a")(x)), None
+
+
+def scanned_linen(x):
+    scan = linen.scan(
+        linen.remat(Linen), variable_axes={"params": 0}, split_rngs={"params": True}
+    )
+    model = scan()
+    params = jax.tree.map(
+        lambda x: np.ones(x.shape, x.dtype),
+        jax.eval_shape(model.init, jax.random.key(0), x, np.zeros(3)),
+    )
+    return model.apply(params, x, np.zeros(3))[0]
+
+
+def scoped(x):
+    def layer(x):
+        return x @ LAYERS[0]
+
+    with jax.named_scope("attention"):
+        x = layer(x)
+        with jax.named_scope("mlp"):
+            return jax.vmap(layer)(x)
+
+
+@pytest.mark.parametrize(
+    ("fun", "scopes"),
+    [
+        (scanned_linen, {"Linen/a", "Linen/b"}),
+        (scoped, {"attention", "attention/mlp"}),
+    ],
+)
+def test_layers_of_one_line_are_told_by_their_scopes(fun, scopes):
+    found = report(jax.grad(lambda x: jnp.sum(fun(x))), X)
+    assert {x.scope for x in found} == scopes
+    assert all(scope in repr(found) for scope in scopes)
+    assert len({x.line.removesuffix(", backward") for x in found}) == 1
+
+
+def test_product_without_a_line_of_the_user_has_a_row():
+    model = linen.Dense(8, precision="highest")
+    params = model.init(jax.random.key(0), X)
+    [row] = report(model.apply, params, X)
+    assert (row.line, row.left) == ("?", "precision")
 
 
 def test_what_float16_cannot_hold_comes_first():
@@ -194,13 +254,15 @@ def test_models_of_haiku_and_equinox_are_measured():
     assert [x.left for x in report(of_equinox, arrays, X)] == ["", "", ""]
 
 
-def test_products_in_shard_map_are_measured_on_each_device():
+@pytest.mark.parametrize("checks", [False, True])
+def test_products_in_shard_map_are_measured_on_each_device(checks):
     def summed(x, w):
         return jax.lax.psum(x @ w, "d")
 
     specs = {"in_specs": (P(None, "d"), P("d")), "out_specs": P()}
     mapped = jax.shard_map(summed, mesh=make_mesh(d=2), **specs)
-    [row] = report(mapped, normal(4, 16), normal(16, 8))
+    with jax.enable_checks(checks):
+        [row] = report(mapped, normal(4, 16), normal(16, 8))
     assert (row.times, row.operands) == (2, "float32[4, 8], float32[8, 8]")
 
 

@@ -21,7 +21,7 @@ from every_optimizer import (
 )
 
 import optax_lossscale as ls
-from optax_lossscale._transform.nan_tolerant import tolerates_nan
+from optax_lossscale._transform.in_place import tolerates_nan
 
 pytestmark = IGNORED_WARNINGS
 
@@ -110,7 +110,7 @@ def test_a_wrapped_optimizer(name, kind):
 
 
 # They have loops that may never end, branches, or decompositions that iterate. If
-# another one is refused, it is only slow: `nan_tolerant.py` lacks an operation.
+# another one is refused, it is only slow: `NAN_TOLERANT` lacks an operation.
 REFUSED = {
     "MultiSteps",
     "optax.apply_if_finite",
