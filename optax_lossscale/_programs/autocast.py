@@ -61,14 +61,15 @@ def autocast(
     - with a ``precision`` other than the default, and so all that are traced under
       ``jax.default_matmul_precision("highest")``. This keeps a part of ``fun`` in
       float32;
-    - in functions with a derivative of their own (``jax.custom_jvp``,
-      ``jax.custom_vjp``, Pallas). Put `autocast` inside of these, as in
-      ``scale_backward(autocast(fun), scale)``.
+    - in functions with a derivative or a batch rule of their own (``jax.custom_jvp``,
+      ``jax.custom_vjp``, ``jax.custom_batching.custom_vmap``, Pallas). Put `autocast`
+      inside of these, as in ``scale_backward(autocast(fun), scale)``.
 
-    The body of a ``scan`` keeps, for its backward pass, the results of products, which
-    are float16, and what is expensive to compute. Casts, elementwise functions and
-    reductions are computed again. A body with a ``jax.checkpoint``, a ``while`` loop or
-    an effect such as ``jax.debug.print`` keeps what it keeps without `autocast`.
+    The body of a ``scan`` keeps, for its backward pass, the float16 results of products
+    instead of float32 ones. Which elementwise functions, reshapes and reductions are
+    computed again from these is counted for each body, so that it keeps the fewest
+    bytes. A body with a ``jax.checkpoint``, a ``while`` loop or an effect such as
+    ``jax.debug.print`` keeps what it keeps without `autocast`.
 
     Args:
         fun: a function of pytrees, traced as under ``jax.jit``. It must not change its

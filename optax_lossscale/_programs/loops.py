@@ -9,7 +9,7 @@ be read from the program of its derivatives, without asking JAX for each policy.
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -34,8 +34,11 @@ def may_compute_again(body: Any) -> bool:
     JAX would run an inner ``while`` twice as a whole. If the body has a
     ``jax.checkpoint``, its author has decided.
     """
-    is_pure = effect_names(body) <= {COLLECTIVE}
-    return is_pure and not operations(body) & (CHECKPOINTS | {"while"})
+    return _is_pure(body) and not operations(body) & (CHECKPOINTS | {"while"})
+
+
+def _is_pure(program: Any) -> bool:
+    return effect_names(program) <= {COLLECTIVE}
 
 
 def with_least_kept(body: Any, consts: int, carry: int) -> Any:
@@ -48,9 +51,14 @@ def with_least_kept(body: Any, consts: int, carry: int) -> Any:
     if checkpoint is body:
         return body
     try:
-        needed = _needed(checkpoint, consts, carry)
+        derivatives = _derivatives(checkpoint)
     except NameError:  # a mapped axis, which is bound where the program runs
         return checkpoint
+    if not _is_pure(derivatives):  # the rule of a `custom_vjp` may have an effect
+        return body
+    needed = _needed(
+        derivatives, checkpoint.eqns[0].invars, range(consts, consts + carry)
+    )
     # The result of a reduction is small, but what it is computed from may be kept
     # anyway. Of equal ways, the first one computes less again.
     ways = [_fewest(needed, x) for x in (cheap, cheap | REDUCTIONS)]
@@ -113,18 +121,18 @@ class _Value:
         self.is_tangent: bool = is_tangent or any(x.is_tangent for x in self.operands)
 
 
-def _needed(checkpoint: Any, consts: int, carry: int) -> list[_Value]:
-    """Return the values that the backward pass of a body needs.
+def _derivatives(checkpoint: Any) -> Any:
+    """Return the program of a checkpoint and of its derivatives in forward mode.
 
-    All inputs of floating point are differentiated.
+    Its inputs are constants of rules, those of the checkpoint, and tangents of those of
+    floating point, which are all differentiated.
     """
-    variables = checkpoint.eqns[0].invars
     program: Any = checkpoint
     if not isinstance(program, ClosedJaxpr):
         program = ClosedJaxpr(program, [])
 
     def differentiate() -> None:
-        inputs = [zeros_like_aval(x.aval) for x in variables]
+        inputs = [zeros_like_aval(x.aval) for x in checkpoint.eqns[0].invars]
         floats = [x for x in inputs if is_inexact(x)]
 
         def of_floats(*floats: Any) -> Any:
@@ -137,19 +145,25 @@ def _needed(checkpoint: Any, consts: int, carry: int) -> list[_Value]:
 
     eqns = jax.make_jaxpr(differentiate)().eqns
     [eqn] = [x for x in eqns if x.primitive.name in CHECKPOINTS]
-    derivatives = eqn.params["jaxpr"]
-    # They are the constants of rules, the inputs of the body, and their tangents.
-    count = sum(is_inexact(x.aval) for x in variables)
-    inputs = [_Value() for _ in derivatives.invars[: -count - len(variables)]]
-    for i, x in enumerate(variables):
-        # A loop has its constants and what it scans over, but keeps what it carries.
-        size = _size(x) if consts <= i < consts + carry else 0
-        inputs.append(_Value(size, frozenset({"input"})))
-    inputs += [_Value(is_tangent=True) for _ in range(count)]
+    return eqn.params["jaxpr"]
+
+
+def _needed(derivatives: Any, variables: Sequence[Any], carry: range) -> list[_Value]:
+    """Return the values that the backward pass of a body needs.
+
+    ``variables`` are the inputs of the body, and ``carry`` the places of what it
+    carries. A loop keeps that. Its constants, and what it scans over, it has anyway.
+    """
+    inputs = [
+        _Value(_size(x) * (i in carry), frozenset({"input"}))
+        for i, x in enumerate(variables)
+    ]
+    tangents = [_Value(is_tangent=True) for x in variables if is_inexact(x.aval)]
+    constants = len(derivatives.invars) - len(inputs) - len(tangents)
+    everything = [*(_Value() for _ in range(constants)), *inputs, *tangents]
     is_tangent = operator.attrgetter("is_tangent")
-    tangents = filter(is_tangent, _values(derivatives, inputs))
-    found = _reachable(tangents, is_tangent)
-    return [x for x in found if not x.is_tangent]
+    outputs = filter(is_tangent, _values(derivatives, everything))
+    return [x for x in _reachable(outputs, is_tangent) if not x.is_tangent]
 
 
 def _values(program: Any, inputs: list[_Value], times: int = 1) -> list[_Value]:
