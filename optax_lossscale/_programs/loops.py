@@ -86,9 +86,11 @@ def _fewest(
 @functools.cache
 def _keeps_all_but(recomputed: frozenset[str]) -> Callable[..., bool]:
     """Return a policy of ``jax.checkpoint``: is the result of an operation kept?"""
-    return lambda primitive, *_, **params: (
-        not _primitives(primitive, params) <= (recomputed)
-    )
+
+    def is_kept(primitive: Any, *_: Any, **params: Any) -> bool:
+        return not _primitives(primitive, params) <= recomputed
+
+    return is_kept
 
 
 def _primitives(primitive: Any, params: dict[str, Any]) -> frozenset[str]:
