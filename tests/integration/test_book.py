@@ -100,7 +100,7 @@ def test_what_autocast_saves_is_that_of_its_table():
     }
     for name, ratios in {
         "T4, transformer in a `scan`": (0.3, 0.2),
-        "T4, ... with relu and dropout": (0.5, 0.4),
+        "T4, the same with relu and dropout": (0.5, 0.4),
     }.items():
         float32, _, autocast = cells[name]
         found = [round(x / y, 1) for x, y in zip(autocast, float32, strict=True)]
