@@ -20,6 +20,11 @@ pass and divides the gradients by it afterward. `with_loss_scaling` skips a step
 gradients are not finite, and lets a rule change the scale. The loss as ``value`` tells
 a bad batch, which skips the step alone, from an overflow, which lowers the scale.
 
+bfloat16 needs no scale. There, the cast and the guard are a line each::
+
+    tx = ls.skip_nonfinite(optax.adamw(3e-4))
+    loss, grads = jax.value_and_grad(ls.autocast(loss_fn, jnp.bfloat16))(params, batch)
+
 - Rules decide how the scale changes: `DynamicLossScale` (the default),
   `FixedLossScale`, `HeadroomLossScale`, the rules of other systems in `presets`, and
   your own, derived from `LossScale`.
