@@ -45,8 +45,8 @@ _SOME_STEPS = (
 _CAUSES = {
     "never overflowed": (
         "the step calls `jax.value_and_grad` instead of `ls.value_and_grad`; nothing "
-        "is computed in float16 (use `FixedLossScale(1.0)`); or all gradients are "
-        "below 0.004, and all is well",
+        "is computed in float16 (use `skip_nonfinite`); or all gradients are below "
+        "0.004, and all is well",
         "troubleshooting.md#the-scale-climbs-to-the-ceiling",
     ),
     "often": _SOME_STEPS,
