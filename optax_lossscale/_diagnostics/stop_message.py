@@ -21,8 +21,8 @@ WARNINGS = {
 }
 _ERRORS = {
     "invalid scale": "The loss scale{member} is not a positive number.",
-    "skips in a row": "The last {consecutive_skips} steps{member} were all skipped, "
-    "more than `max_consecutive_skips`={limit}.",
+    "skips in a row": "The last {skips} skipped, more than "
+    "`max_consecutive_skips`={limit}.",
     "skip rate": "Recently, {skip_rate:.0%} of the steps{member} were skipped.",
 }
 EVENTS = WARNINGS | _ERRORS  # in the order in which they are told
@@ -45,8 +45,8 @@ _SOME_STEPS = (
 _CAUSES = {
     "never overflowed": (
         "the step calls `jax.value_and_grad` instead of `ls.value_and_grad`; nothing "
-        "is computed in float16 (use `FixedLossScale(1.0)`); or all gradients are "
-        "below 0.004, and all is well",
+        "is computed in float16 (use `skip_nonfinite`); or all gradients are below "
+        "0.004, and all is well",
         "troubleshooting.md#the-scale-climbs-to-the-ceiling",
     ),
     "often": _SOME_STEPS,
@@ -118,7 +118,9 @@ def message(
     known = _known(state, report, value) if event == "skips in a row" else event
     causes, page = _CAUSES[known]
     texts = [EVENTS[event], *[_NUMBERS] * (event in _ERRORS)]
-    fields = {"limit": limit, "member": named, **state._asdict()}
+    skips = state.consecutive_skips
+    skips = f"step{named} was" if skips == 1 else f"{skips} steps{named} were all"
+    fields = {"limit": limit, "member": named, "skips": skips, **state._asdict()}
     texts = [*(text.format(**fields) for text in texts), f"Likely causes: {causes}."]
     fill = functools.partial(
         textwrap.fill, width=80, break_on_hyphens=False, break_long_words=False

@@ -48,7 +48,8 @@ def with_loss_scaling(
     Args:
         inner: the optimizer, any Optax transformation. It must not donate its state,
             which a skipped step returns; donate that of the whole step.
-        rule: how the loss scale changes; ``FixedLossScale(1.0)`` only skips.
+        rule: how the loss scale changes; to skip steps alone, see
+            `skip_nonfinite`.
         axis_name: inside ``shard_map``, ``pmap`` or ``vmap``, the name of the mapped
             axis, or a tuple of names, along which gradients or ``value`` differ. A step
             is applied only if they are finite everywhere. Not needed under ``jit``

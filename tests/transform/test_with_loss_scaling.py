@@ -34,6 +34,26 @@ def test_optimizer_wrapped_in_a_run_keeps_its_moments():
     assert_same_bits((updates, new_state.inner_state), expected)
 
 
+@pytest.mark.parametrize(
+    ("options", "applied"),
+    [
+        ({}, [True, False]),
+        ({"axis_name": "i"}, [False, False]),
+        ({"check_updates": True}, [False, False]),
+    ],
+)
+def test_skip_nonfinite_is_a_rule_fixed_at_1(options, applied):
+    grads = np.float32([[0.5, 3e38], [0.5, np.nan]])
+    inner, unit = optax.scale(2.0), ls.FixedLossScale(1.0)
+    named = ls.skip_nonfinite(inner, **options)
+    step, expected = (
+        jax.jit(jax.vmap(f, axis_name="i"))(grads, jax.vmap(named.init)(grads))
+        for f in (named.update, ls.with_loss_scaling(inner, unit, **options).update)
+    )
+    assert_same_bits(step, expected)
+    assert step[1].scale_state.applied.tolist() == applied
+
+
 NEVER_SKIPS = ls.FixedLossScale(skip_nonfinite=False)
 
 
