@@ -179,12 +179,11 @@ def _cells(row: _Row, kinds: tuple[str, ...]) -> list[str]:
 
 def _summary(rows: list[_Row], kinds: tuple[str, ...]) -> str:
     found = [f"{len(rows):,} array{'s' if len(rows) > 1 else ''}"]
-    groups = {"NaN or inf": ("nan", "inf")}
-    groups |= {kind: (kind,) for kind in ("overflow", "underflow") if kind in kinds}
-    for name, group in groups.items():
-        if number := sum(any(row[kind] for kind in group) for row in rows):
-            found.append(f"{number} with {name}")
+    names = ["nan or inf", *(x for x in ("overflow", "underflow") if x in kinds)]
+    for name in names:
+        if number := sum(any(row[kind] for kind in name.split(" or ")) for row in rows):
+            found.append(f"{number} with {name.replace('nan', 'NaN')}")
     if len(found) == 1:
-        narrow = ", inf, overflow or underflow" if len(groups) > 1 else " or inf"
+        narrow = ", inf, overflow or underflow" if len(names) > 1 else " or inf"
         found.append(f"none with NaN{narrow}")
     return ", ".join(found)
