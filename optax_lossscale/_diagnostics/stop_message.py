@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .table import format_report
+from .table import ALL_KINDS, FINITE_KINDS, table_of
 
 # The only place in the package that knows where the book is.
 BOOK = "https://github.com/optax-lossscale/optax_lossscale/blob/main/notebooks/"
@@ -103,6 +103,34 @@ _CAUSES = {
     ),
 }
 
+_LABEL = "a label is out of range, or a mean over nothing is 0/0"
+_DIVERGES = "training diverges (clip the gradients, or lower the learning rate)"
+_GUARD = "guides/nan_guard.md#why-a-step-is-skipped"
+_SOME_UNSCALED = (f"some batches hold NaN, inf or no label; {_DERIVATIVE}", _GUARD)
+# The same where the scale is fixed at 1, as in bfloat16 and float32: no scale and no
+# float16 is to blame.
+_UNSCALED_CAUSES = {
+    "often": _SOME_UNSCALED,
+    "all zero": (
+        "the loss does not reach the parameters, as behind a `stop_gradient`; or no "
+        "label of the batch counts",
+        "troubleshooting.md#all-gradients-are-0",
+    ),
+    "skip rate": _SOME_UNSCALED,
+    "loss unknown": (
+        f"{_DATA}; {_LABEL}; {_DERIVATIVE}; or {_DIVERGES}. Pass `grads=grads` and "
+        "`value=loss` to `check_loss_scale` to learn more",
+        _GUARD,
+    ),
+    "loss not finite": (f"{_DATA}; {_LABEL}; or {_DIVERGES}", _GUARD),
+    "loss not finite, gradients finite": (
+        "a label is out of range, such as -100, for which JAX reads NaN; a mask "
+        f"multiplies inf by 0; a mean over nothing is 0/0; or {_DIVERGES}",
+        _GUARD,
+    ),
+    "gradients not finite, scale low": (f"{_DERIVATIVE}; or {_DIVERGES}", _GUARD),
+}
+
 
 def message(
     event: str, limit: int, due: Any, state: Any, report: Any, value: Any
@@ -116,7 +144,8 @@ def message(
     named = f" of member {', '.join(map(str, member))}" if member else ""
     state = jax.tree.map(lambda x: np.asarray(x)[member], state._replace(rule_state=()))
     known = _known(state, report, value) if event == "skips in a row" else event
-    causes, page = _CAUSES[known]
+    is_unscaled = bool(state.is_fixed) and state.loss_scale == 1
+    causes, page = (_CAUSES | _UNSCALED_CAUSES if is_unscaled else _CAUSES)[known]
     texts = [EVENTS[event], *[_NUMBERS] * (event in _ERRORS)]
     skips = state.consecutive_skips
     skips = f"step{named} was" if skips == 1 else f"{skips} steps{named} were all"
@@ -127,7 +156,8 @@ def message(
     )
     texts = [*map(fill, texts), f"{BOOK}{page}"]
     if event in _ERRORS and report is not None:
-        texts += ["The last gradients:", format_report(report, limit=5)]
+        kinds = FINITE_KINDS if is_unscaled else ALL_KINDS
+        texts += ["The last gradients:", table_of(report, 5, kinds)]
     return "\n".join(texts)
 
 
