@@ -220,3 +220,22 @@ def test_the_skip_rate_after_a_hundred_skips_in_a_row(rule, percent):
         state = skip(state)
     assert round(100 * float(state.skip_rate)) == percent
     assert f" {percent} %" in page("guides/logging")
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_small_updates_of_bfloat16_weights_need_master_weights(copied):
+    tx, weights = optax.adam(6e-4), jnp.ones(512, jnp.bfloat16)
+    tx = ls.skip_nonfinite(ls.with_master_weights(tx) if copied else tx)
+    state, update = tx.init(weights), jax.jit(tx.update)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(20):
+            updates, state = update(jnp.ones_like(weights), state, weights)
+            weights = optax.apply_updates(weights, updates)
+    assert int(jnp.sum(weights != 1)) == (512 if copied else 0)
+    assert "6e-4 moves none of 512 weights" in page("guides/float16_parameters")
+
+
+def test_an_average_of_bfloat16_weights_does_not_move():
+    one = jnp.ones((), jnp.bfloat16)
+    assert optax.incremental_update(2 * one, one, 1e-3) == 1
