@@ -110,13 +110,15 @@ def _advice(found: Any) -> str:
         return "It is the optimizer: pass what its `init(params)` returns."
     if callable(getattr(found, "init", None)):
         return "It is not a state yet: pass what its `init()` returns."
-    # In optax 0.2.5, the state of a named chain is a dict.
-    restored = (
-        "If it was restored from a checkpoint, pass `init(params)` to the checkpointer "
-        "as the target. Else put"
-    )
+    put = "Put"
+    # So is the state of a chain; in optax 0.2.5, that of a named one is a dict.
+    if type(found) in (dict, list, tuple):
+        put = (
+            "If it was restored from a checkpoint, pass `init(params)` to the "
+            "checkpointer as the target, so that it has its types. Else put"
+        )
     return (
-        f"{restored if type(found) in (dict, list) else 'Put'} `with_loss_scaling` "
-        "around the whole optimizer, as in `with_loss_scaling(optax.chain(...))`. If a "
-        "trainer adds `optax.MultiSteps`, turn off its accumulation."
+        f"{put} `with_loss_scaling` around the whole optimizer, as in "
+        "`with_loss_scaling(optax.chain(...))`. If a trainer adds `optax.MultiSteps`, "
+        "turn off its accumulation."
     )

@@ -97,7 +97,8 @@ def with_loss_scaling(
             - if gradients are float16 or float8, but their parameters are not, unless
               the rule is ``FixedLossScale(1.0)``;
             - if the state of ``inner`` is rounded to narrower types in every step;
-            - if ``loss`` or ``values`` is passed, but not ``value``.
+            - if ``loss`` is passed, but not ``value``, or ``is_finite``, but not
+              ``grads_finite``, and the like.
 
     Examples:
         >>> import jax.numpy as jnp
