@@ -111,8 +111,9 @@ def _advice(found: Any) -> str:
     if callable(getattr(found, "init", None)):
         return "It is not a state yet: pass what its `init()` returns."
     put = "Put"
-    # So is the state of a chain; in optax 0.2.5, that of a named one is a dict.
-    if type(found) in (dict, list, tuple):
+    # A chain's state is a tuple of named ones; in optax 0.2.5, a named chain's a dict.
+    named = isinstance(found, tuple) and any(hasattr(x, "_fields") for x in found)
+    if type(found) in (dict, list, tuple) and not named:
         put = (
             "If it was restored from a checkpoint, pass `init(params)` to the "
             "checkpointer as the target, so that it has its types. Else put"
