@@ -110,13 +110,16 @@ def _advice(found: Any) -> str:
         return "It is the optimizer: pass what its `init(params)` returns."
     if callable(getattr(found, "init", None)):
         return "It is not a state yet: pass what its `init()` returns."
-    # In optax 0.2.5, the state of a named chain is a dict.
-    restored = (
-        "If it was restored from a checkpoint, pass `init(params)` to the checkpointer "
-        "as the target. Else put"
-    )
+    put = "Put"
+    # A chain's state is a tuple of named ones; in optax 0.2.5, a named chain's a dict.
+    named = isinstance(found, tuple) and any(hasattr(x, "_fields") for x in found)
+    if type(found) in (dict, list, tuple) and not named:
+        put = (
+            "If it was restored from a checkpoint, pass `init(params)` to the "
+            "checkpointer as the target, so that it has its types. Else put"
+        )
     return (
-        f"{restored if type(found) in (dict, list) else 'Put'} `with_loss_scaling` "
-        "around the whole optimizer, as in `with_loss_scaling(optax.chain(...))`. If a "
-        "trainer adds `optax.MultiSteps`, turn off its accumulation."
+        f"{put} `with_loss_scaling` around the whole optimizer, as in "
+        "`with_loss_scaling(optax.chain(...))`. If a trainer adds `optax.MultiSteps`, "
+        "turn off its accumulation."
     )

@@ -104,8 +104,6 @@ def warn_if_divided_twice(grads: Any) -> None:
 
 def warn_if_forgotten(state: WithLossScalingState, rule: Any, grads: Any) -> None:
     """Warn at the update of a step whose loss was not scaled, or not unscaled."""
-    if getattr(rule, "loss_scale", None) == 1:  # it is fixed
-        return
     scale = state.scale_state.loss_scale
     divided_by = _divided_by(grads)
     if divided_by:
