@@ -28,6 +28,7 @@ bfloat16 needs no scale. There, the cast and the guard are a line each::
 - Rules decide how the scale changes: `DynamicLossScale` (the default),
   `FixedLossScale`, `HeadroomLossScale`, the rules of other systems in `presets`, and
   your own, derived from `LossScale`.
+- For bfloat16 and float32, where nothing is scaled: `skip_nonfinite`.
 - For float16 parameters: `with_master_weights`.
 - To read the state: `get_loss_scale`, `get_loss_scale_state`, `was_applied`,
   `LossScaleState`.
@@ -62,6 +63,7 @@ from ._rules.headroom import HeadroomLossScale, HeadroomState
 from ._state import LossScaleState, MasterWeightsState, WithLossScalingState
 from ._transform.keep_if_applied import keep_if_applied, was_applied
 from ._transform.master_weights import with_master_weights
+from ._transform.skip_nonfinite import skip_nonfinite
 from ._transform.with_loss_scaling import with_loss_scaling
 from ._tree import select
 
@@ -97,6 +99,7 @@ __all__ = [
     "scale_block",
     "scale_loss",
     "select",
+    "skip_nonfinite",
     "suggest_loss_scale",
     "unscale_grads",
     "value_and_grad",

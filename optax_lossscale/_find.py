@@ -1,6 +1,6 @@
 """Find the loss scale in an optimizer state, by its type."""
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import optax
@@ -8,8 +8,6 @@ import optax
 from ._flax_internals import unwrap
 from ._state import LossScaleState, WithLossScalingState, canonical
 from ._validation import describe
-
-_STATES = (WithLossScalingState, LossScaleState)
 
 
 def get_loss_scale_state(state: Any) -> LossScaleState:
@@ -57,10 +55,14 @@ def get_loss_scale(state: Any) -> jax.Array:
     return get_loss_scale_state(state).loss_scale
 
 
+def is_state(x: Any) -> TypeGuard[WithLossScalingState | LossScaleState]:
+    return isinstance(x, WithLossScalingState | LossScaleState)
+
+
 def find_state(state: Any) -> WithLossScalingState | LossScaleState:
     """Return a state, or that of an object with an ``opt_state``, or raise."""
-    found = state if isinstance(state, _STATES) else getattr(state, "opt_state", state)
-    if isinstance(found, _STATES):
+    found = state if is_state(state) else getattr(state, "opt_state", state)
+    if is_state(found):
         return found
     raise ValueError(
         "`state` must be what the `init(params)` of `with_loss_scaling` returned, a "
@@ -108,13 +110,16 @@ def _advice(found: Any) -> str:
         return "It is the optimizer: pass what its `init(params)` returns."
     if callable(getattr(found, "init", None)):
         return "It is not a state yet: pass what its `init()` returns."
-    # In optax 0.2.5, the state of a named chain is a dict.
-    restored = (
-        "If it was restored from a checkpoint, pass `init(params)` to the checkpointer "
-        "as the target. Else put"
-    )
+    put = "Put"
+    # A chain's state is a tuple of named ones; in optax 0.2.5, a named chain's a dict.
+    named = isinstance(found, tuple) and any(hasattr(x, "_fields") for x in found)
+    if type(found) in (dict, list, tuple) and not named:
+        put = (
+            "If it was restored from a checkpoint, pass `init(params)` to the "
+            "checkpointer as the target, so that it has its types. Else put"
+        )
     return (
-        f"{restored if type(found) in (dict, list) else 'Put'} `with_loss_scaling` "
-        "around the whole optimizer, as in `with_loss_scaling(optax.chain(...))`. If a "
-        "trainer adds `optax.MultiSteps`, turn off its accumulation."
+        f"{put} `with_loss_scaling` around the whole optimizer, as in "
+        "`with_loss_scaling(optax.chain(...))`. If a trainer adds `optax.MultiSteps`, "
+        "turn off its accumulation."
     )

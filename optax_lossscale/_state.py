@@ -9,6 +9,8 @@ import optax
 
 from ._validation import check_flag, describe
 
+# How many skips in a row the recent share of skips counts, unless the scale is fixed.
+MOST_COUNTED_SKIPS = 25
 # The types of all fields of a state except `rule_state`.
 _INT = jnp.int32
 _DTYPES = (jnp.float32, _INT, _INT, jnp.bool_, _INT, _INT, jnp.float32)
@@ -32,8 +34,8 @@ class LossScaleState(NamedTuple):
         consecutive_skips: int32, the number of skipped steps since the last applied
             one; saturates.
         skip_rate: float32, the recent share of skipped steps, an exponential moving
-            average over about 100 steps; near 0 in a healthy run. Only the first 25 of
-            the skips in a row count.
+            average over about 100 steps; near 0 in a healthy run. Unless the scale is
+            fixed, only the first 25 of the skips in a row count.
         rule_state: what else a rule remembers, a ``NamedTuple`` of strongly typed
             arrays. It is an empty tuple, which adds no leaf, for most rules.
 
@@ -112,10 +114,10 @@ class LossScaleState(NamedTuple):
         skipped_steps = optax.safe_increment(self.skipped_steps)
         consecutive_skips = optax.safe_increment(self.consecutive_skips)
         decayed = 0.99 * self.skip_rate
-        # Count at most 25 skips in a row. A first scale that is far too high is no
-        # fault. It raises the rate to 1 - 0.99**25, or 0.22, and the guard raises at
+        # A first scale that is far too high is no fault, and comes down unless it is
+        # fixed. It raises the rate to 1 - 0.99**25, or 0.22, and the guard raises at
         # 0.25.
-        counts = consecutive_skips <= 25
+        counts = self.is_fixed | (consecutive_skips <= MOST_COUNTED_SKIPS)
         skipped_rate = jnp.where(counts, decayed + 0.01, self.skip_rate)
         return self._replace(
             skipped_steps=jnp.where(applied, self.skipped_steps, skipped_steps),

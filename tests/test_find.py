@@ -77,6 +77,7 @@ RESTORED = {"scale_state": {"loss_scale": 1.0}, "inner_state": []}
         (TX, r"It is the optimizer: pass what its `init\(params\)` returns"),
         (ls.DynamicLossScale(), r"It is not a state yet: pass what its `init\(\)`"),
         (None, "`with_loss_scaling`"),
+        ((64.0, ()), "as the target, so that it has its types. Else put"),
         (RESTORED, r"pass `init\(params\)` to the checkpointer as the target"),
         (Trainer(RESTORED), r"pass `init\(params\)` to the checkpointer as the target"),
         ((PARAMS, TX.init(PARAMS)), "got an object of type tuple. Put"),

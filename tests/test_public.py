@@ -77,6 +77,7 @@ OPTIONS = "argnums=0 has_aux=False holomorphic=False allow_int=False value_and_g
 RETRIES = "max_retries=4 backoff_factor=0.5 axis_name"
 SIGNATURES = {
     "with_loss_scaling": "inner rule * axis_name check_updates=False",
+    "skip_nonfinite": "inner * axis_name check_updates=False",
     "with_master_weights": "inner * dtype",
     **dict.fromkeys(("value_and_grad", "grad"), f"fun state * {OPTIONS}"),
     "value_and_grad_with_retries": f"fun state * {RETRIES} {OPTIONS}",

@@ -44,16 +44,19 @@ def test_every_leaf_is_a_strongly_typed_scalar(rule, jit, x64):
 
 
 @pytest.mark.parametrize(
-    ("flags", "often"),
+    ("rule", "flags", "often"),
     [
-        ([False] * 14 + ([True] * 20 + [False]) * 20, False),  # grows every 20 steps
-        ([False] * 90 + [True] * 400, False),
-        ([False, True, True] * 150, True),
+        # It grows every 20 steps.
+        (ls.DynamicLossScale(), [False] * 14 + ([True] * 20 + [False]) * 20, False),
+        (ls.DynamicLossScale(), [False] * 90 + [True] * 400, False),
+        (ls.DynamicLossScale(), [False, True, True] * 150, True),
+        # A fixed scale does not come down.
+        (ls.FixedLossScale(), [False] * 29, True),
+        (ls.FixedLossScale(), [False] * 28, False),
     ],
 )
-def test_skip_rate_exceeds_a_quarter_if_a_third_is_lost(flags, often):
-    rates = run_rule(ls.FixedLossScale(), flags).skip_rate
-    assert (max(rates) > 0.25) == often
+def test_skip_rate_exceeds_a_quarter_if_a_third_is_lost(rule, flags, often):
+    assert (max(run_rule(rule, flags).skip_rate) > 0.25) == often
 
 
 def test_field_names_are_unique_among_optax_states():

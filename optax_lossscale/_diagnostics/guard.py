@@ -12,7 +12,7 @@ from .._axes import AxisName, check_axis_name
 from .._dtypes import is_inexact
 from .._find import get_loss_scale_state
 from .._finite import all_finite
-from .._state import LossScaleState
+from .._state import MOST_COUNTED_SKIPS, LossScaleState
 from .._validation import check_count, check_function, check_scalar, is_traced, warn
 from .gradient_report import check_gradients, gradient_report
 from .stop_message import EVENTS, WARNINGS, message
@@ -71,7 +71,8 @@ def check_loss_scale(
 
     Args:
         state: the optimizer state after the update, as for `get_loss_scale_state`.
-        max_consecutive_skips: how many steps in a row may be skipped, 1 or more.
+        max_consecutive_skips: how many steps in a row may be skipped; with 0, the first
+            skip is an error.
         every: the number of skipped steps between two errors, 1 or more.
         grads: the gradients of this step, whose `gradient_report` an error shows.
         value: the unscaled loss of this step, which tells a fault of the forward pass
@@ -105,7 +106,7 @@ def check_loss_scale(
     """
     scale_state = get_loss_scale_state(state)
     advice = "It is how many steps in a row may be skipped."
-    limit = check_count("max_consecutive_skips", max_consecutive_skips, advice)
+    limit = check_count("max_consecutive_skips", max_consecutive_skips, advice, 0)
     every = check_count("every", every, "It is the skipped steps between two errors.")
     check_gradients(grads)
     if on_error is not None:
@@ -181,8 +182,9 @@ def _is_due(
         all_zero &= jnp.all(x == 0)
     valid = (scale > 0) & (scale < jnp.inf)
     in_a_row = valid & (skips > limit) & ((skips - limit - 1) % every == 0)
-    too_often = (skips <= limit) & (rate > _ERROR_RATE) & (skipped % every == 0)
-    too_often &= valid
+    # A fixed scale counts all skips in a row. Of a long row, only the limit decides.
+    too_often = (skips <= min(limit, MOST_COUNTED_SKIPS)) & (rate > _ERROR_RATE)
+    too_often &= valid & (skipped % every == 0)
     if not eager:
         # A compiled loop sees every step. It tells each skip once. The rest it tells in
         # one of 500 steps: gradients of 0 in the first that the rule counts.

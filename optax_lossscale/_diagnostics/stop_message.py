@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .table import format_report
+from .table import ALL_KINDS, FINITE_KINDS, table_of
 
 # The only place in the package that knows where the book is.
 BOOK = "https://github.com/optax-lossscale/optax_lossscale/blob/main/notebooks/"
@@ -21,8 +21,8 @@ WARNINGS = {
 }
 _ERRORS = {
     "invalid scale": "The loss scale{member} is not a positive number.",
-    "skips in a row": "The last {consecutive_skips} steps{member} were all skipped, "
-    "more than `max_consecutive_skips`={limit}.",
+    "skips in a row": "The last {skips} skipped, more than "
+    "`max_consecutive_skips`={limit}.",
     "skip rate": "Recently, {skip_rate:.0%} of the steps{member} were skipped.",
 }
 EVENTS = WARNINGS | _ERRORS  # in the order in which they are told
@@ -45,8 +45,8 @@ _SOME_STEPS = (
 _CAUSES = {
     "never overflowed": (
         "the step calls `jax.value_and_grad` instead of `ls.value_and_grad`; nothing "
-        "is computed in float16 (use `FixedLossScale(1.0)`); or all gradients are "
-        "below 0.004, and all is well",
+        "is computed in float16 (use `skip_nonfinite`); or all gradients are below "
+        "0.004, and all is well",
         "troubleshooting.md#the-scale-climbs-to-the-ceiling",
     ),
     "often": _SOME_STEPS,
@@ -103,6 +103,34 @@ _CAUSES = {
     ),
 }
 
+_LABEL = "a label is out of range, or a mean over nothing is 0/0"
+_DIVERGES = "training diverges (clip the gradients, or lower the learning rate)"
+_GUARD = "guides/nan_guard.md#why-a-step-is-skipped"
+_SOME_UNSCALED = (f"some batches hold NaN, inf or no label; {_DERIVATIVE}", _GUARD)
+# The same where the scale is fixed at 1, as in bfloat16 and float32: no scale and no
+# float16 is to blame.
+_UNSCALED_CAUSES = {
+    "often": _SOME_UNSCALED,
+    "all zero": (
+        "the loss does not reach the parameters, as behind a `stop_gradient`; or no "
+        "label of the batch counts",
+        "troubleshooting.md#all-gradients-are-0",
+    ),
+    "skip rate": _SOME_UNSCALED,
+    "loss unknown": (
+        f"{_DATA}; {_LABEL}; {_DERIVATIVE}; or {_DIVERGES}. Pass `grads=grads` and "
+        "`value=loss` to `check_loss_scale` to learn more",
+        _GUARD,
+    ),
+    "loss not finite": (f"{_DATA}; {_LABEL}; or {_DIVERGES}", _GUARD),
+    "loss not finite, gradients finite": (
+        "a label is out of range, such as -100, for which JAX reads NaN; a mask "
+        f"multiplies inf by 0; a mean over nothing is 0/0; or {_DIVERGES}",
+        _GUARD,
+    ),
+    "gradients not finite, scale low": (f"{_DERIVATIVE}; or {_DIVERGES}", _GUARD),
+}
+
 
 def message(
     event: str, limit: int, due: Any, state: Any, report: Any, value: Any
@@ -116,16 +144,20 @@ def message(
     named = f" of member {', '.join(map(str, member))}" if member else ""
     state = jax.tree.map(lambda x: np.asarray(x)[member], state._replace(rule_state=()))
     known = _known(state, report, value) if event == "skips in a row" else event
-    causes, page = _CAUSES[known]
+    is_unscaled = bool(state.is_fixed) and state.loss_scale == 1
+    causes, page = (_CAUSES | _UNSCALED_CAUSES if is_unscaled else _CAUSES)[known]
     texts = [EVENTS[event], *[_NUMBERS] * (event in _ERRORS)]
-    fields = {"limit": limit, "member": named, **state._asdict()}
+    skips = state.consecutive_skips
+    skips = f"step{named} was" if skips == 1 else f"{skips} steps{named} were all"
+    fields = {"limit": limit, "member": named, "skips": skips, **state._asdict()}
     texts = [*(text.format(**fields) for text in texts), f"Likely causes: {causes}."]
     fill = functools.partial(
         textwrap.fill, width=80, break_on_hyphens=False, break_long_words=False
     )
     texts = [*map(fill, texts), f"{BOOK}{page}"]
     if event in _ERRORS and report is not None:
-        texts += ["The last gradients:", format_report(report, limit=5)]
+        kinds = FINITE_KINDS if is_unscaled else ALL_KINDS
+        texts += ["The last gradients:", table_of(report, 5, kinds)]
     return "\n".join(texts)
 
 

@@ -9,7 +9,9 @@ import numpy as np
 from .._validation import check_concrete, check_count, describe
 from .counting import add_up
 
-_COUNTS = ("nan", "inf", "zero", "underflow", "subnormal", "overflow")
+# The kinds of elements, each a column. The last three are those of a narrow type.
+ALL_KINDS = ("nan", "inf", "zero", "underflow", "subnormal", "overflow")
+FINITE_KINDS = ALL_KINDS[:3]
 
 # The path of an array, and its numbers by the fields of the report.
 _Row = dict[str, Any]
@@ -102,13 +104,19 @@ def format_report(report: GradientReport, *, limit: int = 20) -> str:
     """
     limit = check_count("limit", limit, "It is the largest number of arrays to show.")
     check_report(report)
-    rows = sorted(_rows(jax.device_get(report)), key=_badness, reverse=True)
+    return table_of(report, limit, ALL_KINDS)
+
+
+def table_of(report: GradientReport, limit: int, kinds: tuple[str, ...]) -> Table:
+    """Return the table of a report, with the columns of some kinds of elements."""
+    rows = _rows(jax.device_get(report))
+    rows.sort(key=lambda row: _badness(row, kinds), reverse=True)
     if not rows:
         return Table("The tree of gradients holds no arrays.")
     total = {"path": "all", **jax.device_get(report.totals)._asdict()}
     table = [
-        ["", "size", "NaN", *_COUNTS[1:], "max |g|"],
-        *map(_cells, [*rows[:limit], total]),
+        ["", "size", "NaN", *kinds[1:], "max |g|"],
+        *(_cells(row, kinds) for row in [*rows[:limit], total]),
     ]
     first, *widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
@@ -117,7 +125,7 @@ def format_report(report: GradientReport, *, limit: int = 20) -> str:
     ]
     if len(rows) > limit:
         lines.insert(-1, f"... and {len(rows) - limit} more, none of them worse")
-    return Table("\n".join([_summary(rows), *lines]))
+    return Table("\n".join([_summary(rows, kinds), *lines]))
 
 
 def check_report(report: GradientReport) -> None:
@@ -157,23 +165,25 @@ def _rows(report: GradientReport) -> list[_Row]:
     return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-def _badness(row: _Row) -> tuple[float, ...]:
-    order = ("overflow", "underflow", "subnormal", "zero")
+def _badness(row: _Row, kinds: tuple[str, ...]) -> tuple[float, ...]:
+    order = [x for x in ("overflow", "underflow", "subnormal", "zero") if x in kinds]
     counts = (row["nan"] + row["inf"], *(row[name] for name in order))
     return (*(count / max(row["size"], 1) for count in counts), row["max_abs"])
 
 
-def _cells(row: _Row) -> list[str]:
-    size, counts = row["size"], [row[name] for name in _COUNTS]
+def _cells(row: _Row, kinds: tuple[str, ...]) -> list[str]:
+    size, counts = row["size"], [row[name] for name in kinds]
     cells = [f"{x:,.0f} {percent(x / size)}" if x else "-" for x in counts]
     return [row["path"], f"{size:,.0f}", *cells, f"{row['max_abs']:.3g}"]
 
 
-def _summary(rows: list[_Row]) -> str:
+def _summary(rows: list[_Row], kinds: tuple[str, ...]) -> str:
     found = [f"{len(rows):,} array{'s' if len(rows) > 1 else ''}"]
-    for kinds in (("nan", "inf"), ("overflow",), ("underflow",)):
-        if number := sum(any(row[kind] for kind in kinds) for row in rows):
-            found.append(f"{number} with {' or '.join(kinds).replace('nan', 'NaN')}")
+    names = ["nan or inf", *(x for x in ("overflow", "underflow") if x in kinds)]
+    for name in names:
+        if number := sum(any(row[kind] for kind in name.split(" or ")) for row in rows):
+            found.append(f"{number} with {name.replace('nan', 'NaN')}")
     if len(found) == 1:
-        found.append("none with NaN, inf, overflow or underflow")
+        narrow = ", inf, overflow or underflow" if len(names) > 1 else " or inf"
+        found.append(f"none with NaN{narrow}")
     return ", ".join(found)

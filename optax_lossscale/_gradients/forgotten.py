@@ -104,8 +104,6 @@ def warn_if_divided_twice(grads: Any) -> None:
 
 def warn_if_forgotten(state: WithLossScalingState, rule: Any, grads: Any) -> None:
     """Warn at the update of a step whose loss was not scaled, or not unscaled."""
-    if getattr(rule, "loss_scale", None) == 1:  # it is fixed
-        return
     scale = state.scale_state.loss_scale
     divided_by = _divided_by(grads)
     if divided_by:
@@ -130,9 +128,10 @@ def warn_if_forgotten(state: WithLossScalingState, rule: Any, grads: Any) -> Non
             "`loss, grads = ls.value_and_grad(loss_fn, opt_state)(params, ...)` "
             "instead of `jax.value_and_grad(loss_fn)(params, ...)`, in the step, with "
             "the state of this step. If you multiply the loss yourself, use "
-            "`ls.scale_loss` and `ls.unscale_grads`. If nothing should be scaled, pass "
-            "the rule `FixedLossScale(1.0)`. If the gradients are computed in another "
-            "process, or are traced later than `update`, silence this: "
+            "`ls.scale_loss` and `ls.unscale_grads`. If nothing should be scaled, "
+            "wrap the optimizer with `skip_nonfinite` instead. If the gradients are "
+            "computed in another process, or are traced later than `update`, silence "
+            "this: "
             '`warnings.filterwarnings("ignore", "No loss has been scaled")`.'
         )
     elif used_by == {"scale_loss"} and not known & _unscaled_apart:

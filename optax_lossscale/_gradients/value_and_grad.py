@@ -32,6 +32,9 @@ def value_and_grad(
     Call it inside the compiled function, with the state that is passed to that
     function. The scale of a state from outside never changes.
 
+    Gradients are not averaged over devices. Flax's ``DynamicScale`` did that if it had
+    an ``axis_name``; here a ``jax.lax.pmean`` of your own stays.
+
     Args:
         fun: a function that returns the loss, or (loss, aux) if ``has_aux`` is True.
         state: the state, as for `get_loss_scale_state`. Pass the same one to the

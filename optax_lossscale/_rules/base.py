@@ -16,6 +16,14 @@ from .._state import LossScaleState, check_state
 from .._tree import cast_like, mismatch, select
 from .._validation import check_flag, check_scalar, describe
 
+# The presets that are the rules of packages whose objects may be passed instead.
+_PRESETS = {
+    "flax": "flax_dynamic_scale",
+    "jmp": "jmp_dynamic",
+    "mpx": "mpx_dynamic",
+    "torch": "torch_grad_scaler",
+}
+
 UpdateT = TypeVar("UpdateT", bound=Callable[..., Any])
 RuleT = TypeVar("RuleT", bound="LossScale")
 
@@ -175,10 +183,13 @@ def _full_name(cls: type) -> str:
 
 def check_rule(rule: Any) -> None:
     if not isinstance(rule, LossScale):
+        package = str(getattr(rule, "__module__", None) or "").partition(".")[0]
+        preset = _PRESETS.get(package)
+        same = f"presets.{preset}(...)" if preset else "DynamicLossScale(2.0**15)"
         raise TypeError(
-            "`rule` must be an instance of LossScale, got "
-            f"{describe(rule)}. Pass one, such as "
-            "`FixedLossScale(128.0)` or `DynamicLossScale(init_scale=128.0)`."
+            f"`rule` must be an instance of LossScale, got {describe(rule)}"
+            f"{f' of {package}' if package else ''}. Pass one, such as "
+            f"`FixedLossScale(128.0)` or `{same}`."
         )
     try:
         hash(rule)

@@ -16,8 +16,8 @@ class FixedLossScale(LossScale):
     """Keep the loss scale constant.
 
     Use it if you know a scale that works; `suggest_loss_scale` returns one for given
-    gradients. ``FixedLossScale(1.0)`` scales nothing and only skips non-finite steps,
-    which suits training in bfloat16 and float32.
+    gradients. ``FixedLossScale(1.0)`` scales nothing and only skips non-finite steps.
+    Its name is `skip_nonfinite`, for training in bfloat16 and float32.
 
     Args:
         loss_scale: the scale, from 1 to 2**126. Use a power of two: scaling is then

@@ -9,6 +9,15 @@ import optax
 from .._rules.base import LossScale
 from .._validation import describe, warn
 
+# Extra arguments that sound as if they decided whether a step is applied, and those
+# that do.
+_DECIDING = {
+    "loss": "value=loss",
+    "values": "value=values",
+    **{x: f"grads_finite={x}" for x in ("is_fin", "is_finite", "grads_are_finite")},
+    "found_inf": "grads_finite=~found_inf",
+}
+
 
 def check_inner(inner: Any, wrapper: str) -> None:
     rule = "`inner` must be an Optax gradient transformation, got "
@@ -24,9 +33,11 @@ def check_inner(inner: Any, wrapper: str) -> None:
 
 
 def find_accepted(
-    inner: optax.GradientTransformation,
+    inner: optax.GradientTransformation, *, warns: bool = False
 ) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return a function that drops the extra arguments that ``inner`` does not take.
+
+    If it ``warns``, it tells of those that were probably meant for `with_loss_scaling`.
 
     ``optax.with_extra_args_support`` looks at the type of a transformation instead. But
     optax.MultiSteps, which takes extra arguments, does not have that type, and
@@ -37,11 +48,12 @@ def find_accepted(
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
     def accepted(extra_args: dict[str, Any]) -> dict[str, Any]:
-        for name in {"loss", "values"} & extra_args.keys() - known:
-            if "value" not in extra_args:
+        for name in _DECIDING.keys() & extra_args.keys() - known if warns else ():
+            deciding = _DECIDING[name]
+            if deciding.partition("=")[0] not in extra_args:
                 warn(
                     f"`update` is given `{name}`, which does not decide whether the "
-                    f"step is applied. Pass `value={name}` if it should."
+                    f"step is applied. Pass `{deciding}` if it should."
                 )
         # A line search passes all unknown arguments on to the loss.
         dropped = {"grads_finite"} if takes_all else extra_args.keys()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from .._axes import AxisName
 from .._dtypes import is_inexact
-from .._find import get_loss_scale_state
+from .._find import get_loss_scale_state, is_state
 from .._finite import all_finite
 from .._state import check_state
 from .._tree import as_sharded, same_structure, select, where
@@ -43,13 +43,16 @@ def keep_if_applied(
         state: the optimizer state after the step, which ``update`` returned, as for
             `get_loss_scale_state`; the one before tells of the previous step.
         new: what the optimizer does not protect, such as BatchNorm statistics, counters
-            and PRNG keys, after the step; any pytree, as for `select`.
+            and PRNG keys, after the step; any pytree, as for `select`. It may be the
+            whole of Flax's ``TrainState``.
         old: the values before the step, shaped like ``new``, but other arrays.
         axis_name: the mapped axes, as for `all_finite`.
 
     Returns:
         The whole of ``new``, or the whole of ``old``. Where ``old`` is not finite, such
-        as a minimum that starts at inf, ``new`` need not be finite.
+        as a minimum that starts at inf, ``new`` need not be finite. Each
+        `WithLossScalingState` and `LossScaleState` comes from ``new``: it has protected
+        itself, and the scale of an overflow must not come back.
 
     Raises:
         ValueError: as `get_loss_scale_state`, `select` and `all_finite`.
@@ -61,6 +64,7 @@ def keep_if_applied(
         0.0
     """
     scale_state = check_state(get_loss_scale_state(state))
+    whole, new, old = new, _without_states(new), _without_states(old)
     leaves = jax.tree.leaves(new)
     same = [x is y for x, y in zip(leaves, jax.tree.leaves(old), strict=False)]
     if any(map(is_inexact, leaves)) and all(same):
@@ -79,7 +83,14 @@ def keep_if_applied(
     if same_structure(new, old):
         checked = jax.tree.map(checkable, new, old)
     applied = scale_state.applied & all_finite(checked, axis_name=axis_name)
-    return select(applied, new, old)
+    kept = select(applied, new, old)
+    return jax.tree.map(
+        lambda x, kept: x if is_state(x) else kept, whole, kept, is_leaf=is_state
+    )
+
+
+def _without_states(tree: Any) -> Any:
+    return jax.tree.map(lambda x: None if is_state(x) else x, tree, is_leaf=is_state)
 
 
 # Compiled: a zero outside of a program would be transferred to the device.

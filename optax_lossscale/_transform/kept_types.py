@@ -26,7 +26,7 @@ def with_kept_types(
     state of a float16 or float8 parameter is float32: Adam's second moment would be
     zero in float16.
     """
-    accepted = find_accepted(inner)
+    accepted = find_accepted(inner, warns=True)
 
     def init_fn(params: optax.Params) -> optax.OptState:
         state = inner.init(params)

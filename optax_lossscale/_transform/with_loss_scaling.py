@@ -10,6 +10,7 @@ from .._axes import AxisName, all_along, check_agreement
 from .._find import find_nodes
 from .._finite import all_finite
 from .._gradients.forgotten import warn_if_forgotten
+from .._gradients.scaling import warn_of_narrow_grads
 from .._jax_internals import in_memory_of
 from .._rules.base import LossScale, check_rule, matching_state, next_state
 from .._rules.dynamic import DynamicLossScale
@@ -48,7 +49,8 @@ def with_loss_scaling(
     Args:
         inner: the optimizer, any Optax transformation. It must not donate its state,
             which a skipped step returns; donate that of the whole step.
-        rule: how the loss scale changes; ``FixedLossScale(1.0)`` only skips.
+        rule: how the loss scale changes; to skip steps alone, see
+            `skip_nonfinite`.
         axis_name: inside ``shard_map``, ``pmap`` or ``vmap``, the name of the mapped
             axis, or a tuple of names, along which gradients or ``value`` differ. A step
             is applied only if they are finite everywhere. Not needed under ``jit``
@@ -92,8 +94,11 @@ def with_loss_scaling(
               is ``FixedLossScale(1.0)``;
             - if a compiled step divides its gradients by a scale that is a constant;
             - if ``scale_loss`` was called in this step, but not ``unscale_grads``;
+            - if gradients are float16 or float8, but their parameters are not, unless
+              the rule is ``FixedLossScale(1.0)``;
             - if the state of ``inner`` is rounded to narrower types in every step;
-            - if ``loss`` or ``values`` is passed, but not ``value``.
+            - if ``loss`` is passed, but not ``value``, or ``is_finite``, but not
+              ``grads_finite``, and the like.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -215,7 +220,9 @@ def _enter(
         advice = "It is the unscaled loss, which `value_and_grad` returns first. "
         advice += "For an ensemble use `jax.vmap`."
         check_scalar("value", value, "real number", advice)
-    warn_if_forgotten(state, rule, updates)
+    if getattr(rule, "loss_scale", None) != 1:  # unless it is fixed there
+        warn_if_forgotten(state, rule, updates)
+        warn_of_narrow_grads(updates, params)
     warn_of_float16(params, state.inner_state)
     return matching_state(rule, state.scale_state)
 

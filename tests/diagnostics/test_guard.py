@@ -33,7 +33,8 @@ def run(function, *arguments):
 def skips(errors):
     """How many skipped steps each error speaks of; they come in any order."""
     assert all(isinstance(error, ls.LossScaleError) for error in errors)
-    return sorted(int(str(error).split()[2]) for error in errors)
+    texts = [str(error).replace("last step was", "last 1") for error in errors]
+    return sorted(int(text.split()[2]) for text in texts)
 
 
 def test_a_guard_raises_at_one_step_more_than_allowed():
@@ -57,7 +58,7 @@ def test_a_guard_raises_for_a_scale_that_is_no_positive_number(scale):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("max_consecutive_skips", 0, "must be a whole number from 1"),
+        ("max_consecutive_skips", -1, "must be a whole number from 0"),
         ("state", optax.EmptyState(), "`state` must be what the `init"),
         ("every", 0, "`every` must be a whole number from 1"),
         ("grads", "gradients", "`grads` must hold only arrays"),
@@ -97,6 +98,7 @@ def test_a_scale_at_its_ceiling_without_a_skip_is_of_no_use():
 FLAGS = np.array([0, 0, 1, 1, 0, 0, 0, 0, 0, 1], bool)
 WATCHED = {(5, 1): [], (4, 1): [5], (2, 1): [3, 4, 5], (2, 2): [3, 5]}
 WATCHED |= {(1, 3): [2, 2, 5], (1, 100): [2, 2], (2**31 - 1, 2**31 - 1): []}
+WATCHED |= {(0, 5): [1, 1]}
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -128,6 +130,15 @@ def test_guard_tells_a_share_once_for_each_skip_in_a_loop():
 
     run(lambda: jax.lax.scan(step, rule.init(), np.arange(200) % 2 == 0))
     assert len(told) == len(set(map(str, told))) == 7  # above 1/4 from the 35th on
+
+
+def test_of_a_fixed_scale_the_guard_tells_a_long_row_when_it_is_over():
+    """In the row, the limit decides alone."""
+    states = run_rule(ls.FixedLossScale(1.0), [False] * 60 + [True] * 40)
+    for i in (30, 59, 99):
+        over = pytest.raises(ls.LossScaleError, match="^Recently, 30% of the steps")
+        with over if i == 99 else contextlib.nullcontext():
+            ls.check_loss_scale(jax.tree.map(lambda x, i=i: x[i], states))
 
 
 def test_guard_calls_the_host_only_when_due():

@@ -22,6 +22,7 @@ OVERFLOW = "or the gradients overflow. "
 LAYER, OLD_STATE = "one layer overflows in the backward", "was built once, from an earl"
 LABEL, MASKED = "a label is out of range", "a mask multiplies inf by 0"
 LOSS, VALUE = "the loss itself is above 65504", "the `value` that `update` got"
+DIVERGES = "training diverges (clip"
 FLAG, RESULTS = "`grads_finite` is the wrong way round", "with `check_updates=True`"
 
 DEFAULT, UNIT = ls.DynamicLossScale(), ls.FixedLossScale(1.0)
@@ -40,6 +41,10 @@ def mean_square(w, x):
 
 def sum_of_rows(w, x):
     return 1e9 * jnp.sum(jnp.float32(half(x) @ half(w)))
+
+
+def wide_square(w, x):
+    return jnp.mean((x @ w) ** 2)
 
 
 def two_layers(w, x):
@@ -92,7 +97,7 @@ def square_in_float16(w, x):
         (mean_of_rows, W, NO_ROW, DEFAULT, EMPTY),
         (label_out_of_range, W, np.int32(-100), DEFAULT, LABEL),
         (masked_classes, W, np.float32(np.arange(8) == 0), DEFAULT, MASKED),
-        (square_in_float16, 300 * W, X, UNIT, LOSS),
+        (square_in_float16, 300 * W, X, ls.DynamicLossScale(1.0), LOSS),
         (sum_of_rows, W, X, ls.DynamicLossScale(1.0, min_scale=1.0), LOW),
         (sum_of_rows, W, X, ls.DynamicLossScale(2.0**-14), LOW),
         (mean_square, W, X, ls.FixedLossScale(2.0**24), HIGH),
@@ -100,14 +105,22 @@ def square_in_float16(w, x):
         (ls.autocast(two_layers), W, X, ls.FixedLossScale(2.0**26), HIGH),
         (lambda w, x: jnp.linalg.norm(w @ x[0]), 0 * W, X, DEFAULT, DERIVATIVE),
         (lambda w, x: jnp.sqrt(w[0, 0]), 0 * W, X, DEFAULT, DERIVATIVE),
-        (layer_norm, W**0, X, UNIT, LAYER),
+        (layer_norm, W**0, X, DEFAULT, LAYER),
+        # Without a scale, no scale and no float16 is to blame.
+        (wide_square, W, X * NAN, UNIT, DATA),
+        (wide_square, 1e30 * W, X, UNIT, DIVERGES),
+        (mean_of_rows, W, NO_ROW, UNIT, EMPTY),
+        (label_out_of_range, W, np.int32(-100), UNIT, LABEL),
+        (lambda w, x: jnp.linalg.norm(w @ x[0]), 0 * W, X, UNIT, DERIVATIVE),
+        (lambda w, x: jnp.sqrt(w[0, 0]), 0 * W, X, UNIT, DERIVATIVE),
     ],
 )
 def test_the_cause_of_a_fault_in_the_loss_is_named(loss_fn, w, x, rule, cause):
     text, grads, _ = stopped(loss_fn, w, x, rule)
     assert cause in text
     # A text is about the loss and the gradients that there are.
-    assert (LOSS in text) == bool(ls.all_finite(grads))
+    if rule is not UNIT:
+        assert (LOSS in text) == bool(ls.all_finite(grads))
 
 
 def test_gradients_behind_a_float16_product_overflow_to_nan():
@@ -154,7 +167,7 @@ def test_the_cause_of_a_skip_with_finite_gradients_is_named(
 def test_the_cause_of_gradients_of_zero_is_named(loss_fn, x, cause):
     grads = jax.jit(jax.grad(loss_fn))(W, x)
     with pytest.warns(UserWarning, match="All gradients are exactly 0") as told:
-        ls.check_loss_scale(UNIT.init(), grads=grads)
+        ls.check_loss_scale(DEFAULT.init(), grads=grads)
     assert cause in " ".join(str(told[0].message).split())
 
 
@@ -198,6 +211,21 @@ def test_of_what_is_unknown_more_causes_are_named(arguments, causes):
     assert -1 not in places and places == sorted(places)
 
 
+UNSCALED = run_rule(UNIT, [False] * 3)
+RATE = {"consecutive_skips": 1, "skip_rate": np.float32(0.3)}
+SCALED_WORDS = re.compile("65504|float16|scale and|scale grow|underflow|overflow|built")
+
+
+@pytest.mark.parametrize("numbers", [{}, RATE], ids=["in a row", "share"])
+@pytest.mark.parametrize("value", [None, ONE, NAN])
+@pytest.mark.parametrize("grads", [None, BAD, np.float32([1.0, 1e5])])
+def test_a_scale_fixed_at_1_is_not_blamed(grads, value, numbers):
+    state = jax.tree.map(lambda x: x[-1], UNSCALED)._replace(**numbers)
+    text = message(state, grads=grads, value=value)
+    assert not SCALED_WORDS.search(text)
+    assert grads is None or re.search(r" zero +max \|g\| ", text)
+
+
 def test_a_message_has_the_event_its_causes_one_page_and_the_report():
     with pytest.raises(ls.LossScaleError) as error:
         ls.check_loss_scale(STOPPED, max_consecutive_skips=2, grads=[BAD] * 6)
@@ -215,7 +243,8 @@ def test_a_message_has_the_event_its_causes_one_page_and_the_report():
 def test_every_text_leads_to_a_page_and_heading_that_exist():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["urls"]["Documentation"] == f"{stop_message.BOOK}index.md"
-    for _, place in stop_message._CAUSES.values():
+    causes = [stop_message._CAUSES, stop_message._UNSCALED_CAUSES]
+    for _, place in [x for table in causes for x in table.values()]:
         file, _, heading = place.partition("#")
         assert heading in ["", *headings((PAGES / file).read_text())]
 

@@ -66,6 +66,7 @@ def how_the_scale_moves(n):
 
 def many_devices(n):
     assert n.many_scales == n.mapped_scales == n.zero_scales == n.one_scales
+    assert n.replica_scales == n.one_scales
     assert np.argwhere(n.nans_over_time).tolist() == [[n.BAD_STEP, 5]]
     assert n.zero_params["w"].sharding.is_fully_replicated
     for name in ("mu", "nu"):
@@ -76,18 +77,29 @@ def many_devices(n):
         x, y = batch
         return jnp.mean((jnp.tanh(x @ params["w"] + params["b"]) - y) ** 2)
 
-    def type_sent(loss_fn):
+    def of_shard_map(loss_fn):
         def gradients(params, batch):
             return jax.grad(lambda p: jax.lax.pmean(loss_fn(p, batch), "data"))(params)
 
-        rows = (n.P(), n.P("data"))
-        mapped = jax.shard_map(gradients, mesh=n.mesh, in_specs=rows, out_specs=n.P())
-        lowered = jax.jit(mapped).lower(n.params, (n.x[0], n.y[0]))
-        program = lowered.compile().as_text()
-        return re.search(r"(\w+)\[32,16\].* all-reduce\(", program)[1]
+        specs = (n.P(), n.P("data"))
+        return jax.jit(
+            jax.shard_map(gradients, mesh=n.mesh, in_specs=specs, out_specs=n.P())
+        )
 
-    assert type_sent(n.loss_fn) == "f16"
-    assert type_sent(ls.autocast(float32_loss)) == "f32"
+    def of_jit(loss_fn):
+        shardings = n.replicated, n.rows
+        return jax.jit(
+            jax.grad(loss_fn), in_shardings=shardings, out_shardings=n.replicated
+        )
+
+    def type_sent(compiled):
+        program = compiled.lower(n.params, (n.x[0], n.y[0])).compile().as_text()
+        [sent] = re.findall(r"(\w+)\[(?:32,16|16,32)\].* all-reduce\(", program)
+        return sent
+
+    assert type_sent(of_shard_map(n.loss_fn)) == type_sent(of_jit(n.loss_fn)) == "f16"
+    assert type_sent(of_jit(ls.autocast(float32_loss))) == "f16"
+    assert type_sent(of_shard_map(ls.autocast(float32_loss))) == "f32"
 
 
 def quickstart(n):

@@ -51,7 +51,7 @@ class Simulated:
         self._start()
         self.skipped += not applied
         self.in_a_row = 0 if applied else self.in_a_row + 1
-        if self.in_a_row <= 25:
+        if self.in_a_row <= 25 or self.was_fixed:
             self.skip_rate = 0.99 * self.skip_rate + 0.01 * (not applied)
 
     def update(self, finite: bool, largest: float = 0.0) -> None:

@@ -4,10 +4,13 @@ import functools
 import re
 import sys
 import unittest.mock
+import warnings
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 from asserts import assert_same_bits, assert_same_types, kept
@@ -189,3 +192,50 @@ def test_schedule_inside_counts_only_applied_steps():
     rate = state.inner_state.hyperparams["learning_rate"]
     assert float(guide["learning_rate"]) == 0.0
     np.testing.assert_allclose(rate, 0.003, rtol=1e-5)
+
+
+@pytest.mark.parametrize("fix", ["hyperparam_dtype", "with_master_weights", None])
+def test_hyperparameters_of_bfloat16_parameters_are_float32(fix):
+    """Otherwise ``b2`` is 1, and the first update NaN."""
+    guide = run("guides/wrappers")
+    injected = optax.inject_hyperparams(optax.adamw)
+    injected = guide["injected"] if fix == "hyperparam_dtype" else injected
+    tx = injected(guide["schedule"])
+    if fix == "with_master_weights":
+        tx = ls.with_master_weights(tx)
+    tx, params = ls.skip_nonfinite(tx), {"w": jnp.ones(4, jnp.bfloat16)}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Every update rounds the state")
+        updates, state = jax.jit(tx.update)(params, tx.init(params), params)
+    assert bool(ls.all_finite(updates)) == bool(fix)
+    assert (optax.tree.get(state, "b2") < 1) == bool(fix)
+
+
+@pytest.mark.parametrize(
+    ("rule", "percent"), [(ls.DynamicLossScale(), 22), (ls.FixedLossScale(1.0), 63)]
+)
+def test_the_skip_rate_after_a_hundred_skips_in_a_row(rule, percent):
+    state, skip = rule.init(), jax.jit(lambda state: state.record(False))
+    for _ in range(100):
+        state = skip(state)
+    assert round(100 * float(state.skip_rate)) == percent
+    assert f" {percent} %" in page("guides/logging")
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_small_updates_of_bfloat16_weights_need_master_weights(copied):
+    tx, weights = optax.adam(6e-4), jnp.ones(512, jnp.bfloat16)
+    tx = ls.skip_nonfinite(ls.with_master_weights(tx) if copied else tx)
+    state, update = tx.init(weights), jax.jit(tx.update)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(20):
+            updates, state = update(jnp.ones_like(weights), state, weights)
+            weights = optax.apply_updates(weights, updates)
+    assert int(jnp.sum(weights != 1)) == (512 if copied else 0)
+    assert "6e-4 moves none of 512 weights" in page("guides/float16_parameters")
+
+
+def test_an_average_of_bfloat16_weights_does_not_move():
+    one = jnp.ones((), jnp.bfloat16)
+    assert optax.incremental_update(2 * one, one, 1e-3) == 1

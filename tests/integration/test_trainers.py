@@ -153,3 +153,44 @@ def test_under_pmap_scales_drift_apart_by_a_loss_that_is_not_averaged(remedy):
     scales = ls.get_loss_scale(mapped(w, tx.init(w), batch))
     others = 32768 if remedy else 16384
     np.testing.assert_array_equal(scales, [32768] + 7 * [others])
+
+
+@pytest.mark.parametrize("axis_name", [None, "b"])
+def test_under_pmap_weights_drift_apart_by_a_device_that_skips_alone(axis_name):
+    """A label out of range: the loss is NaN, and the gradients are finite."""
+    tx = ls.with_loss_scaling(optax.sgd(0.1), axis_name=axis_name)
+
+    def step(w, opt_state, x):
+        loss, grads = ls.value_and_grad(lambda w: jnp.mean((x @ w) ** 2), opt_state)(w)
+        value = jnp.where(jax.lax.axis_index("b") == 5, jnp.nan, loss)
+        grads = jax.lax.pmean(grads, "b")
+        updates, _ = tx.update(grads, opt_state, w, value=value)
+        return optax.apply_updates(w, updates)
+
+    w, batch = jnp.ones(2), jnp.ones((8, 4, 2))
+    mapped = jax.pmap(step, axis_name="b", in_axes=(None, None, 0))
+    is_old = np.all(mapped(w, tx.init(w), batch) == 1, axis=1)
+    np.testing.assert_array_equal(
+        np.flatnonzero(is_old), range(8) if axis_name else [5]
+    )
+
+
+@pytest.mark.parametrize("where", ["loss", "gradients"])
+def test_under_pmap_replicas_train_apart_without_a_mean_of_the_gradients(where):
+    tx = ls.with_loss_scaling(optax.sgd(0.1), axis_name="b")
+
+    def step(w, opt_state, x):
+        def loss_fn(w):
+            loss = jnp.mean((x @ w) ** 2)
+            return jax.lax.pmean(loss, "b") if where == "loss" else loss
+
+        grads = ls.grad(loss_fn, opt_state)(w)
+        if where == "gradients":
+            grads = jax.lax.pmean(grads, "b")
+        updates, _ = tx.update(grads, opt_state, w)
+        return optax.apply_updates(w, updates)
+
+    w, batch = jnp.ones(2), jax.random.normal(jax.random.key(0), (8, 4, 2))
+    mapped = jax.pmap(step, axis_name="b", in_axes=(None, None, 0))
+    weights = np.asarray(mapped(w, tx.init(w), batch))
+    assert len(np.unique(weights, axis=0)) == (8 if where == "loss" else 1)

@@ -184,13 +184,26 @@ def test_with_an_axis_name_one_member_decides_for_all():
     assert state.scale_state.hysteresis_tracker.tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("name", ["loss", "values"])
-def test_argument_like_one_that_decides_is_warned_of(name):
-    tx = ls.with_loss_scaling(SGD)
-    state = tx.init(PARAMS)
-    with pytest.warns(UserWarning, match=f"Pass `value={name}` if it should"):
-        tx.update(GRADS, state, **{name: 1.0})
-    tx.update(GRADS, state, value=1.0, **{name: 1.0})
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("loss", "value=loss"),
+        ("values", "value=values"),
+        *((x, f"grads_finite={x}") for x in ("is_fin", "is_finite")),
+        ("grads_are_finite", "grads_finite=grads_are_finite"),
+        ("found_inf", "grads_finite=~found_inf"),
+    ],
+)
+def test_argument_like_one_that_decides_is_warned_of(name, advice):
+    given = {name: np.bool_(True) if "grads_finite" in advice else 1.0}
+    deciding = {advice.partition("=")[0]: given[name]}
+    for inner in (SGD, ls.with_master_weights(SGD)):
+        tx = ls.with_loss_scaling(inner)
+        state = tx.init(PARAMS)
+        with pytest.warns(UserWarning, match=f"Pass `{advice}` if it should") as seen:
+            tx.update(GRADS, state, PARAMS, **given)
+        assert sum("does not decide" in str(warning.message) for warning in seen) == 1
+        tx.update(GRADS, state, PARAMS, **deciding, **given)
 
     def update(updates, state, params=None, *, loss, values):
         return updates, state

@@ -1,5 +1,6 @@
 """The wrapped transformation: the types of its state, and what is refused of it."""
 
+import contextlib
 import functools
 import re
 
@@ -61,6 +62,40 @@ def test_branches_of_the_optimizer_agree():
         assert_same_types(updates, grads)
 
 
+FLOAT16 = r"The true gradients are float16 at \['w'\], but the parameter is float32"
+ANY, UNIT = ls.DynamicLossScale(), ls.FixedLossScale(1.0)
+MASKED = {**PARAMS, "w": optax.MaskedNode()}
+OVERWRITTEN = "_overwrite_with_gradient"
+
+
+@pytest.mark.parametrize(
+    ("rule", "grads", "params", "told"),
+    [
+        (ANY, {**GRADS, "w": HALF["w"]}, PARAMS, FLOAT16),
+        (ANY, cast(GRADS, jnp.float8_e5m2), PARAMS, "are float8_e5m2 at"),
+        (ANY, HALF, cast(PARAMS, jnp.bfloat16), "parameter is bfloat16"),
+        (ANY, cast(GRADS, jnp.bfloat16), PARAMS, None),
+        (ANY, HALF, HALF, None),
+        (ANY, GRADS, HALF, None),
+        (ANY, HALF, None, None),
+        (UNIT, HALF, PARAMS, None),
+        (ANY, {**MASKED, "b": GRADS["b"]}, MASKED, None),
+        (ANY, {**MASKED, "b": GRADS["b"]}, {**PARAMS, "w": MASKED["w"]}, None),
+        (ANY, {OVERWRITTEN: HALF, **GRADS}, {OVERWRITTEN: PARAMS, **PARAMS}, None),
+        (ANY, {"w": HALF["w"], "b": None}, {"w": np.arange(8), "b": None}, None),
+    ],
+)
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_gradients_narrower_than_their_parameters_are_told(
+    rule, grads, params, told, around
+):
+    tx = ls.with_loss_scaling(optax.identity(), rule)
+    state = tx.init(params)
+    with pytest.warns(UserWarning, match=told) if told else contextlib.nullcontext():
+        around(tx.update)(grads, state, params)
+
+
+@pytest.mark.filterwarnings("ignore:The true gradients are float16")
 def test_narrow_gradients_are_squared_in_float32():
     """As those of a half-precision copy that was differentiated."""
     tx, grads = ls.with_loss_scaling(optax.adam(1e-3)), np.full(8, 1e-4, np.float16)

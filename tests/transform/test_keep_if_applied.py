@@ -9,6 +9,7 @@ import optax
 import pytest
 from asserts import assert_same_bits
 from flax import nnx
+from flax.training.train_state import TrainState
 
 import optax_lossscale as ls
 
@@ -94,6 +95,28 @@ def test_statistics_not_copied_before_they_change_are_told(copied, compiled):
         (nnx.jit(step) if compiled else step)(model, optimizer, x)
     assert copied or seen[0].filename == __file__
     assert bool(ls.all_finite(nnx.state(model))) == copied
+
+
+class Trained(TrainState):
+    stats: object
+
+
+@pytest.mark.parametrize("grads", [GOOD, BAD], ids=["good", "bad"])
+def test_in_a_whole_train_state_the_scale_moves_on(grads):
+    params = {"w": PARAMS}
+    old = Trained.create(apply_fn=None, params=params, tx=TX, stats=PARAMS)
+    old = old.replace(step=jnp.int32(0))
+
+    @jax.jit
+    def step(old, grads):
+        new = old.apply_gradients(grads={"w": grads}, stats=grads)
+        return new, ls.keep_if_applied(new, new, old)
+
+    new, kept = step(old, grads)
+    expected = (new if grads is GOOD else old).replace(opt_state=new.opt_state)
+    assert_same_bits(kept, expected)
+    with pytest.warns(UserWarning, match="same arrays"):
+        ls.keep_if_applied(new, new, new)
 
 
 def test_only_values_that_are_all_the_same_arrays_are_warned_of():

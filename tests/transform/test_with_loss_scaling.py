@@ -9,8 +9,10 @@ import numpy as np
 import optax
 import pytest
 from asserts import assert_no_update, assert_same_bits, assert_same_types
+from flax.training.dynamic_scale import DynamicScale
 
 import optax_lossscale as ls
+from optax_lossscale._rules import base
 
 PARAMS = {"w": np.arange(4, dtype=np.float32), "b": np.float32(1.0)}
 GRADS = {"w": np.float32([0.5, -1.0, 2.0, 0.25]), "b": np.float32(0.125)}
@@ -34,6 +36,26 @@ def test_optimizer_wrapped_in_a_run_keeps_its_moments():
     assert_same_bits((updates, new_state.inner_state), expected)
 
 
+@pytest.mark.parametrize(
+    ("options", "applied"),
+    [
+        ({}, [True, False]),
+        ({"axis_name": "i"}, [False, False]),
+        ({"check_updates": True}, [False, False]),
+    ],
+)
+def test_skip_nonfinite_is_a_rule_fixed_at_1(options, applied):
+    grads = np.float32([[0.5, 3e38], [0.5, np.nan]])
+    inner, unit = optax.scale(2.0), ls.FixedLossScale(1.0)
+    named = ls.skip_nonfinite(inner, **options)
+    step, expected = (
+        jax.jit(jax.vmap(f, axis_name="i"))(grads, jax.vmap(named.init)(grads))
+        for f in (named.update, ls.with_loss_scaling(inner, unit, **options).update)
+    )
+    assert_same_bits(step, expected)
+    assert step[1].scale_state.applied.tolist() == applied
+
+
 NEVER_SKIPS = ls.FixedLossScale(skip_nonfinite=False)
 
 
@@ -45,6 +67,7 @@ NEVER_SKIPS = ls.FixedLossScale(skip_nonfinite=False)
         (None, {}, TypeError, "`inner` must be an Optax .*got None"),
         (SGD, {"rule": 128.0}, TypeError, "`rule` must be an instance"),
         (SGD, {"rule": ls.DynamicLossScale}, TypeError, "`rule` must be an instance"),
+        (SGD, {"rule": DynamicScale()}, TypeError, "flax.*`presets.flax_dynamic_scale"),
         (SGD, {"check_updates": 1}, ValueError, "must be True or False, got 1"),
         (
             *(SGD, {"check_updates": True, "rule": NEVER_SKIPS}, ValueError),
@@ -57,6 +80,11 @@ def test_what_is_no_optimizer_no_rule_or_no_flag_is_refused(
 ):
     with pytest.raises(error, match=message):
         ls.with_loss_scaling(inner, **options)
+
+
+def test_the_preset_of_a_package_exists():
+    for package, preset in base._PRESETS.items():
+        assert package in getattr(ls.presets, preset).__doc__
 
 
 def test_two_wrappers_around_each_other_are_refused():
