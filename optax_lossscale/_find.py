@@ -1,6 +1,6 @@
 """Find the loss scale in an optimizer state, by its type."""
 
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax
 import optax
@@ -8,6 +8,8 @@ import optax
 from ._flax_internals import unwrap
 from ._state import LossScaleState, WithLossScalingState, canonical
 from ._validation import describe
+
+_STATES = (WithLossScalingState, LossScaleState)
 
 
 def get_loss_scale_state(state: Any) -> LossScaleState:
@@ -55,14 +57,10 @@ def get_loss_scale(state: Any) -> jax.Array:
     return get_loss_scale_state(state).loss_scale
 
 
-def is_state(x: Any) -> TypeGuard[WithLossScalingState | LossScaleState]:
-    return isinstance(x, WithLossScalingState | LossScaleState)
-
-
 def find_state(state: Any) -> WithLossScalingState | LossScaleState:
     """Return a state, or that of an object with an ``opt_state``, or raise."""
-    found = state if is_state(state) else getattr(state, "opt_state", state)
-    if is_state(found):
+    found = state if isinstance(state, _STATES) else getattr(state, "opt_state", state)
+    if isinstance(found, _STATES):
         return found
     raise ValueError(
         "`state` must be what the `init(params)` of `with_loss_scaling` returned, a "

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 
 from .._axes import AxisName
 from .._dtypes import is_inexact
-from .._find import get_loss_scale_state, is_state
+from .._find import get_loss_scale_state
 from .._finite import all_finite
-from .._state import check_state
+from .._state import LossScaleState, check_state
 from .._tree import as_sharded, same_structure, select, where
 from .._validation import warn
 
@@ -49,10 +49,9 @@ def keep_if_applied(
         axis_name: the mapped axes, as for `all_finite`.
 
     Returns:
-        The whole of ``new``, or the whole of ``old``. Where ``old`` is not finite, such
-        as a minimum that starts at inf, ``new`` need not be finite. Each
-        `WithLossScalingState` and `LossScaleState` comes from ``new``: it has protected
-        itself, and the scale of an overflow must not come back.
+        The whole of ``new``, or the whole of ``old``, but each `LossScaleState` of
+        ``new``: the scale of an overflow must not come back. Where ``old`` is not
+        finite, such as a minimum that starts at inf, ``new`` need not be finite.
 
     Raises:
         ValueError: as `get_loss_scale_state`, `select` and `all_finite`.
@@ -64,7 +63,7 @@ def keep_if_applied(
         0.0
     """
     scale_state = check_state(get_loss_scale_state(state))
-    whole, new, old = new, _without_states(new), _without_states(old)
+    given, new, old = new, _without_scales(new), _without_scales(old)
     leaves = jax.tree.leaves(new)
     same = [x is y for x, y in zip(leaves, jax.tree.leaves(old), strict=False)]
     if any(map(is_inexact, leaves)) and all(same):
@@ -85,12 +84,16 @@ def keep_if_applied(
     applied = scale_state.applied & all_finite(checked, axis_name=axis_name)
     kept = select(applied, new, old)
     return jax.tree.map(
-        lambda x, kept: x if is_state(x) else kept, whole, kept, is_leaf=is_state
+        lambda x, kept: x if _is_scale(x) else kept, given, kept, is_leaf=_is_scale
     )
 
 
-def _without_states(tree: Any) -> Any:
-    return jax.tree.map(lambda x: None if is_state(x) else x, tree, is_leaf=is_state)
+def _is_scale(x: Any) -> bool:
+    return isinstance(x, LossScaleState)
+
+
+def _without_scales(tree: Any) -> Any:
+    return jax.tree.map(lambda x: None if _is_scale(x) else x, tree, is_leaf=_is_scale)
 
 
 # Compiled: a zero outside of a program would be transferred to the device.

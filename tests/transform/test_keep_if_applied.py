@@ -101,20 +101,23 @@ class Trained(TrainState):
     stats: object
 
 
-@pytest.mark.parametrize("grads", [GOOD, BAD], ids=["good", "bad"])
-def test_in_a_whole_train_state_the_scale_moves_on(grads):
-    params = {"w": PARAMS}
-    old = Trained.create(apply_fn=None, params=params, tx=TX, stats=PARAMS)
+@pytest.mark.parametrize(
+    ("grads", "stats"), [(GOOD, GOOD), (BAD, BAD), (GOOD, BAD), (BAD, GOOD)]
+)
+def test_whole_train_state_is_new_or_old_but_the_scale_moves_on(grads, stats):
+    old = Trained.create(apply_fn=None, params={"w": PARAMS}, tx=TX, stats=PARAMS)
     old = old.replace(step=jnp.int32(0))
 
     @jax.jit
-    def step(old, grads):
-        new = old.apply_gradients(grads={"w": grads}, stats=grads)
+    def step(old, grads, stats):
+        new = old.apply_gradients(grads={"w": grads}, stats=stats)
         return new, ls.keep_if_applied(new, new, old)
 
-    new, kept = step(old, grads)
-    expected = (new if grads is GOOD else old).replace(opt_state=new.opt_state)
-    assert_same_bits(kept, expected)
+    new, kept = step(old, grads, stats)
+    expected = new if grads is stats is GOOD else old
+    scale_state = new.opt_state.scale_state
+    opt_state = expected.opt_state._replace(scale_state=scale_state)
+    assert_same_bits(kept, expected.replace(opt_state=opt_state))
     with pytest.warns(UserWarning, match="same arrays"):
         ls.keep_if_applied(new, new, new)
 
