@@ -239,3 +239,42 @@ def test_small_updates_of_bfloat16_weights_need_master_weights(copied):
 def test_an_average_of_bfloat16_weights_does_not_move():
     one = jnp.ones((), jnp.bfloat16)
     assert optax.incremental_update(2 * one, one, 1e-3) == 1
+
+
+@functools.cache
+def guards():
+    """Ours as the page has it, and Optax's."""
+    nan = optax.stateless(
+        lambda updates, _: jax.tree.map(lambda x: x * np.nan, updates)
+    )
+    return {
+        name: (
+            ls.skip_nonfinite(inner, axis_name="d", check_updates=True),
+            optax.apply_if_finite(inner, 5),
+        )
+        for name, inner in {"sgd": optax.sgd(1.0), "NaN of its own": nan}.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("inner", "grads", "loss"),
+    [
+        ("sgd", [1.0, 1.0], np.nan),
+        ("NaN of its own", [1.0, 1.0], 1.0),
+        ("sgd", [1.0, np.nan], 1.0),
+    ],
+    ids=["NaN loss", "NaN of the optimizer", "NaN on one device"],
+)
+def test_guard_skips_what_apply_if_finite_applies(inner, grads, loss):
+    """On each of two devices."""
+
+    def is_skipped(tx, **extra):
+        def update(grads):
+            return tx.update(grads, tx.init(grads), grads, **extra)[0]
+
+        updates = jax.vmap(update, axis_name="d")(np.float32(grads))
+        return [float(x) == 0 for x in updates]
+
+    ours, theirs = guards()[inner]
+    assert is_skipped(ours, value=np.float32(loss)) == [True, True]
+    assert not all(is_skipped(theirs))
