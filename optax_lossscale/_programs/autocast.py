@@ -29,6 +29,7 @@ from .rewrite import (
     with_eqns,
     with_programs,
 )
+from .tangents import Flags, Known, being_differentiated, carried_on, inputs_of
 from .traced_call import evaluate, refuse_effects, traced_call
 
 Arguments = ParamSpec("Arguments")
@@ -68,8 +69,8 @@ def autocast(
     The body of a ``scan`` keeps, for its backward pass, the float16 results of products
     instead of float32 ones. Which elementwise functions, reshapes and reductions are
     computed again from these is counted for each body, so that it keeps the fewest
-    bytes. A body with a ``jax.checkpoint``, a ``while`` loop or an effect such as
-    ``jax.debug.print`` keeps what it keeps without `autocast`.
+    bytes. JAX alone decides in a body with a ``jax.checkpoint``, a ``while`` loop,
+    complex numbers, or an effect such as ``jax.debug.print``.
 
     Args:
         fun: a function of pytrees, traced as under ``jax.jit``. It must not change its
@@ -126,7 +127,9 @@ def autocast(
         with traced_call(fun, args, kwargs) as call:
             refuse_effects(effect_names(call.jaxpr) & MUTABLE_ARRAYS)
             _warn_if_nothing_is_cast(call.jaxpr, name)
-            return call.put_back(evaluate(_cast(call.jaxpr, name), *call.inputs))
+            flags = being_differentiated(call.inputs)
+            program = _cast(call.jaxpr, name, flags)
+            return call.put_back(evaluate(program, *call.inputs))
 
     return cast_fun
 
@@ -159,18 +162,25 @@ def _remembered(change: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_remembered
-def _cast(program: Any, dtype: str) -> Any:
+def _cast(program: Any, dtype: str, differentiated: Flags) -> Any:
     """Return a program with cast products."""
-    return with_eqns(program, lambda eqn: _cast_eqn(eqn, dtype))
+    known = Known(program, differentiated)
+
+    def change(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+        flags = known.of(eqn.invars)
+        known.add(eqn)
+        return _cast_eqn(eqn, dtype, flags)
+
+    return with_eqns(program, change)
 
 
 @_remembered
-def _cast_body(program: Any, dtype: str, consts: int, carry: int) -> Any:
+def _cast_body(program: Any, dtype: str, differentiated: Flags, carry: range) -> Any:
     """Return the body of a ``scan`` with cast products, which keeps less of them."""
-    cast = _cast(program, dtype)
+    cast = _cast(program, dtype, differentiated)
     gains = _count(cast, dtype) > _count(program, dtype)
-    if gains and may_compute_again(program):
-        return with_least_kept(cast, consts, carry)
+    if gains and any(differentiated) and may_compute_again(program):
+        return with_least_kept(cast, differentiated, carry)
     return cast
 
 
@@ -181,14 +191,16 @@ def _count(program: Any, dtype: str) -> int:
     return sum(x.aval.dtype.name == dtype for x in results)
 
 
-def _cast_eqn(eqn: JaxprEqn, dtype: str) -> Iterator[JaxprEqn]:
+def _cast_eqn(eqn: JaxprEqn, dtype: str, flags: Flags) -> Iterator[JaxprEqn]:
     """Yield equations that replace one. Their results have the same types."""
-    name = eqn.primitive.name
+    name, params = eqn.primitive.name, eqn.params
     if name == "scan":
-        sizes = eqn.params["num_consts"], eqn.params["num_carry"]
-        yield with_programs(eqn, lambda body: _cast_body(body, dtype, *sizes))
+        flags = carried_on(params, flags)
+        first = params["num_consts"]
+        carry = range(first, first + params["num_carry"])
+        yield with_programs(eqn, lambda body: _cast_body(body, dtype, flags, carry))
     elif name in TRANSPARENT:
-        yield with_programs(eqn, lambda program: _cast(program, dtype))
+        yield with_programs(eqn, lambda x: _cast(x, dtype, inputs_of(eqn, x, flags)))
     elif name in PRODUCTS and reason_to_leave(eqn, dtype) is None:
         yield from _cast_product(eqn, dtype)
     else:

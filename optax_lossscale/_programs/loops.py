@@ -7,12 +7,14 @@ be read from the program of its derivatives, without asking JAX for each policy.
 """
 
 import functools
+import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var, jaxpr_as_fun
 
 from .._dtypes import is_inexact
@@ -25,58 +27,77 @@ from .primitives import (
     REDUCTIONS,
     RESHAPES,
 )
-from .rewrite import COLLECTIVE, checkpointed, effect_names, operations, programs_in
+from .rewrite import (
+    COLLECTIVE,
+    checkpointed,
+    effect_names,
+    equations,
+    operations,
+    programs_in,
+)
+from .tangents import Flags
 
 
-def may_compute_again(body: Any) -> bool:
-    """Return whether parts of a body may run twice, without a loss.
-
-    JAX would run an inner ``while`` twice as a whole. If the body has a
-    ``jax.checkpoint``, its author has decided.
-    """
-    return _is_pure(body) and not operations(body) & (CHECKPOINTS | {"while"})
-
-
-def _is_pure(program: Any) -> bool:
-    return effect_names(program) <= {COLLECTIVE}
-
-
-def with_least_kept(body: Any, consts: int, carry: int) -> Any:
+def with_least_kept(body: Any, differentiated: Flags, carry: range) -> Any:
     """Return the body of a ``scan`` that keeps the fewest bytes for its backward pass.
 
-    The first inputs of the body are ``consts`` constants and ``carry`` carried arrays.
+    ``differentiated`` says which inputs of the body have tangents, and ``carry`` which
+    ones it carries.
     """
     cheap = ELEMENTWISE | RESHAPES
     checkpoint = checkpointed(body, _keeps_all_but(cheap))
     if checkpoint is body:
         return body
     try:
-        derivatives = _derivatives(checkpoint)
+        derivatives = _derivatives(checkpoint, differentiated)
     except NameError:  # a mapped axis, which is bound where the program runs
         return checkpoint
     if not _is_pure(derivatives):  # the rule of a `custom_vjp` may have an effect
         return body
-    needed = _needed(
-        derivatives, checkpoint.eqns[0].invars, range(consts, consts + carry)
-    )
+    variables = checkpoint.eqns[0].invars
+    needed = _needed(derivatives, variables, differentiated, carry)
+    # If only casts are computed again, a body keeps no more than in float32.
+    casts = frozenset({"convert_element_type"})
     # The result of a reduction is small, but what it is computed from may be kept
     # anyway. Of equal ways, the first one computes less again.
     ways = [_fewest(needed, x) for x in (cheap, cheap | REDUCTIONS)]
+    ways.insert(0, (casts, _bytes(needed, casts)))
     recomputed, _ = min(ways, key=operator.itemgetter(1))
     return checkpointed(body, _keeps_all_but(recomputed)) if recomputed else body
 
 
+def may_compute_again(body: Any) -> bool:
+    """Return whether parts of a body may run twice, without a loss.
+
+    JAX would run an inner ``while`` twice as a whole, and fails where it keeps a
+    complex array for two uses. If the body has a ``jax.checkpoint``, its author has
+    decided.
+    """
+    has_complex = any(
+        jnp.iscomplexobj(x.aval)
+        for eqn in equations(body)
+        for x in eqn.outvars
+        if is_inexact(x.aval)
+    )
+    is_left = has_complex or operations(body) & (CHECKPOINTS | {"while"})
+    return _is_pure(body) and not is_left
+
+
+def _is_pure(program: Any) -> bool:
+    return effect_names(program) <= {COLLECTIVE}
+
+
 def _fewest(
-    needed: Iterable["_Value"], recomputed: frozenset[str]
+    needed: "_Values", recomputed: frozenset[str]
 ) -> tuple[frozenset[str], int]:
     """Return which primitives to compute again, of some, and the bytes that are kept.
 
     The results of one primitive after the other are kept, unless that takes more bytes.
     """
     fewest = _bytes(needed, recomputed)
-    found = frozenset().union(*(x.primitives for x in _reachable(needed, bool)))
-    recomputed &= found
-    for name in sorted(recomputed):
+    found = _reachable(needed, lambda x: x.operands)
+    recomputed &= frozenset().union(*(x.primitives for x in found))
+    for name in sorted(recomputed):  # in any order, but always the same
         kept = _bytes(needed, recomputed - {name})
         if kept <= fewest:
             fewest, recomputed = kept, recomputed - {name}
@@ -123,11 +144,13 @@ class _Value:
         self.is_tangent: bool = is_tangent or any(x.is_tangent for x in self.operands)
 
 
-def _derivatives(checkpoint: Any) -> Any:
+_Values = Iterable[_Value]
+
+
+def _derivatives(checkpoint: Any, differentiated: Flags) -> Any:
     """Return the program of a checkpoint and of its derivatives in forward mode.
 
-    Its inputs are constants of rules, those of the checkpoint, and tangents of those of
-    floating point, which are all differentiated.
+    Its inputs are constants of rules, those of the checkpoint, and their tangents.
     """
     program: Any = checkpoint
     if not isinstance(program, ClosedJaxpr):
@@ -135,37 +158,42 @@ def _derivatives(checkpoint: Any) -> Any:
 
     def differentiate() -> None:
         inputs = [zeros_like_aval(x.aval) for x in checkpoint.eqns[0].invars]
-        floats = [x for x in inputs if is_inexact(x)]
+        moving = [*itertools.compress(inputs, differentiated)]
 
-        def of_floats(*floats: Any) -> Any:
-            rest = iter(floats)
-            return jaxpr_as_fun(program)(
-                *(next(rest) if is_inexact(x) else x for x in inputs)
-            )
+        def run(*moving: jax.Array) -> Any:
+            rest, pairs = iter(moving), zip(inputs, differentiated, strict=True)
+            return jaxpr_as_fun(program)(*(next(rest) if y else x for x, y in pairs))
 
-        jax.jvp(of_floats, floats, floats)
+        jax.jvp(run, moving, moving)
 
     eqns = jax.make_jaxpr(differentiate)().eqns
     [eqn] = [x for x in eqns if x.primitive.name in CHECKPOINTS]
     return eqn.params["jaxpr"]
 
 
-def _needed(derivatives: Any, variables: Sequence[Any], carry: range) -> list[_Value]:
+def _needed(
+    derivatives: Any, variables: Sequence[Any], differentiated: Flags, carry: range
+) -> _Values:
     """Return the values that the backward pass of a body needs.
 
-    ``variables`` are the inputs of the body, and ``carry`` the places of what it
-    carries. A loop keeps that. Its constants, and what it scans over, it has anyway.
+    ``variables`` are the inputs of the body. A loop keeps what it carries. Its
+    constants, and what it scans over, it has anyway.
     """
     inputs = [
         _Value(_size(x) * (i in carry), frozenset({"input"}))
         for i, x in enumerate(variables)
     ]
-    tangents = [_Value(is_tangent=True) for x in variables if is_inexact(x.aval)]
+    tangents = [_Value(is_tangent=True) for x in differentiated if x]
     constants = len(derivatives.invars) - len(inputs) - len(tangents)
-    everything = [*(_Value() for _ in range(constants)), *inputs, *tangents]
+    free = [_Value() for _ in range(constants)]
+    outputs = _values(derivatives, [*free, *inputs, *tangents])
     is_tangent = operator.attrgetter("is_tangent")
-    outputs = filter(is_tangent, _values(derivatives, everything))
-    return [x for x in _reachable(outputs, is_tangent) if not x.is_tangent]
+
+    def operands(x: _Value) -> _Values:
+        return x.operands if x.is_tangent else ()
+
+    found = _reachable(filter(is_tangent, outputs), operands)
+    return [x for x in found if not x.is_tangent]
 
 
 def _values(program: Any, inputs: list[_Value], times: int = 1) -> list[_Value]:
@@ -206,45 +234,42 @@ def _outputs_of_scan(
 ) -> list[_Value]:
     first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
     consts, start, xs = inputs[:first], inputs[first:last], inputs[last:]
-    flags: list[bool] | None = None
+    times *= params["length"]
     are_tangents = [x.is_tangent for x in start]
-    while are_tangents != flags:
-        flags = are_tangents
-        pairs = zip(start, flags, strict=True)
+    while True:
+        pairs = zip(start, are_tangents, strict=True)
         carry = [_Value(operands=[x], is_tangent=flag) for x, flag in pairs]
-        outputs = _values(
-            params["jaxpr"], [*consts, *carry, *xs], times * params["length"]
-        )
-        # An output may be an input of the next iteration.
-        are_tangents = [
-            flag or x.is_tangent for flag, x in zip(flags, outputs, strict=False)
-        ]
-    for x, y in zip(carry, outputs, strict=False):
-        x.operands.append(y)
-    return outputs
+        outputs = _values(params["jaxpr"], [*consts, *carry, *xs], times)
+        # The carry of the next iteration.
+        for x, y in zip(carry, outputs, strict=False):
+            x.operands.append(y)
+        flags = [any(y.is_tangent for y in x.operands) for x in carry]
+        if flags == are_tangents:
+            return outputs
+        are_tangents = flags
 
 
-def _reachable(
-    values: Iterable[_Value], goes_on: Callable[[_Value], bool]
-) -> Iterator[_Value]:
-    """Yield values, and the operands of those at which it goes on."""
+def _reachable(values: _Values, following: Callable[[_Value], _Values]) -> _Values:
+    """Yield values, those that follow them, and so on."""
     seen, stack = set(), [*values]
     while stack:
         x = stack.pop()
         if x not in seen:
             seen.add(x)
             yield x
-            if goes_on(x):
-                stack += x.operands
+            stack += following(x)
 
 
-def _bytes(needed: Iterable[_Value], recomputed: frozenset[str]) -> int:
+def _bytes(needed: _Values, recomputed: frozenset[str]) -> int:
     """Return how many bytes are kept if some primitives are computed again."""
 
     def is_recomputed(x: _Value) -> bool:
         return x.primitives <= recomputed
 
-    values = _reachable(needed, is_recomputed)
+    def operands(x: _Value) -> _Values:
+        return x.operands if is_recomputed(x) else ()
+
+    values = _reachable(needed, operands)
     return sum(x.size for x in values if not is_recomputed(x))
 
 

@@ -40,7 +40,7 @@ REDUCTIONS = frozenset(
 
 # Equations that run a program inside.
 CHECKPOINTS = frozenset(["checkpoint", "remat2"])
-CALLS = CHECKPOINTS | {"jit", "pjit", "closed_call", "core_call"}
+CALLS = CHECKPOINTS | {"call", "closed_call", "jit", "pjit"}
 # The programs in these are evaluated and differentiated as they stand. Others, such as
 # ``custom_vmap_call``, have a derivative or a batch rule that was written for their
 # types.

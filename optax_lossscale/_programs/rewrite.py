@@ -38,8 +38,9 @@ _CHECK = os.path.join(_THIS_PACKAGE, "_finite.py")
 
 
 def programs_in(params: dict[str, Any]) -> list[Any]:
-    """Return the programs among the parameters of an equation."""
-    return [x for x in jax.tree.leaves(params) if isinstance(x, Program)]
+    """Return the programs among the parameters of an equation, or in tuples there."""
+    values = (x if isinstance(x, tuple | list) else (x,) for x in params.values())
+    return [x for x in itertools.chain(*values) if isinstance(x, Program)]
 
 
 def equations(program: Program) -> Iterator[JaxprEqn]:

@@ -83,6 +83,17 @@ def frozen_maximum(carry, p):
     return jnp.tanh(x @ p["w"]) * jnp.max(features), features + 1
 
 
+def frozen_normalizer(carry, p):
+    x, features = carry
+    return jnp.tanh(x @ p["w"]) * jax.nn.logsumexp(features), features + 1
+
+
+def frozen_extractor(x, p):
+    frames = jnp.ones((ROWS, WIDTH)) * p["key"]
+    features = jax.nn.gelu(frames @ jnp.ones((WIDTH, 16 * WIDTH)))
+    return jnp.tanh(x @ p["w"] + features[:, :WIDTH])
+
+
 def counted_features(carry, p):
     x, features = carry
     features = jax.lax.stop_gradient(jnp.sin(features))
@@ -178,6 +189,8 @@ BODIES = [
         0.6,
     ),
     ("maximum of a carry without a gradient", frozen_maximum, (x, big), 0.29),
+    ("logsumexp of a carry without a gradient", frozen_normalizer, (x, big), 0.93),
+    ("extractor without a gradient", frozen_extractor, x, 0.67),
     ("features without a gradient, counted", counted_features, (x, big), 0.79),
     ("integers, counted", counted_board, (x, np.ones((ROWS, WIDTH), int)), 0.51),
     ("ring buffer, its mean", ring_buffer, (x, big), 0.79),
@@ -195,14 +208,23 @@ BODIES = [
 ]
 
 
+# What is differentiated: what the loop carries from the start, what it scans over.
+DIFFERENTIATED = {
+    "both": lambda run, carry, stack: (run, carry, stack),
+    "parameters": lambda run, carry, stack: (lambda stack: run(carry, stack), stack),
+    "carry": lambda run, carry, stack: (lambda carry: run(carry, stack), carry),
+}
+
+
+@pytest.mark.parametrize("choose", DIFFERENTIATED.values(), ids=DIFFERENTIATED)
 @pytest.mark.parametrize(
     ("body", "carry", "part"), [x[1:] for x in BODIES], ids=[x[0] for x in BODIES]
 )
-def test_body_keeps_this_part_of_float32(body, carry, part):
-    before, after = (
-        kept(f, carry, STACK) for f in (loop(body), ls.autocast(loop(body)))
-    )
-    assert after <= part * before
+def test_body_keeps_this_part_of_float32(body, carry, part, choose):
+    run, *args = choose(loop(body), carry, STACK)
+    before, after = kept(run, *args), kept(ls.autocast(run), *args)
+    is_both = choose is DIFFERENTIATED["both"]
+    assert after <= (part if is_both else 1) * before
 
 
 # Without those that nothing is computed again of.
@@ -213,10 +235,10 @@ FREE_OTHERS = [x for x in OTHERS if x != "own vjp"]
 @pytest.mark.parametrize("seed", slow_but(range(10), range(150)))
 def test_drawn_body_keeps_no_more_than_float32(seed):
     steps, program = random_program(random.Random(seed), FREE_OTHERS)
-    run = loop(program(plain))
-    args = X, normal(LAYERS, N, N)
-    before, after = kept(run, *args), kept(ls.autocast(run), *args)
-    assert after <= before or any(x in steps for x in FREE), steps
+    for choose in DIFFERENTIATED.values():
+        run, *args = choose(loop(program(plain)), X, normal(LAYERS, N, N))
+        before, after = kept(run, *args), kept(ls.autocast(run), *args)
+        assert after <= before or any(x in steps for x in FREE), steps
 
 
 @pytest.mark.parametrize(
@@ -233,6 +255,22 @@ def test_gradients_are_those_of_a_loop_that_keeps_everything(body):
         return jax.jit(jax.value_and_grad(ls.autocast(loss)))(stack)
 
     chex.assert_trees_all_close(*map(gradient, (body, keeping)), rtol=1e-4, atol=1e-6)
+
+
+def test_body_of_complex_numbers_can_be_differentiated():
+    """Where a checkpoint keeps one for two uses, JAX raises a TypeError."""
+
+    def filtered(x, w):
+        waves = jnp.fft.rfft(x @ w)
+        return x + jnp.fft.irfft(jax.nn.sigmoid(jnp.abs(waves)) * waves, n=WIDTH)
+
+    assert kept(ls.autocast(loop(filtered)), x, STACK["w"])
+
+
+def test_derivative_that_is_seen_late_is_taken_of_everything():
+    """Behind a ``jax.jit``, all arrays may be differentiated."""
+    run = ls.autocast(loop(mlp(jax.nn.gelu)))
+    assert kept(jax.jit(run), x, STACK) == kept(run, x, STACK)
 
 
 def test_body_with_a_checkpoint_of_its_own_is_left_as_it_is():
