@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from ._demonstration import training
-from ._diagnostics.stop_message import BOOK
+from ._validation import BOOK
 from .plots import plot_loss_scale
 
 ROW = "{:22}  {:>7}  {:>6}  {:>7}  {:>5}  {:>7}"

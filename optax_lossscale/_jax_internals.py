@@ -46,14 +46,14 @@ def varying_like(x: jax.Array, like: jax.Array) -> jax.Array:
     return getattr(jax.lax, "pvary")(x, axes)  # noqa: B009, its name until jax 0.8
 
 
-def after(other: jax.Array, x: jax.Array) -> jax.Array:
+def after(x: jax.Array, other: jax.Array) -> jax.Array:
     """Return ``x`` behind a barrier: XLA uses it only after computing ``other``."""
     if varying_axes(other) - varying_axes(x):
         return x  # behind the barrier, it would vary along these axes, too
     return jax.lax.optimization_barrier((x, varying_like(other, x)))[0]
 
 
-def in_memory_of(other: Any, x: jax.Array) -> jax.Array:
+def in_memory_of(x: jax.Array, other: Any) -> jax.Array:
     """Return ``x`` in the memory that holds another array: host or device."""
     # jax 0.7.0 has no spaces of memory.
     here, there = (getattr(jax.typeof(a), "memory_space", None) for a in (x, other))

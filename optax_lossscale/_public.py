@@ -11,6 +11,7 @@ def set_module(module_name: str, names: Iterable[str]) -> None:
     for name in names:
         member = getattr(module, name)
         methods = vars(member).values() if inspect.isclass(member) else ()
+        # A class method holds its function.
         for x in (member, *(getattr(x, "__func__", x) for x in methods)):
             if inspect.isclass(x) or inspect.isfunction(x):
                 x.__module__ = module_name

@@ -68,7 +68,7 @@ def where(pred: Any, new: Any, old: Any) -> jax.Array:
 
     The result is in the memory of the old one. ``jnp.where`` moves scalars to another.
     """
-    return in_memory_of(old, jnp.where(pred, new, as_sharded(old, new)))
+    return in_memory_of(jnp.where(pred, new, as_sharded(old, new)), old)
 
 
 def as_sharded(x: Any, like: Any) -> Any:

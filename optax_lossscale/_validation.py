@@ -12,6 +12,9 @@ import numpy as np
 
 from ._dtypes import LARGEST_SCALE, SMALLEST_SCALE
 
+# The only place in the package that knows where the book is.
+BOOK = "https://github.com/optax-lossscale/optax_lossscale/blob/main/notebooks/"
+
 _POWERS = {SMALLEST_SCALE: "2**-126", LARGEST_SCALE: "2**126"}
 
 # A warning points at the first line outside of these packages.
@@ -141,8 +144,13 @@ def is_traced(tree: Any) -> bool:
     return any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(tree))
 
 
-def warn(message: str) -> None:
-    """Warn at the line of the user, outside of this package and those that call it."""
+def warn(message: str, page: str = "") -> None:
+    """Warn at the line of the user, outside of this package and those that call it.
+
+    ``page`` is the place in the book that says more.
+    """
+    if page:
+        message += f" {BOOK}{page}"
     level, frame = 1, sys._getframe()
     while frame.f_back and _package(frame.f_globals) in _SKIPPED:
         level, frame = level + 1, frame.f_back

@@ -103,16 +103,16 @@ def varying_axes_are_known():
 
 
 def a_barrier_keeps_the_order():
-    text = str(jax.make_jaxpr(internals.after)(1.0, ONES))
-    return "optimization_barrier" in text and internals.after(5.0, ONES)[0] == 1
+    text = str(jax.make_jaxpr(internals.after)(ONES, 1.0))
+    return "optimization_barrier" in text and internals.after(ONES, 5.0)[0] == 1
 
 
 def memories_are_known():
-    here = jax.jit(internals.in_memory_of)(ONES, 2 * ONES)
+    here = jax.jit(internals.in_memory_of)(2 * ONES, ONES)
     if not hasattr(jax, "memory"):  # this jax has no spaces of memory
         return here[0] == 2
     far = jax.device_put(ONES, jax.memory.Space.Host)
-    moved = jax.jit(internals.in_memory_of)(far, 2 * ONES)
+    moved = jax.jit(internals.in_memory_of)(2 * ONES, far)
     kinds = [x.sharding.memory_kind for x in (here, moved, far)]
     return here[0] == 2 and kinds[1] == kinds[2] != kinds[0]
 

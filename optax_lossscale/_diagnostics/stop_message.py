@@ -7,10 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._validation import BOOK
 from .table import ALL_KINDS, FINITE_KINDS, table_of
-
-# The only place in the package that knows where the book is.
-BOOK = "https://github.com/optax-lossscale/optax_lossscale/blob/main/notebooks/"
 
 WARNINGS = {
     "never overflowed": "The loss scale is 2**24 or more. None of the steps was "

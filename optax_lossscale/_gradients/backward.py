@@ -18,12 +18,12 @@ from .._programs.rewrite import COLLECTIVE, DEBUGGING, effect_names
 from .._programs.traced_call import check_axes, evaluate, refuse_effects, traced_call
 from .._rules.fields import check_field
 from .._validation import check_dtype, check_function, check_scale, describe, warn
-from .forgotten import note_number, using_scale
+from .forgotten import Use, note_number, using_scale
 from .scaling import rescale
 
 Arguments = ParamSpec("Arguments")
 Output = TypeVar("Output")
-# Given the scale from outside or None, the cotangents and the pullback: returns the
+# Takes the scale from outside or None, the cotangents and the pullback. Returns the
 # scale of the backward pass.
 ScaleFrom = Callable[[Any, Sequence[Any], Callable[..., Any]], jax.Array]
 
@@ -85,12 +85,15 @@ def scale_backward(
         if is_initializing():
             return fun(*args, **kwargs)
         # Read the state now: a Flax NNX optimizer changes in place.
-        with _given(scale) as given, traced_call(fun, args, kwargs) as call:
+        with _outer_scale(scale) as outer, traced_call(fun, args, kwargs) as call:
             jaxpr, overwritten = call.jaxpr, call.overwritten
             program = _scale_program(
-                "scale_backward", jaxpr, overwritten, lambda given, *_: given
+                "scale_backward",
+                jaxpr,
+                overwritten,
+                lambda outer_scale, *_: outer_scale,
             )
-            return call.put_back(program(jax.lax.stop_gradient(given), *call.inputs))
+            return call.put_back(program(jax.lax.stop_gradient(outer), *call.inputs))
 
     return fun_scaled_backward
 
@@ -182,14 +185,14 @@ def scale_block(
 
 
 @contextlib.contextmanager
-def _given(scale: Any) -> Iterator[jax.Array]:
+def _outer_scale(scale: Any) -> Iterator[jax.Array]:
     """Yield the scale, from a number or a state, while a loss is traced with it."""
     if isinstance(scale, float | int | np.generic | np.ndarray | jax.Array):
         check_scale("scale", scale)
         yield jnp.asarray(scale, jnp.float32)
         note_number()
     else:
-        with using_scale(scale, "value_and_grad") as scale_state:
+        with using_scale(scale, Use.BOTH) as scale_state:
             yield scale_state.loss_scale
 
 
@@ -206,7 +209,7 @@ def _scale_program(
     """
     refuse_effects(effect_names(jaxpr) - {COLLECTIVE, *DEBUGGING})
 
-    def forward(given: Any, *primals: Any) -> tuple[Sequence[jax.Array], Any]:
+    def forward(outer_scale: Any, *primals: Any) -> tuple[Sequence[jax.Array], Any]:
         inputs = [x.value for x in primals]
         differentiated = [x.value if x.perturbed else None for x in primals]
 
@@ -218,25 +221,29 @@ def _scale_program(
         _, pullback, outputs = jax.vjp(block, differentiated, has_aux=True)
         _warn_of_underflow(name, "takes", differentiated)
         _warn_of_underflow(name, "returns", outputs)
-        return outputs, (None if given is None else given.value, pullback)
+        return outputs, (getattr(outer_scale, "value", None), pullback)
 
     def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        given, pullback = residuals
+        outer_scale, pullback = residuals
         cotangents = [
             zeros_like_aval(x.aval) if isinstance(x, SymbolicZero) else x
             for x in filter(is_inexact, cotangents)
         ]
-        scale = scale_from(given, cotangents, pullback)
+        scale = scale_from(outer_scale, cotangents, pullback)
         (scaled_grads,) = pullback([rescale(x, scale, 1) for x in cotangents])
         pairs = zip(scaled_grads, overwritten, strict=True)
-        return None, *(x if whole else rescale(x, scale, -1) for x, whole in pairs)
+        return None, *(
+            x if is_overwritten else rescale(x, scale, -1)
+            for x, is_overwritten in pairs
+        )
 
     program = jax.custom_vjp(lambda _, *inputs: evaluate(jaxpr, *inputs))
     program.defvjp(forward, backward, symbolic_zeros=True)
 
-    def with_overwrites(given: Any, *inputs: Any) -> Sequence[jax.Array]:
+    def with_overwrites(outer_scale: Any, *inputs: Any) -> Sequence[jax.Array]:
         pairs = zip(inputs, overwritten, strict=True)
-        return program(given, *(finite_overwrite(x) if o else x for x, o in pairs))
+        inputs = tuple(finite_overwrite(x) if o else x for x, o in pairs)
+        return program(outer_scale, *inputs)
 
     return with_overwrites
 
@@ -260,8 +267,8 @@ def _largest_sum(cotangents: Sequence[Any], axis_name: AxisName | None) -> jax.A
     for x in cotangents:
         x = jax.lax.stop_gradient(x).astype(wide_dtype(x.dtype))
         # The last axis holds the features, unless there is one number per example.
-        batch = tuple(range(max(x.ndim - 1, min(x.ndim, 1))))
-        sums = jnp.sum(jnp.abs(x), batch).astype(jnp.float32)
+        batch = range(x.ndim - 1) if x.ndim > 1 else range(x.ndim)
+        sums = jnp.sum(jnp.abs(x), tuple(batch)).astype(jnp.float32)
         largest = jnp.maximum(largest, jnp.max(sums, initial=0))
     return reduce_along(jax.lax.pmax, devices * largest, axis_name)
 

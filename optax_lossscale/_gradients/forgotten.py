@@ -8,9 +8,10 @@ whether a loss was ever scaled for an optimizer state of the same structure.
 """
 
 import contextlib
+import enum
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,43 +22,55 @@ from .._jax_internals import is_staging
 from .._state import LossScaleState, WithLossScalingState, check_state
 from .._validation import is_traced, warn
 
+
+class Use(enum.Enum):
+    """What a function does with a scale."""
+
+    SCALES = "a loss"
+    DIVIDES = "gradients"
+    BOTH = "a loss and its gradients"
+
+
 # Notes on arrays and tracers, by their identity. They live as long as these. A note is
 # one entry, written and read at once, so that threads do not disturb each other.
-_notes: dict[tuple[int, str], tuple[weakref.ref[Any], Any]] = {}
+_notes: dict[tuple[int, Use | str], tuple[weakref.ref[Any], Any]] = {}
 # Hashes of the structures of optimizer states for which a loss was scaled, and of those
 # whose gradients were divided where no loss was scaled. A structure itself would keep
 # the static data of a model alive. None: of a scale without optimizer.
 _scaled: set[int | None] = set()
 _unscaled_apart: set[int | None] = set()
 
-# The functions that use a scale. The last one stands for all that scale and divide.
-_FUNCTIONS = ("scale_loss", "unscale_grads", "value_and_grad")
 
-
-def _note(what: str, x: Any, value: Any = True) -> None:
+def _note(what: Use | str, x: Any, value: Any = True) -> None:
     # Python numbers have no weak references, and equal ones may be one object.
     if isinstance(x, jax.Array | np.ndarray):
         key = id(x), what
         _notes[key] = weakref.ref(x, lambda _: _notes.pop(key, None)), value
 
 
-def _noted(what: str, x: Any) -> Any:
+def _noted(what: Use | str, x: Any) -> Any:
     ref, value = _notes.get((id(x), what), (None, None))
     return value if ref and ref() is x else None
 
 
+class _Division(NamedTuple):
+    """What is noted of gradients that were divided."""
+
+    state: LossScaleState | None  # by whose scale; None if it is traced
+
+
 @contextlib.contextmanager
-def using_scale(state: Any, by: str) -> Iterator[LossScaleState]:
+def using_scale(state: Any, use: Use) -> Iterator[LossScaleState]:
     """Yield the state whose scale a function uses. If that raises, nothing is noted."""
     found = find_state(state)
     raw = raw_scale_state(found)
     scale_state = check_state(raw)
     yield scale_state
     for x in (raw.loss_scale, scale_state.loss_scale):
-        _note(by, x)
+        _note(use, x)
     structure = _structure(found)
     _scaled.add(structure)
-    if by == "unscale_grads" and not _noted("scale_loss", scale_state.loss_scale):
+    if use is Use.DIVIDES and not _noted(Use.SCALES, scale_state.loss_scale):
         _unscaled_apart.add(structure)
 
 
@@ -78,8 +91,7 @@ def note_true(grads: Any, state: LossScaleState, scaled_grads: Any = None) -> No
     Leaves that ``scaled_grads`` also holds, such as integers, have not been divided.
     """
     unchanged = set(map(id, jax.tree.leaves(scaled_grads)))
-    # A tuple of the state by whose scale they were divided, or of None if it is traced.
-    by = (None if is_traced((state.loss_scale, state.is_fixed)) else state,)
+    by = _Division(None if is_traced((state.loss_scale, state.is_fixed)) else state)
     for x in jax.tree.leaves(grads):
         if id(x) not in unchanged:
             _note("divided", x, by)
@@ -111,30 +123,23 @@ def warn_if_forgotten(state: WithLossScalingState, rule: Any, grads: Any) -> Non
         if constant is not None:
             warn(
                 f"The loss scale, {constant:g}, is a constant of a compiled function, "
-                "or of the body of a `scan`, because the state that `value_and_grad` "
-                "was given is not one of its arguments. Whenever that runs again "
-                "without being traced, it uses this scale. Once the scale overflows, "
-                "every step is skipped. Call `value_and_grad(loss_fn, opt_state)` "
-                "inside the compiled function, with the `opt_state` that is passed to "
-                "it. If the scale should never change, use `FixedLossScale`."
+                "or of the body of a `scan`, so it never changes. Call "
+                "`value_and_grad(loss_fn, opt_state)` inside of it, with an "
+                "`opt_state` that is among its arguments.",
+                "start/guarantees.md#call-it-inside-the-compiled-function",
             )
         return
-    used_by = {function for function in _FUNCTIONS if _noted(function, scale)}
+    uses = {use for use in Use if _noted(use, scale)}
     known = {_structure(state), None}
-    if not used_by and not known & _scaled:
+    if not uses and not known & _scaled:
         warn(
-            "No loss has been scaled for this optimizer state, whose rule is "
-            f"{rule!r}. Write "
+            "No loss has been scaled for this optimizer state. In the step, write "
             "`loss, grads = ls.value_and_grad(loss_fn, opt_state)(params, ...)` "
-            "instead of `jax.value_and_grad(loss_fn)(params, ...)`, in the step, with "
-            "the state of this step. If you multiply the loss yourself, use "
-            "`ls.scale_loss` and `ls.unscale_grads`. If nothing should be scaled, "
-            "wrap the optimizer with `skip_nonfinite` instead. If the gradients are "
-            "computed in another process, or are traced later than `update`, silence "
-            "this: "
-            '`warnings.filterwarnings("ignore", "No loss has been scaled")`.'
+            "instead of `jax.value_and_grad(loss_fn)(params, ...)`. If nothing should "
+            "be scaled, wrap the optimizer with `skip_nonfinite` instead.",
+            "troubleshooting.md#no-loss-has-been-scaled",
         )
-    elif used_by == {"scale_loss"} and not known & _unscaled_apart:
+    elif uses == {Use.SCALES} and not known & _unscaled_apart:
         warn(
             "`scale_loss` has scaled a loss, but `unscale_grads` has divided no "
             "gradients. Call `grads = unscale_grads(grads, opt_state)` before `update`."
@@ -144,7 +149,7 @@ def warn_if_forgotten(state: WithLossScalingState, rule: Any, grads: Any) -> Non
 def _divided_by(grads: Any) -> list[tuple[jax.Array, LossScaleState | None]]:
     """Return the gradients that were divided, and the states by whose scales."""
     leaves = jax.tree.leaves(grads)
-    return [(x, by[0]) for x in leaves if (by := _noted("divided", x))]
+    return [(x, by.state) for x in leaves if (by := _noted("divided", x))]
 
 
 def _constant_scale(scale: Any, divided_by: list[tuple[Any, Any]]) -> float | None:

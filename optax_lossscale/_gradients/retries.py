@@ -23,7 +23,7 @@ from .._programs.traced_call import (
 )
 from .._rules.fields import check_field
 from .._validation import check_count
-from .forgotten import note_true, using_scale
+from .forgotten import Use, note_true, using_scale
 from .scaling import warn_of_narrow_loss
 from .value_and_grad import differentiate
 
@@ -111,7 +111,7 @@ def value_and_grad_with_retries(
 
         # Read the state now: a Flax NNX optimizer changes in place.
         with (
-            using_scale(state, "value_and_grad") as scale_state,
+            using_scale(state, Use.BOTH) as scale_state,
             traced_call(attempt, args, kwargs, [scale_state.loss_scale]) as call,
         ):
             check_axes(call.jaxpr, axis_name)
@@ -157,7 +157,7 @@ def _retry(
         scale = jnp.where(carry.attempts == 0, carry.scale, lowered)
         # The forward pass does not depend on the scale. If XLA moved it out of the
         # loop, its residuals would stay in memory while the loop runs.
-        barred = [after(scale, x) for x in others]
+        barred = [after(x, scale) for x in others]
         result = evaluate_with_nan(jaxpr, scale, *barred)
         return _Carry(carry.attempts + 1, scale, result)
 

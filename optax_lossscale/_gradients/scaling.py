@@ -11,6 +11,7 @@ from .._flax_internals import is_overwritten
 from .._tree import at_paths_of
 from .._validation import describe, warn
 from .forgotten import (
+    Use,
     note_scaled,
     note_true,
     using_scale,
@@ -43,7 +44,7 @@ def scale_loss(loss: Any, state: Any) -> Any:
         >>> ls.scale_loss(3.0, ls.FixedLossScale(1024.0).init())
         Array(3072., dtype=float32)
     """
-    with using_scale(state, "scale_loss") as scale_state:
+    with using_scale(state, Use.SCALES) as scale_state:
         scale = scale_state.loss_scale
         scaled = jax.tree.map(lambda x: scale_loss_by(x, scale), loss)
     note_scaled(scaled)
@@ -76,7 +77,7 @@ def unscale_grads(grads: Any, state: Any) -> Any:
         Array([0.5], dtype=float32)
     """
     warn_if_divided_twice(grads)
-    with using_scale(state, "unscale_grads") as scale_state:
+    with using_scale(state, Use.DIVIDES) as scale_state:
         true_grads = unscale(grads, scale_state.loss_scale)
     note_true(true_grads, scale_state, grads)
     return true_grads
@@ -91,8 +92,12 @@ def scale_loss_by(loss: Any, scale: jax.Array) -> jax.Array:
         )
     warn_if_scaled_twice(loss)
     dtype = wide_dtype(dtype_of(loss))
-    # The scale is a constant, even if training itself is differentiated.
-    return jnp.asarray(loss, dtype) * jax.lax.stop_gradient(scale).astype(dtype)
+    return jnp.asarray(loss, dtype) * _constant(scale).astype(dtype)
+
+
+def _constant(scale: jax.Array) -> jax.Array:
+    """Return the scale as a constant, even if training itself is differentiated."""
+    return jax.lax.stop_gradient(scale)
 
 
 def warn_of_narrow_loss(value: Any) -> None:
@@ -130,8 +135,7 @@ def warn_of_narrow_grads(grads: Any, params: Any) -> None:
 
 def unscale(tree: Any, scale: jax.Array) -> Any:
     """Multiply by the reciprocal of the scale; see ``grad_dtype`` for the types."""
-    # The scale is a constant, even if training itself is differentiated.
-    scale = jax.lax.stop_gradient(scale)
+    scale = _constant(scale)
 
     def leaf(path: Any, x: Any) -> Any:
         return x if is_overwritten(path) else rescale(x, scale, -1, grad_dtype)

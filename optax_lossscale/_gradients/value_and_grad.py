@@ -9,7 +9,7 @@ import numpy as np
 
 from .._flax_internals import check_no_modules, with_finite_overwrites, wraps
 from .._validation import check_function, describe
-from .forgotten import note_true, using_scale
+from .forgotten import Use, note_true, using_scale
 from .scaling import scale_loss_by, unscale, warn_of_narrow_loss
 
 
@@ -78,7 +78,7 @@ def value_and_grad(
     @functools.wraps(fun, updated=())
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         # Read the state now: a Flax NNX optimizer changes in place.
-        with using_scale(state, "value_and_grad") as scale_state:
+        with using_scale(state, Use.BOTH) as scale_state:
             output, grads = at_scale(scale_state.loss_scale, *args, **kwargs)
         note_true(grads, scale_state)
         warn_of_narrow_loss(output[0] if has_aux else output)
@@ -154,9 +154,10 @@ def differentiate(
     argnums = options["argnums"]
     if isinstance(argnums, np.ndarray):
         argnums = jax.tree.map(int, argnums.tolist(), is_leaf=np.isscalar)
-    # Leave out defaults: other libraries' functions may not take these arguments.
-    given = {**options, "argnums": argnums}
-    options = {name: x for name, x in given.items() if x not in (0, False)}
+    # Leave out defaults, 0 and False: functions of other libraries may not take these.
+    defaults = {"argnums": 0, "holomorphic": False, "allow_int": False}
+    all_options = {**options, "argnums": argnums}
+    chosen = {key: x for key, x in all_options.items() if x != defaults[key]}
 
     def at_scale(scale: jax.Array, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if value_and_grad is jax.value_and_grad:
@@ -175,7 +176,7 @@ def differentiate(
                 )
             return scale_loss_by(output[0], scale), tuple(output)
 
-        scaled_value_and_grad = value_and_grad(scaled_fun, has_aux=True, **options)
+        scaled_value_and_grad = value_and_grad(scaled_fun, has_aux=True, **chosen)
         (_, output), scaled_grads = scaled_value_and_grad(*args, **kwargs)
         return output, unscale(scaled_grads, scale)
 

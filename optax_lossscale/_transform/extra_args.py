@@ -32,7 +32,7 @@ def check_inner(inner: Any, wrapper: str) -> None:
         raise TypeError(f"{rule}{describe(inner)}. {advice}")
 
 
-def find_accepted(
+def filter_for(
     inner: optax.GradientTransformation, *, warns: bool = False
 ) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return a function that drops the extra arguments that ``inner`` does not take.
@@ -47,7 +47,7 @@ def find_accepted(
     known = frozenset(p.name for p in parameters[3:])
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
-    def accepted(extra_args: dict[str, Any]) -> dict[str, Any]:
+    def drop_unknown(extra_args: dict[str, Any]) -> dict[str, Any]:
         for name in _DECIDING.keys() & extra_args.keys() - known if warns else ():
             deciding = _DECIDING[name]
             if deciding.partition("=")[0] not in extra_args:
@@ -59,4 +59,4 @@ def find_accepted(
         dropped = {"grads_finite"} if takes_all else extra_args.keys()
         return {k: x for k, x in extra_args.items() if k in known or k not in dropped}
 
-    return accepted
+    return drop_unknown

@@ -62,11 +62,11 @@ def update_in_place(
         return None
 
     def derived(finite: Any, arrays: Any, consts: Any, old_state: Any) -> Any:
-        def run(arrays: Any) -> Any:
+        def run_program(arrays: Any) -> Any:
             outputs = evaluate_with_nan(program, *jax.tree.leaves(arrays), *consts)
             return jax.tree.unflatten(structure, outputs)
 
-        outputs = masked_at_the_end(run, finite, arrays, old_state, is_checked)
+        outputs = masked_at_the_end(run_program, finite, arrays, old_state, is_checked)
         return jax.tree.leaves(outputs)
 
     in_place = functools.partial(_masked_in_place, program, is_checked)
@@ -89,23 +89,23 @@ def _masked_in_place(
     old_state: Any,
 ) -> list[Any]:
     """Return as leaves whether a step is applied, its updates, and the masked state."""
-    applied = finite
-    given = jax.tree.leaves(arrays)
+    applied, inputs = finite, jax.tree.leaves(arrays)
     if is_checked:
         # Evaluate twice. In one evaluation, the whole new state waits in memory for the
         # flag, which is slower on a CPU. On an H100, after clipping, one evaluation
         # would move 1.563 instead of 1.688 times the bytes (counted).
-        applied &= evaluate_with_nan(program, *given, *consts)[0]
-        given = [after(applied, x) for x in given]
+        applied &= evaluate_with_nan(program, *inputs, *consts)[0]
+        inputs = [after(x, applied) for x in inputs]
     old = jax.tree.leaves(old_state)
-    first = len(program.outvars) - len(old)
-    pairs = list(zip(program.outvars[first:], old, strict=True))
+    # The program returns a flag, the updates and the new state.
+    updates_count = len(program.outvars) - 1 - len(old)
+    pairs = list(zip(program.outvars[1 + updates_count :], old, strict=True))
     early = _leaves_to_mask(program, pairs, applied)
     flags = [varying_like(applied, x) for x in early.values()]
     masked_program = _with_masks(program, early, flags)
-    inputs = [*given, *consts, *flags, *early.values()]
+    inputs += [*consts, *flags, *early.values()]
     _, *outputs = evaluate_with_nan(masked_program, *inputs)
-    updates, new_state = outputs[: first - 1], outputs[first - 1 :]
+    updates, new_state = outputs[:updates_count], outputs[updates_count:]
     masked_state = [
         new if id(var) in early else where(applied, new, x)
         for (var, x), new in zip(pairs, new_state, strict=True)

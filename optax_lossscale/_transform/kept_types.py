@@ -11,7 +11,7 @@ from .._dtypes import dtype_of, is_inexact, loses_range, widen
 from .._state import as_strongly_typed
 from .._tree import at_paths_of, cast_like, is_array, mismatch, same_structure
 from .._validation import warn
-from .extra_args import find_accepted
+from .extra_args import filter_for
 from .master_weights import has_master_weights
 
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
@@ -26,13 +26,14 @@ def with_kept_types(
     state of a float16 or float8 parameter is float32: Adam's second moment would be
     zero in float16.
     """
-    accepted = find_accepted(inner, warns=True)
+    drop_unknown = filter_for(inner, warns=True)
 
     def init_fn(params: optax.Params) -> optax.OptState:
         state = inner.init(params)
         if any(map(loses_range, jax.tree.leaves(params))):
             wide_state = inner.init(widen(params))
-            # Match by path: the wide state has no master weights.
+            # By path: `with_master_weights` makes none for float32 parameters, so the
+            # two trees may differ.
             wide = dict(jax.tree_util.tree_leaves_with_path(wide_state))
             state = jax.tree_util.tree_map_with_path(wide.get, state)
         return jax.tree.map(as_strongly_typed, state)
@@ -43,21 +44,20 @@ def with_kept_types(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        grads, wide_params = updates, params
-        has_narrow = any(map(loses_range, jax.tree.leaves(params)))
-        has_narrow = has_narrow and not has_master_weights(state)
+        is_narrow = any(map(loses_range, jax.tree.leaves(params)))
+        has_narrow = is_narrow and not has_master_weights(state)
+        is_state_wide = not any(map(loses_range, jax.tree.leaves(state)))
         # Make gradients and parameters as wide as the state. Otherwise the branches of
         # a `jax.lax.cond` in the optimizer could return different types.
-        if not any(map(loses_range, jax.tree.leaves(state))):
-            grads = widen(updates)
-            wide_params = widen(params) if has_narrow else params
+        grads = widen(updates) if is_state_wide else updates
+        wide_params = widen(params) if is_state_wide and has_narrow else params
 
         def check_shapes(cause: Exception | None) -> None:
             if params is not None:
                 _check_belongs(updates, params, "updates", cause)
                 _check_belongs(state, init_fn(params), "state", cause)
 
-        extra_args = accepted(extra_args)
+        extra_args = drop_unknown(extra_args)
         try:
             new_updates, new_state = inner.update(
                 grads, state, wide_params, **extra_args

@@ -69,8 +69,8 @@ def masked_update(
         outputs = update_in_place(run, _masked, finite, arrays, old_state, is_checked)
     if outputs is None:
         # Eager derivatives need a second run. Compiled, it would double the cost.
-        again = is_checked and not staging and is_traced((arrays, old_state))
-        outputs = _masked(run, finite, arrays, old_state, again)
+        runs_twice = is_checked and not staging and is_traced((arrays, old_state))
+        outputs = _masked(run, finite, arrays, old_state, runs_twice)
     applied, updates, new_state = outputs
     # Like the updates, not the gradients: the optimizer may return another tree.
     no_updates = jax.tree.map(_zeros_like, updates)
@@ -78,12 +78,12 @@ def masked_update(
 
 
 def _masked(
-    run: Run, finite: jax.Array, arrays: _Arrays, old_state: Any, again: bool
+    run: Run, finite: jax.Array, arrays: _Arrays, old_state: Any, runs_twice: bool
 ) -> Any:
     """Run an update, and return whether it is applied, its updates, and the state."""
     usable, updates, new_state = run(_with_placeholders(finite, arrays))
     applied = finite & usable
-    if again:
+    if runs_twice:
         # If finite gradients lead to NaN, derivatives of this run are NaN. Those of a
         # second one are not: it gets placeholders unless the step is applied.
         _, updates, new_state = run(_with_placeholders(applied, arrays))
@@ -101,21 +101,27 @@ def _arrays_of(
     # While a step is compiled, Python code in the optimizer may read an array that is
     # no tracer, so it is not replaced.
     kind = jax.core.Tracer if staging else jax.Array
+    taken: dict[int, Any] = {}
 
-    def replaced(tree: Any) -> dict[int, Any]:
-        leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x)]
-        return {id(x): x for x in leaves if isinstance(x, kind) and not is_ref(x)}
+    def take(tree: Any, is_gradient: bool = False) -> list[Any]:
+        """Return the arrays of a tree that are in none of the trees before."""
+        new = {
+            id(x): x
+            for x in jax.tree.leaves(tree)
+            if is_inexact(x)
+            and id(x) not in taken
+            and (is_gradient or isinstance(x, kind) and not is_ref(x))
+        }
+        taken.update(new)
+        return [*new.values()]
 
-    inexact = {id(x): x for x in jax.tree.leaves(grads) if is_inexact(x)}
-    values, others = replaced(extra_args.get("value")), replaced(extra_args)
-    value = {i: x for i, x in values.items() if i not in inexact}
-    others = {i: x for i, x in others.items() if i not in {**inexact, **value}}
-    found = _Arrays(*([*x.values()] for x in (inexact, value, others)))
+    found = _Arrays(
+        take(grads, is_gradient=True), take(extra_args.get("value")), take(extra_args)
+    )
     leaves, structure = jax.tree.flatten((grads, extra_args))
 
     def put_back(arrays: _Arrays) -> Any:
-        numbers = jax.tree.leaves(arrays)
-        new = dict(zip([*inexact, *value, *others], numbers, strict=True))
+        new = dict(zip(taken, jax.tree.leaves(arrays), strict=True))
         return jax.tree.unflatten(structure, [new.get(id(x), x) for x in leaves])
 
     return found, put_back
@@ -124,7 +130,8 @@ def _arrays_of(
 def _with_placeholders(finite: jax.Array, arrays: _Arrays) -> _Arrays:
     """Replace the arrays by finite numbers unless the step is finite."""
     grads = _finite_grads(finite, arrays.grads)
-    # With this old loss, a line search ends: every new loss is below it.
+    # The old loss becomes a quarter of the largest number, so that any new loss is an
+    # improvement, and a line search stops.
     value = [where(finite, x, jnp.full_like(x, _largest(x) / 4)) for x in arrays.value]
     others = [
         where(finite | jnp.isfinite(x), x, _placeholder(x)) for x in arrays.others

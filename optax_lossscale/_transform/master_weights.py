@@ -14,7 +14,7 @@ from .._find import find_nodes
 from .._state import MasterWeightsState
 from .._tree import mismatch, same_structure
 from .._validation import check_dtype, warn
-from .extra_args import check_inner, find_accepted
+from .extra_args import check_inner, filter_for
 from .rounding import update_to
 
 # The types of the states of `optax.chain` and `optax.named_chain`.
@@ -72,7 +72,7 @@ def with_master_weights(
         <https://arxiv.org/abs/1710.03740>`_, 2017, section 3.1
     """
     check_inner(inner, "with_master_weights")
-    accepted = find_accepted(inner)
+    drop_unknown = filter_for(inner)
     dtype = _check_dtype(dtype)
 
     def wide(x: Any) -> Any:
@@ -107,7 +107,7 @@ def with_master_weights(
             jax.tree.map(wide, updates),
             state.inner_state,
             jax.tree.map(lambda p, m: p if _is_absent(m) else m, params, masters),
-            **accepted(extra_args),
+            **drop_unknown(extra_args),
         )
 
         def stepped(p: Any, master: Any, update: Any) -> Any:
@@ -171,10 +171,9 @@ def warn_of_float16(params: optax.Params, inner_state: optax.OptState) -> None:
         f"{len(paths)} of {len(leaves)} parameters are float16"
         f"{f', the first one at {where}' if where else ''}, and the optimizer has no "
         "`with_master_weights`. Updates smaller than a 4,000th of a weight are lost. "
-        "Keep parameters in float32 and cast them inside the loss, or keep float32 "
-        "copies in the optimizer: `with_loss_scaling(with_master_weights(inner))`. "
-        "Frozen parameters need neither, nor does an optimizer with copies of its own: "
-        'then `warnings.filterwarnings("ignore", ".* parameters are float16")`.'
+        "Keep the parameters in float32 and cast them inside the loss, or wrap the "
+        "optimizer: `with_loss_scaling(with_master_weights(inner))`.",
+        "guides/float16_parameters.md",
     )
 
 

@@ -147,7 +147,9 @@ def with_loss_scaling(
         *misplaced: Any,
         **extra_args: Any,
     ) -> tuple[optax.Updates, WithLossScalingState]:
-        scale_state = _enter(rule, updates, state, params, misplaced, extra_args)
+        scale_state = _checked_scale_state(
+            rule, updates, state, params, misplaced, extra_args
+        )
         old = state.inner_state
         if not rule.skip_nonfinite:
             new_updates, new = inner.update(updates, old, params, **extra_args)
@@ -157,23 +159,24 @@ def with_loss_scaling(
         grads_finite, value_finite = _are_finite(updates, extra_args, axis_name)
         finite = grads_finite & value_finite
         check_agreement(finite, scale_state.loss_scale, axis_name)
-        # A derivative that the optimizer takes itself may overflow, too.
         takes_grads = extra_args.get("grad_fn") is not None
-        checks = check_updates or takes_grads
+        is_checked = check_updates or takes_grads
 
         def checked_update(grads: optax.Updates, extra_args: dict[str, Any]) -> Any:
             new_updates, new = inner.update(grads, old, params, **extra_args)
             usable = jnp.ones((), jnp.bool_)
-            if checks:
+            if is_checked:
                 usable = results_finite(new_updates, new, old, params)
                 usable = all_along(usable, axis_name)
                 check_agreement(usable, scale_state.loss_scale, axis_name)
             return usable, new_updates, new
 
         applied, new_updates, inner_state = masked_update(
-            checked_update, finite, updates, extra_args, old, is_checked=checks
+            checked_update, finite, updates, extra_args, old, is_checked=is_checked
         )
         if takes_grads:
+            # A derivative that the optimizer takes may have overflowed, which a lower
+            # scale cures: tell the rule.
             grads_finite = applied
         # Another scale does not help if the unscaled loss is not finite, or if the
         # optimizer turns finite gradients into NaN or inf.
@@ -183,13 +186,13 @@ def with_loss_scaling(
             next_state(rule, scale_state, grads_finite, updates, axis_name),
             scale_state.record(False),
         )
-        new_scale_state = jax.tree.map(in_memory_of, scale_state, new_scale_state)
+        new_scale_state = jax.tree.map(in_memory_of, new_scale_state, scale_state)
         return new_updates, WithLossScalingState(new_scale_state, inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _enter(
+def _checked_scale_state(
     rule: LossScale,
     updates: optax.Updates,
     state: Any,
@@ -197,10 +200,7 @@ def _enter(
     misplaced: tuple[Any, ...],
     extra_args: dict[str, Any],
 ) -> LossScaleState:
-    """Check what ``update`` is given, and return the state of the scale in its types.
-
-    What the optimizer does with it is checked where it is done.
-    """
+    """Check what ``update`` gets, and return the state of the scale in its types."""
     if misplaced:
         raise TypeError(
             "`update` takes gradients, state and parameters, and all else by name, got "

@@ -14,6 +14,7 @@ from training import normal, run_rule
 
 import optax_lossscale as ls
 from optax_lossscale._diagnostics import stop_message
+from optax_lossscale._validation import BOOK
 
 DATA, FORWARD = "the batch, the parameters", "an activation is above 65504"
 LOW, HIGH = "overflow at this scale and above", "the scale is too high, if it is fixed"
@@ -241,11 +242,13 @@ def test_a_message_has_the_event_its_causes_one_page_and_the_report():
 
 
 def test_every_text_leads_to_a_page_and_heading_that_exist():
+    """Those of the guard, and those of other warnings."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["urls"]["Documentation"] == f"{stop_message.BOOK}index.md"
-    causes = [stop_message._CAUSES, stop_message._UNSCALED_CAUSES]
-    for _, place in [x for table in causes for x in table.values()]:
-        file, _, heading = place.partition("#")
+    assert project["urls"]["Documentation"] == f"{BOOK}index.md"
+    sources = [x.read_text() for x in (ROOT / "optax_lossscale").rglob("*.py")]
+    places = re.findall(r'"([\w/]+\.md)(?:#([\w-]+))?"', "".join(sources))
+    assert len(places) > 10
+    for file, heading in places:
         assert heading in ["", *headings((PAGES / file).read_text())]
 
 
