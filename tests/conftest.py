@@ -61,6 +61,7 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
     """Two processes, but one where they would fight for an accelerator's memory."""
     return min(2, os.cpu_count() or 1) if ON_CPU else 0
