@@ -1,5 +1,6 @@
 """Suggest a loss scale for given gradients."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from .._dtypes import limits_of
 from .._rules.fields import check_field
 from .._rules.headroom import HeadroomLossScale
-from .._validation import check_order
+from .._validation import check_order, is_traced
 from .counting import add_up, measure
 from .gradient_report import check_gradients
 
@@ -36,7 +37,12 @@ class SuggestedLossScale(NamedTuple):
     informative: jax.Array
 
     def __repr__(self) -> str:
-        return "\n".join(f"{name:11}  {x!s}" for name, x in self._asdict().items())
+        texts = {name: str(x) for name, x in self._asdict().items()}
+        if not is_traced(self.loss_scale) and jnp.shape(self.loss_scale) == ():
+            mantissa, exponent = math.frexp(jax.device_get(self.loss_scale))
+            if mantissa == 0.5:
+                texts["loss_scale"] = f"2**{exponent - 1}"
+        return "\n".join(f"{name:11}  {text}" for name, text in texts.items())
 
 
 def suggest_loss_scale(
@@ -72,8 +78,13 @@ def suggest_loss_scale(
         >>> import optax_lossscale as ls
         >>> early, late = jnp.array([0.0, 2e-5, 2e-2]), jnp.array([1e-9, 2e-6, 2e-3])
         >>> suggested = ls.suggest_loss_scale([early, late])
-        >>> print(f"{suggested.loss_scale:.0f}, rescues {suggested.rescued:.0%}")
-        262144, rescues 20%
+        >>> print(f"rescues {suggested.rescued:.0%}")
+        rescues 20%
+        >>> suggested
+        loss_scale   2**18
+        rescued      0.2
+        lost         0.0
+        informative  True
 
     References:
         NVIDIA, `Train With Mixed Precision
