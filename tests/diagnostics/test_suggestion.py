@@ -89,4 +89,4 @@ def test_several_batches_are_taken_together_compiled_or_not():
 def test_a_suggestion_shows_a_table():
     grads = [np.float32([0.0, 2e-5, 2e-2]), np.float32([1e-9, 2e-6, 2e-3])]
     shown = repr(ls.suggest_loss_scale(grads))
-    assert shown.startswith("loss_scale   262144.0\nrescued      0.2\nlost ")
+    assert shown.startswith("loss_scale   2**18\nrescued      0.2\nlost ")
