@@ -104,6 +104,11 @@ def test_what_autocast_saves_is_that_of_its_table():
         float32, _, autocast = cells[f"T4, {name}"]
         found = [round(x / y, 1) for x, y in zip(autocast, float32, strict=True)]
         assert found == ratios  # as README says
+    rows = table(text, "device, program in bfloat16")
+    [tpu] = [row for row in rows if row[0] == "TPU v5e, transformer in a `scan`"]
+    tpu = [float(x.split(" / ")[0].replace(",", "")) for x in tpu[1:]]
+    h100 = [x[0] for x in cells["H100, transformer in a `scan`"]]
+    assert {f"{x[2] / x[0]:.2f}" for x in (tpu, h100)} == {"0.30"}  # and so README
     for device in ("T4", "H100"):
         plain = cells[f"{device}, transformer in a `scan`"]
         recomputed = cells[f"{device}, the same with `jax.checkpoint`"]
