@@ -91,3 +91,8 @@ def noted(*notes: Any) -> Iterator[None]:
     except Exception as error:
         error.add_note(", ".join(map(str, notes)))
         raise
+
+
+def assert_close_in_float16(x, y):
+    """Up to a rounding of the largest number."""
+    np.testing.assert_allclose(x, y, atol=2.0**-10 * np.max(np.abs(y), initial=0))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from asserts import assert_same_types, noted
+from asserts import assert_close_in_float16, assert_same_types, noted
 from devices import vary
 from flax import nnx
 from float32_losses import (
@@ -91,10 +91,6 @@ def test_a_random_program_is_the_one_that_is_cast_by_hand(seed):
             jax.tree.map(assert_close_in_float16, *results)
         else:
             jax.tree.map(np.testing.assert_array_equal, *results)
-
-
-def assert_close_in_float16(x, y):
-    np.testing.assert_allclose(x, y, atol=2.0**-10 * np.max(np.abs(y), initial=0))
 
 
 CAST = ls.autocast(squares)
