@@ -1,5 +1,6 @@
 """Uses of jax internals. Only this file handles differences between jax versions."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -63,6 +64,14 @@ def in_memory_of(x: jax.Array, other: Any) -> jax.Array:
 def is_ref(x: jax.Array) -> bool:
     """Return whether an array is mutable, a ``jax.Ref``."""
     return hasattr(jax.typeof(x), "inner_aval")
+
+
+def inputs_of_scan(params: dict[str, Any], inputs: Sequence[Any]) -> list[list[Any]]:
+    """Split the inputs of a ``scan``: constants, the carry, what it scans over."""
+    if "num_consts" in params:
+        first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+        return [[*inputs[:first]], [*inputs[first:last]], [*inputs[last:]]]
+    return [[*x] for x in params["ft_in"].update(inputs).unpack()]  # since jax 0.12
 
 
 def zeros_like_aval(aval: Any) -> jax.Array:

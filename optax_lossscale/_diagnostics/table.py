@@ -182,7 +182,7 @@ def _summary(rows: list[_Row], kinds: tuple[str, ...]) -> str:
     names = ["nan or inf", *(x for x in ("overflow", "underflow") if x in kinds)]
     for name in names:
         if number := sum(any(row[kind] for kind in name.split(" or ")) for row in rows):
-            found.append(f"{number} with {name.replace('nan', 'NaN')}")
+            found.append(f"{number:,} with {name.replace('nan', 'NaN')}")
     if len(found) == 1:
         narrow = ", inf, overflow or underflow" if len(names) > 1 else " or inf"
         found.append(f"none with NaN{narrow}")

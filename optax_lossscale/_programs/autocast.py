@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._flax_internals import is_initializing, wraps
+from .._jax_internals import inputs_of_scan
 from .._validation import check_dtype, check_function, warn
 from .loops import may_compute_again, with_least_kept
 from .primitives import PRODUCTS, TRANSPARENT
@@ -196,8 +197,8 @@ def _cast_eqn(eqn: JaxprEqn, dtype: str, flags: Flags) -> Iterator[JaxprEqn]:
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":
         flags = carried_on(params, flags)
-        first = params["num_consts"]
-        carry = range(first, first + params["num_carry"])
+        consts, carried, _ = map(len, inputs_of_scan(params, flags))
+        carry = range(consts, consts + carried)
         yield with_programs(eqn, lambda body: _cast_body(body, dtype, flags, carry))
     elif name in TRANSPARENT:
         yield with_programs(eqn, lambda x: _cast(x, dtype, inputs_of(eqn, x, flags)))

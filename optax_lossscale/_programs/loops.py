@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var, jaxpr_as_fun
 
 from .._dtypes import is_inexact
-from .._jax_internals import zeros_like_aval
+from .._jax_internals import inputs_of_scan, zeros_like_aval
 from .primitives import (
     CALLS,
     CHECKPOINTS,
@@ -232,8 +232,7 @@ def _outputs(eqn: JaxprEqn, inputs: list[_Value], times: int) -> list[_Value]:
 def _outputs_of_scan(
     params: dict[str, Any], inputs: list[_Value], times: int
 ) -> list[_Value]:
-    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
-    consts, start, xs = inputs[:first], inputs[first:last], inputs[last:]
+    consts, start, xs = inputs_of_scan(params, inputs)
     times *= params["length"]
     are_tangents = [x.is_tangent for x in start]
     while True:

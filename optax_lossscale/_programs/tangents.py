@@ -9,7 +9,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 from .._dtypes import is_inexact
-from .._jax_internals import is_ref
+from .._jax_internals import inputs_of_scan, is_ref
 from .primitives import CALLS
 from .rewrite import Program, programs_in
 
@@ -67,10 +67,10 @@ class Known:
 
 def carried_on(params: dict[str, Any], flags: Flags) -> Flags:
     """Return which inputs of the body of a ``scan`` have tangents in an iteration."""
-    first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
     outputs = with_tangents(params["jaxpr"], flags)
-    pairs = zip(flags[first:last], outputs, strict=False)
-    new = (*flags[:first], *(a or b for a, b in pairs), *flags[last:])
+    consts, carry, xs = inputs_of_scan(params, flags)
+    pairs = zip(carry, outputs, strict=False)
+    new = (*consts, *(a or b for a, b in pairs), *xs)
     return flags if new == flags else carried_on(params, new)
 
 

@@ -165,46 +165,45 @@ def branching(x, p):
     return jax.lax.cond(p["key"] > 1, gelu, relu, x, p)
 
 
-# The name of a body, the body, what it carries, and the bytes that it keeps at most,
-# over those of float32.
+# The name of a body, the body, what it carries, and the kB that the loop keeps at most.
 BODIES = [
-    ("transformer, gelu", transformer(jax.nn.gelu, lambda x, _: x), x, 0.15),
-    ("transformer, gelu, dropout", transformer(jax.nn.gelu, drop), x, 0.16),
-    ("transformer, relu, dropout", transformer(jax.nn.relu, drop), x, 0.3),
-    ("MLP, relu", mlp(jax.nn.relu), x, 0.43),
-    ("MLP, relu, dropout", mlp(jax.nn.relu, drop), x, 0.37),
-    ("MLP, gelu", mlp(jax.nn.gelu), x, 0.12),
-    ("MLP, gelu, dropout", mlp(jax.nn.gelu, drop), x, 0.14),
-    ("MLP, silu", mlp(jax.nn.silu), x, 0.18),
-    ("MLP, mish", mlp(jax.nn.mish), x, 0.12),
-    ("MLP, softplus", mlp(jax.nn.softplus), x, 0.24),
-    ("MLP, relu6", mlp(jax.nn.relu6), x, 0.43),
-    ("MLP, clip", mlp(lambda y: jnp.clip(y, -1, 0.24)), x, 0.34),
-    ("LSTM", lstm, (x, x), 0.34),
-    ("RNN, tanh", lambda x, p: jnp.tanh(x @ p["w"] + x), x, 0.5),
+    ("transformer, gelu", transformer(jax.nn.gelu, lambda x, _: x), x, 155.7),
+    ("transformer, gelu, dropout", transformer(jax.nn.gelu, drop), x, 200.8),
+    ("transformer, relu, dropout", transformer(jax.nn.relu, drop), x, 200.8),
+    ("MLP, relu", mlp(jax.nn.relu), x, 98.4),
+    ("MLP, relu, dropout", mlp(jax.nn.relu, drop), x, 131.1),
+    ("MLP, gelu", mlp(jax.nn.gelu), x, 98.4),
+    ("MLP, gelu, dropout", mlp(jax.nn.gelu, drop), x, 131.1),
+    ("MLP, silu", mlp(jax.nn.silu), x, 98.4),
+    ("MLP, mish", mlp(jax.nn.mish), x, 98.4),
+    ("MLP, softplus", mlp(jax.nn.softplus), x, 98.4),
+    ("MLP, relu6", mlp(jax.nn.relu6), x, 98.4),
+    ("MLP, clip", mlp(lambda y: jnp.clip(y, -1, 1)), x, 98.4),
+    ("LSTM", lstm, (x, x), 131.1),
+    ("RNN, tanh", lambda x, p: jnp.tanh(x @ p["w"] + x), x, 49.2),
     (
         "RNN, relu, dropout",
         lambda x, p: drop(jax.nn.relu(x @ p["w"] + x), p["key"]),
         x,
-        0.6,
+        49.2,
     ),
-    ("maximum of a carry without a gradient", frozen_maximum, (x, big), 0.29),
-    ("logsumexp of a carry without a gradient", frozen_normalizer, (x, big), 0.93),
-    ("extractor without a gradient", frozen_extractor, x, 0.67),
-    ("features without a gradient, counted", counted_features, (x, big), 0.79),
-    ("integers, counted", counted_board, (x, np.ones((ROWS, WIDTH), int)), 0.51),
-    ("ring buffer, its mean", ring_buffer, (x, big), 0.79),
-    ("residual vector quantization", quantized, (x, x), 1.0),
-    ("routing by argmax", routed, x, 0.63),
-    ("sampled action", sampled, x, 0.67),
-    ("flags in the carry", ended, (x, np.zeros(ROWS, bool)), 0.63),
-    ("maximum over four", pooled, x, 0.5),
-    ("sort", lambda x, p: jnp.tanh(jnp.sort(x @ p["w"])), x, 0.75),
-    ("loop inside", scanned_inside, x, 0.3),
-    ("loop of products inside", products_inside, x, 0.28),
-    ("branches", branching, x, 0.08),
-    ("behind what changes no number", constrained, x, 0.51),
-    ("nothing but a product", lambda x, p: x @ p["w"], x, 1.0),
+    ("maximum of a carry without a gradient", frozen_maximum, (x, big), 180.3),
+    ("logsumexp of a carry without a gradient", frozen_normalizer, (x, big), 573.5),
+    ("extractor without a gradient", frozen_extractor, x, 65.6),
+    ("features without a gradient, counted", counted_features, (x, big), 180.8),
+    ("integers, counted", counted_board, (x, np.ones((ROWS, WIDTH), int)), 50.2),
+    ("ring buffer, its mean", ring_buffer, (x, big), 180.3),
+    ("residual vector quantization", quantized, (x, x), 0.6),
+    ("routing by argmax", routed, x, 82.5),
+    ("sampled action", sampled, x, 66.1),
+    ("flags in the carry", ended, (x, np.zeros(ROWS, bool)), 41.1),
+    ("maximum over four", pooled, x, 65.6),
+    ("sort", lambda x, p: jnp.tanh(jnp.sort(x @ p["w"])), x, 98.4),
+    ("loop inside", scanned_inside, x, 49.2),
+    ("loop of products inside", products_inside, x, 82),
+    ("branches", branching, x, 98.4),
+    ("behind what changes no number", constrained, x, 49.2),
+    ("nothing but a product", lambda x, p: x @ p["w"], x, 32.8),
 ]
 
 
@@ -218,13 +217,13 @@ DIFFERENTIATED = {
 
 @pytest.mark.parametrize("choose", DIFFERENTIATED.values(), ids=DIFFERENTIATED)
 @pytest.mark.parametrize(
-    ("body", "carry", "part"), [x[1:] for x in BODIES], ids=[x[0] for x in BODIES]
+    ("body", "carry", "most"), [x[1:] for x in BODIES], ids=[x[0] for x in BODIES]
 )
-def test_body_keeps_this_part_of_float32(body, carry, part, choose):
+def test_body_keeps_few_bytes_and_no_more_than_float32(body, carry, most, choose):
     run, *args = choose(loop(body), carry, STACK)
     before, after = kept(run, *args), kept(ls.autocast(run), *args)
-    is_both = choose is DIFFERENTIATED["both"]
-    assert after <= (part if is_both else 1) * before
+    assert after <= before
+    assert after <= 1000 * most or choose is not DIFFERENTIATED["both"]
 
 
 # Without those that nothing is computed again of.
@@ -320,7 +319,7 @@ def test_expensive_operation_runs_once(fun, names):
 def test_loop_inside_of_a_shard_map_keeps_less(check_vma):
     """Its body cannot be traced by itself."""
     mapped = jax.shard_map(
-        loop(lambda x, w: jnp.tanh(jax.lax.pmean(x @ w, "d") + x)),
+        loop(lambda x, w: jax.nn.gelu(jax.lax.pmean(x @ w, "d") + x)),
         mesh=make_mesh(d=2),
         in_specs=(P("d"), P()),
         out_specs=P("d"),
