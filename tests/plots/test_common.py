@@ -27,18 +27,34 @@ def test_nothing_is_cut_off_or_overlaps():
     assert not boxes[0].overlaps(boxes[1])
 
 
-def test_traced_values_are_refused():
-    for name, plot in {
-        "grads": lambda x: plot_range([x]),
-        "loss_scale": lambda x: plot_range(GRADS, loss_scale=x),
-        "scales": lambda x: plot_scale(x),
-        "skipped": lambda x: plot_scale([8.0], x),
-    }.items():
-        with pytest.raises(ValueError, match=f"`{name}` must hold concrete numbers"):
-            jax.eval_shape(plot, np.ones(1))
+BAD_SCALES = (8.0, [[8.0]], [0.0, 1.0], [np.nan], [np.inf])
+BAD_FLAGS = (True, [True], [2, 0], [np.nan, 1.0], ["1", "0"], [True] * 3)
+REFUSED = [
+    (plot_range, "grads", "x", "must"),
+    (plot_range, "loss_scale", np.float32(0), "must be a number from 2"),
+    (plot_range, "dtype", "int8", "must be a floating-point type"),
+    *((plot_scale, "scales", x, "must be numbers above 0") for x in BAD_SCALES),
+    *((plot_scale, "skipped", x, "must be 2 booleans") for x in BAD_FLAGS),
+]
+TRACED = [(plot_range, "grads"), (plot_range, "loss_scale")]
+TRACED += [(plot_scale, "scales"), (plot_scale, "skipped")]
+GIVEN = {plot_range: {"grads": GRADS}, plot_scale: {"scales": [8.0, 8.0]}}
 
 
-def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
+@pytest.mark.parametrize(("plot", "name", "value", "words"), REFUSED)
+def test_plots_refuse_before_they_make_a_figure(plot, name, value, words):
+    with pytest.raises(ValueError, match=f"`{name}` {words}"):
+        plot(**GIVEN[plot] | {name: value})
+    assert plt.get_fignums() == []
+
+
+@pytest.mark.parametrize(("plot", "name"), TRACED)
+def test_plots_refuse_traced_values(plot, name):
+    with pytest.raises(ValueError, match=f"`{name}` must hold concrete numbers"):
+        jax.eval_shape(lambda x: plot(**GIVEN[plot] | {name: x}), np.ones(1))
+
+
+def test_plots_say_what_to_install_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for draw in (lambda: plot_range(GRADS), lambda: plot_scale([1.0])):
         with pytest.raises(ImportError, match="pip install matplotlib"):

@@ -15,7 +15,6 @@ from optax_lossscale import presets
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 
-
 # DeepSpeed since 2025 grows one step later after the start and after an overflow.
 TRACES = [
     case
@@ -82,7 +81,7 @@ def test_all_that_was_recorded_is_compared():
 
 
 @pytest.mark.parametrize("case", slow_but(QUICK, TRACES), ids=lambda c: c["id"])
-def test_the_scale_takes_the_recorded_course(case):
+def test_scale_takes_the_recorded_course(case):
     first, least = case["scale_before_first_step"], case["hyperparameters"]["min_scale"]
     if first > LARGEST or first < (least or 0):
         # In float32, where gradients are divided, a larger scale is inf. Below the
@@ -112,7 +111,7 @@ def test_the_scale_takes_the_recorded_course(case):
 
 @pytest.mark.usefixtures("new_process")  # others train such a state otherwise
 @pytest.mark.parametrize("case", TRAININGS, ids=lambda case: case["id"])
-def test_a_training_takes_the_course_of_torch(case):
+def test_training_takes_the_course_of_torch(case):
     """Fed with torch's scaled gradients, optimizer and scale do what torch's did."""
     steps = case["steps"]
     make = {"SGD": optax.sgd, "Adam": optax.adam}[case["optimizer"]]
@@ -121,7 +120,6 @@ def test_a_training_takes_the_course_of_torch(case):
         inner = optax.chain(optax.clip_by_global_norm(case["clip_global_norm"]), inner)
     rule = presets.torch_grad_scaler(**case["scaler_arguments"])
     tx = ls.with_loss_scaling(inner, rule)
-    params = np.float32(case["initial_params"])
 
     def step(carry, scaled_grads):
         params, opt_state = carry
@@ -131,10 +129,9 @@ def test_a_training_takes_the_course_of_torch(case):
         params = optax.apply_updates(params, updates)
         return (params, opt_state), (params, scale_used, opt_state.scale_state)
 
-    scaled_grads = np.float32(steps["scaled_grads"])
-    carry = (params, tx.init(params))
-    _, seen = jax.lax.scan(step, carry, scaled_grads)
-    params, scale_used, states = jax.device_get(seen)
+    params = np.float32(case["initial_params"])
+    carry, scaled_grads = (params, tx.init(params)), np.float32(steps["scaled_grads"])
+    params, scale_used, states = jax.lax.scan(step, carry, scaled_grads)[1]
 
     assert "0" in steps["applied"], "meta-test: some steps are skipped"
     np.testing.assert_array_equal(scale_used, steps["scale_used"])

@@ -31,7 +31,7 @@ def array(value):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["system"])
-def test_a_saved_run_goes_on_as_recorded(case):
+def test_saved_run_goes_on_as_recorded(case):
     """From the first state of its preset, with the saved scale and counters in it."""
     system = case["system"].partition(".")[0]
     saved = {key: array(value) for key, value in case["saved"].items()}

@@ -28,7 +28,7 @@ RULES = [
 
 
 @pytest.mark.parametrize("rule", RULES, ids=repr)
-def test_the_rule_does_as_documented(rule):
+def test_rule_does_as_documented(rule):
     rng = np.random.default_rng(0)
     flags = rng.random(250) > np.repeat([0.1, 0.6], 125)
     magnitudes = 2.0 ** rng.uniform(-30, -5, 250)
@@ -42,7 +42,7 @@ def test_the_rule_does_as_documented(rule):
         assert {*LIMITS.values()} < {*states.loss_scale.tolist()}, "it meets both"
 
 
-def test_a_shorter_interval_than_the_tracker_grows_at_once():
+def test_shorter_interval_than_the_tracker_grows_at_once():
     """PyTorch compares with ``==`` and would not grow before the next overflow."""
     state = ls.DynamicLossScale().init()._replace(growth_tracker=jnp.int32(1500))
     state = ls.DynamicLossScale(growth_interval=100).update(state, True)

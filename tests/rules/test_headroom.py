@@ -25,7 +25,7 @@ def around(top):
 
 
 @pytest.mark.parametrize("dtype", slow_but(("float16",), DTYPES))
-def test_the_scale_is_the_largest_power_of_two_within_the_bound(dtype):
+def test_scale_is_the_largest_power_of_two_within_the_bound(dtype):
     headrooms = [0.0, 3.0, 10.0, 0.5, 6.3]
     limits = {"dtype": dtype, "min_scale": SMALLEST, "max_scale": LARGEST}
     tops = [float(jnp.finfo(dtype).max) / 2.0**x for x in headrooms]
@@ -40,8 +40,8 @@ def test_the_scale_is_the_largest_power_of_two_within_the_bound(dtype):
         assert np.all((2 * scale * m > top) | (scale == LARGEST)), headroom
 
 
-def test_a_scale_that_is_lowered_without_the_rule_is_kept():
-    """As retries lower it. A memory of the gradient that overflowed keeps it low."""
+def test_rule_keeps_a_scale_that_retries_lowered():
+    """A memory of the gradient that overflowed keeps it low."""
     rule = ls.HeadroomLossScale()
     state = rule.update(rule.init(), True, 1.0)
     scale = float(state.loss_scale)
@@ -53,7 +53,7 @@ def test_a_scale_that_is_lowered_without_the_rule_is_kept():
     assert float(rule.update(raised, True, 1.0).loss_scale) == scale
 
 
-def test_a_rule_with_less_headroom_raises_the_scale_slowly():
+def test_rule_with_less_headroom_raises_the_scale_slowly():
     """It takes the lower scale for one that retries have lowered."""
     careful = ls.HeadroomLossScale(headroom=6)
     bold = ls.HeadroomLossScale(headroom=3, half_life=1)
