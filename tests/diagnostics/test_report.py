@@ -1,11 +1,14 @@
-"""gradient_report, beside NumPy and ml_dtypes; and where all diagnostics run."""
+"""gradient_report, its table and suggest_loss_scale, beside NumPy and ml_dtypes."""
 
 import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import AUTO, EXPLICIT, make_mesh, on_mesh
@@ -140,6 +143,136 @@ def test_nothing_waits_for_the_device_or_compiles_for_each_array(caplog):
         with jax.log_compiles():
             ls.gradient_report([grads] * 50, loss_scale=scale)
     assert not [x for x in caplog.messages if x.startswith("Compiling")]
+
+
+# A program each: all of one type, and others of other types.
+KINDS = [("float16", 0.0), ("float16", 2.5), ("float16", 20.0), ("bfloat16", 2.5)]
+KINDS += [("float8_e5m2", 0.0)]
+
+
+@given(st.lists(st.floats(-100, 100, width=32), min_size=1), st.sampled_from(KINDS))
+def test_suggestion_is_the_largest_scale_within_headroom(exponents, kind):
+    dtype, headroom = kind
+    x = np.resize(np.exp2(np.array(exponents, np.float32)), 9).astype(np.float32)
+    grads = {"w": x, "not counted": np.float32([0, np.nan, -np.inf])}
+    limits = {"min_scale": 2.0**-126, "max_scale": 2.0**126}
+    found = ls.suggest_loss_scale(grads, dtype=dtype, headroom=headroom, **limits)
+    scale, rescued, lost, informative = host(found)
+    assert math.frexp(scale)[0] == 0.5 and informative
+    largest = math.log2(float(jnp.finfo(dtype).max)) - headroom
+    if 2.0**-126 < scale < 2.0**126:
+        assert -1 - 1e-4 < math.log2(x.max() * scale) - largest <= 1e-4
+    before, after = (oracle(x, s, dtype)["underflow"] / 9 for s in (1.0, scale))
+    expected = (max(before - after, 0), after)
+    assert (rescued, lost) == pytest.approx(expected, abs=1e-6)
+
+
+BATCHES = np.float32([1e-9, 1e-6]) * np.float32([[1.0], [1e3], [0.0]])
+# Bounds; gradients; the scale, the shares of rescued and lost, and whether any counts.
+SUGGESTED = [
+    # Gradients that are all zero tell nothing; XLA takes the last for zero on CPU.
+    *(({}, [x], (2.0**15, 0, 0, False)) for x in ([], 0.0, np.nan, np.inf, 1e-45)),
+    ({"max_scale": 8.0}, [0.0], (8.0, 0, 0, False)),
+    ({"min_scale": 2.0**20}, [0.0], (2.0**20, 0, 0, False)),
+    ({}, [2e-38], (2.0**24, 0, 1, True)),
+    ({}, [3e38], (2.0**-24, 0, 0, True)),
+    ({"min_scale": 8.0, "max_scale": 8.0}, [1.0], (8.0, 0, 0, True)),
+    ({}, [1e-9], (2.0**24, 1, 0, True)),
+    ({"max_scale": 1.0}, [1e-9], (1.0, 0, 1, True)),
+    ({}, [1e-9, np.inf, 0.0], (2.0**24, 1, 0, True)),
+    # Several batches count together. A scale below 1 loses more.
+    ({}, BATCHES, (2.0**22, 0.25, 0, True)),
+    ({}, [2e-6, 1e8], (2.0**-14, 0, 0.5, True)),
+]
+
+
+@pytest.mark.parametrize(("bounds", "grads", "expected"), SUGGESTED)
+def test_suggestion_has_a_scale_within_bounds_and_shares(bounds, grads, expected):
+    grads = [{"w": np.float32(x)} for x in grads]
+    suggested = ls.suggest_loss_scale(grads, **bounds)
+    assert tuple(host(suggested)) == expected
+    compiled = jax.jit(lambda x: ls.suggest_loss_scale(x, **bounds))(grads)
+    assert host(compiled) == host(suggested)
+    scale, *_ = expected
+    for rule in (ls.DynamicLossScale, ls.HeadroomLossScale):
+        limits = {"min_scale": min(scale, 1.0)} | bounds
+        assert rule(suggested.loss_scale, **limits).init_scale == scale
+
+
+def test_suggestion_shows_a_table():
+    shown = repr(
+        ls.suggest_loss_scale([np.float32([0.0, 2e-5, 2e-2, 1e-9, 2e-6, 2e-3])])
+    )
+    assert shown.startswith("loss_scale   262144.0\nrescued      0.2\nlost ")
+
+
+FIRST = {"w": np.full((30, 30), 1e-9), "b": np.ones(30)}
+SECOND = {"w": np.repeat([1.0, np.nan, 1.0], 4), "b": np.full(2, np.inf)}
+GRADS = {"layers": [FIRST, SECOND], "o": np.array([1.0] + [1e-6] * 1999)}
+GRADS = jax.tree.map(np.float32, GRADS)
+TABLE = """\
+5 arrays, 2 with NaN or inf, 3 with overflow
+                     size    NaN     inf  zero  underflow  subnormal  overflow  max |g|
+['layers'][1]['b']      2      -  2 100%     -          -          -         -        0
+['layers'][1]['w']     12  4 33%       -     -          -          -     8 67%        1
+['layers'][0]['b']     30      -       -     -          -          -   30 100%        1
+['o']               2,000      -       -     -          -          -     1 <1%        1
+['layers'][0]['w']    900      -       -     -          -          -         -    1e-09
+all                 2,944  4 <1%   2 <1%     -          -          -     39 1%        1"""  # noqa: E501
+
+
+def test_table_is_the_same_compiled_fetched_and_shown():
+    report = ls.gradient_report(GRADS, loss_scale=2.0**17)
+    compiled = jax.jit(lambda g: ls.gradient_report(g, loss_scale=2.0**17))(GRADS)
+    for same in (report, compiled, jax.device_get(report)):
+        # As an interactive session shows them.
+        assert ls.format_report(same) == repr(ls.format_report(same)) == TABLE
+        assert repr(same) == str(same) == TABLE
+
+
+def test_limit_leaves_out_the_best():
+    report = ls.gradient_report(GRADS, loss_scale=2.0**17)
+    shown, lines = ls.format_report(report, limit=2).split("\n"), TABLE.split("\n")
+    expected = [*lines[:4], "... and 3 more, none of them worse", lines[-1]]
+    # Columns are as wide as what is shown.
+    assert [line.split() for line in shown] == [line.split() for line in expected]
+    assert ls.format_report(report, limit=5) == TABLE
+
+
+def test_report_without_a_table_shows_its_fields():
+    shown = []
+    jax.jit(lambda g: shown.append(repr(ls.gradient_report(g))))([np.ones(2)])
+    shown.append(repr(jax.eval_shape(ls.gradient_report, [np.ones(2)])))
+    shown.append(repr(jax.vmap(lambda x: ls.gradient_report([x]))(np.ones((2, 3)))))
+    assert all(x.startswith("GradientReport(nan=") for x in shown)
+
+
+def test_table_begins_with_the_worst():
+    whole = {"a": 1, "b": 0, "c": 1e-6, "d": 1e-9, "e": 1e6, "f": 2}
+    grads = {name: np.full(4, x, np.float32) for name, x in whole.items()}
+    grads["g"] = np.float32([1, 1, 1, np.nan])
+    grads["h"] = np.float32([np.inf, 1, 1, np.nan])
+    grads["i"] = np.float32([*[1e6] * 8, 1])  # a lesser share of more elements
+    table = ls.format_report(ls.gradient_report(grads))
+    assert re.findall(r"^\['(.)'\]", table, re.M) == list("hgeidcbfa")
+
+
+# The numbers of NaN among 1000 elements, and their shares.
+SHARES = {5: "<1%", 6: "1%", 494: "49%", 994: "99%", 995: ">99%", 1000: "100%"}
+ROOT = "1 array, 1 with NaN or inf\n(.*\n)\\(root\\)  1,000  {:,} {} "
+NAN_AND_1 = np.float32([np.nan, 1])
+BEGINNINGS = [
+    *((np.repeat(NAN_AND_1, [n, 1000 - n]), ROOT.format(n, SHARES[n])) for n in SHARES),
+    ([np.ones(2)] * 2, "2 arrays, none with NaN, inf, overflow or underflow\n"),
+    ([np.full(1, 1e-9)], "1 array, 1 with underflow\n"),
+    ({}, "The tree of gradients holds no arrays.$"),
+]
+
+
+@pytest.mark.parametrize(("grads", "beginning"), BEGINNINGS)
+def test_table_has_a_summary_and_exact_shares(grads, beginning):
+    """Shares round to nothing and to all only if they are."""
+    assert re.match(beginning, ls.format_report(ls.gradient_report(grads)))
 
 
 def test_diagnostics_are_constants_to_derivatives():
