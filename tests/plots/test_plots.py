@@ -12,6 +12,7 @@ from matplotlib import pyplot as plt
 
 import optax_lossscale as ls
 
+plt.switch_backend("Agg")
 plot_range, plot_scale = ls.plots.plot_gradient_range, ls.plots.plot_loss_scale
 
 
@@ -24,36 +25,53 @@ GRADS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    plt.close("all")
+
+
 def legend(axes):
     return [text.get_text() for text in axes.get_legend().get_texts()]
 
 
-@pytest.mark.parametrize(
-    ("scale", "shift", "label", "shares"),
-    [
-        (0.5, -1, "2^-1", "20.0% 20.0% 60.0% 0%"),
-        (jnp.float32(1000), np.log2(1000), "1,000", "0% 20.0% 40.0% 40.0%"),
-    ],
-)
-def test_octaves_and_zones_have_their_shares_before_and_after(
-    scale, shift, label, shares
-):
+SHIFTED = [(0.5, -1, "2^-1"), (jnp.float32(1000), np.log2(1000), "1,000")]
+
+
+@pytest.mark.parametrize(("scale", "shift", "label"), SHIFTED)
+def test_octaves_have_their_shares_before_and_after(scale, shift, label):
     axes = plot_range(GRADS, loss_scale=scale)
-    texts = legend(axes)
-    assert texts[:2] == ["unscaled", f"scaled by {label}"]
+    assert legend(axes)[:2] == ["unscaled", f"scaled by {label}"]
     for patch, moved in zip(axes.patches[:2], (0, shift), strict=True):
         values, edges, _ = patch.get_data()
         np.testing.assert_allclose(edges, np.arange(-30, 16) + moved)
         octaves = {i - 30: v for i, v in enumerate(values) if v}
         assert octaves == {-30: 0.2, -20: 0.2, -1: 0.2, 14: 0.4}
     assert axes.get_ylim() == (0, pytest.approx(1.05 * 0.4))
-    zones = zip(["20.0%", "20.0%", "60.0%", "0%"], shares.split(), strict=True)
-    shown = [f"{before} → {after}" for before, after in zones]
+
+
+# Shares round to nothing and to all only if they are.
+NEARLY_ALL = np.float32([1e-9] + [1.0] * 1999)
+SAME, NOTHING = ["20.0% → 20.0%"] * 2, ["0%"] * 4
+ZONES = [
+    (GRADS, 0.5, [*SAME, "60.0% → 60.0%", "0% → 0%"]),
+    (GRADS, 1e3, ["20.0% → 0%", "20.0% → 20.0%", "60.0% → 40.0%", "0% → 40.0%"]),
+    (NEARLY_ALL, 1.0, ["<0.1%", "0%", ">99.9%", "0%"]),
+    ({}, 1.0, NOTHING),
+    ([jnp.array([0.0, jnp.nan])], 1.0, NOTHING),
+]
+
+
+@pytest.mark.parametrize(("grads", "scale", "shares"), ZONES)
+def test_zones_have_their_shares_before_and_after(grads, scale, shares):
+    axes = plot_range(grads, loss_scale=scale)
     names = "lost", "subnormal", "normal", "overflow"
-    assert texts[2:] == list(map("{} {}".format, names, shown))
+    assert legend(axes)[-4:] == list(map("{} {}".format, names, shares))
+    if shares is NOTHING:
+        assert axes.get_xlim()[0] > -40 and axes.get_ylim() == (0, pytest.approx(1.05))
 
 
-def test_the_zones_are_where_the_type_has_them():
+def test_zones_are_where_the_type_has_them():
     axes = plot_range(GRADS, dtype="bfloat16")
     low, high = axes.get_xlim()
     zones = axes.patches[1:]
@@ -75,21 +93,7 @@ def test_title_counts_what_is_in_no_bar(grads, title):
     assert re.fullmatch(title, plot_range(grads).get_title())
 
 
-def test_shares_round_to_nothing_and_to_all_only_if_they_are():
-    grads = np.float32([1e-9] + [1.0] * 1999)
-    assert legend(plot_range(grads)) == [
-        *("lost <0.1%", "subnormal 0%", "normal >99.9%", "overflow 0%")
-    ]
-
-
-def test_nothing_to_draw_leaves_the_zones():
-    for grads in ({}, [jnp.array([0.0, jnp.nan])]):
-        axes = plot_range(grads)
-        assert legend(axes)[0] == "lost 0%" and axes.get_xlim()[0] > -40
-        assert axes.get_ylim() == (0, pytest.approx(1.05))
-
-
-def test_the_scale_is_drawn_by_steps_on_a_log2_axis():
+def test_scale_is_drawn_by_steps_on_a_log2_axis():
     axes = plot_scale(jnp.array([8, 16, 8], "bfloat16"), jnp.array([0, 1, 1]))
     line, marks = axes.lines
     assert line.get_drawstyle() == "steps-post"
@@ -100,7 +104,7 @@ def test_the_scale_is_drawn_by_steps_on_a_log2_axis():
     assert axes.yaxis.get_transform().base == 2 and axes.get_ylabel() == "loss scale"
 
 
-def test_runs_share_axes_and_one_entry_for_skipped_steps_and_take_a_style():
+def test_runs_share_axes_and_an_entry_for_skipped_steps():
     axes = plt.subplots()[1]
     for color in ("red", "black"):
         assert plot_scale([8.0, 16.0], [True, False], ax=axes, color=color) is axes
@@ -108,7 +112,7 @@ def test_runs_share_axes_and_one_entry_for_skipped_steps_and_take_a_style():
     assert [x.get_text() for x in axes.get_legend().get_texts()] == ["skipped step"]
 
 
-def test_a_constant_scale_and_none_at_all_can_be_drawn():
+def test_plot_draws_a_constant_scale_and_none_at_all():
     axes = plot_scale([128.0] * 5, [0] * 5)
     low, high = axes.get_ylim()
     assert low < 128 < high and len(axes.lines) == 1 and axes.get_legend() is None

@@ -1,13 +1,16 @@
-"""Replay what was recorded from other loss scalers, with the presets of their names.
+"""Replay what other loss scalers did, and go on from what they saved.
 
 ``tests/data/peer_traces.json.xz`` says in its own ``format`` what it holds.
 """
 
+import json
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from shared import recordings, slow_but
+from shared import DATA, recordings, slow_but
 from training import run_rule
 
 import optax_lossscale as ls
@@ -142,3 +145,41 @@ def test_training_takes_the_course_of_torch(case):
     # optax corrects Adam's bias in float32, torch in float64.
     tolerance = {"rtol": 1e-5, "atol": 5e-7 if case["optimizer"] == "SGD" else 2e-5}
     np.testing.assert_allclose(params, steps["params"], **tolerance)
+
+
+SAVED_BY = {
+    "torch": presets.torch_grad_scaler,
+    "jmp": presets.jmp_dynamic,
+    "flax": presets.flax_dynamic_scale,
+    "megatron": presets.megatron,
+    "keras": presets.keras_loss_scale,
+}
+# What they save, by the names of our state. The rest of what jmp saves are arguments.
+SCALES = ("scale", "loss_scale", "3")
+COUNTERS = ("growth_tracker", "_growth_tracker", "counter", "fin_steps", "2")
+FIELDS = {"loss_scale": SCALES, "growth_tracker": COUNTERS}
+FIELDS["hysteresis_tracker"] = ("hysteresis_tracker",)
+SAVED = json.loads((DATA / "saved_states.json").read_text())["cases"]
+
+
+def array(value):
+    """What was saved, where that was an array."""
+    return jnp.array(value["array"], value["dtype"]) if type(value) is dict else value
+
+
+@pytest.mark.parametrize("case", SAVED, ids=lambda case: case["system"])
+def test_saved_run_goes_on_as_recorded(case):
+    """From the first state of its preset, with the saved scale and counters in it."""
+    system = case["system"].partition(".")[0]
+    saved = {key: array(value) for key, value in case["saved"].items()}
+    arguments = case["arguments"]
+    if system == "jmp":
+        arguments = {k: v for k, v in saved.items() if k != "counter"}
+    rule = SAVED_BY[system](**arguments)
+    state = rule.init()
+    for ours, names in FIELDS.items():
+        for theirs in saved.keys() & names:
+            number = jnp.asarray(saved[theirs], getattr(state, ours).dtype)
+            state = state._replace(**{ours: number.reshape(())})
+    states = run_rule(rule, [flag == "1" for flag in case["then"]], state=state)
+    np.testing.assert_allclose(states.loss_scale, case["scale"], rtol=1e-6)
