@@ -15,7 +15,7 @@ INNER = optax.adam(0.1)
 
 
 @pytest.mark.parametrize("name", ["mindspore", "keras_and_tensorflow"])
-def test_what_the_table_of_classes_writes_as_code_runs(name):
+def test_code_in_the_tables_of_classes_runs(name):
     rule = ls.DynamicLossScale()
     tx = ls.with_loss_scaling(INNER, rule)
     opt_state = tx.init(PARAMS)

@@ -1,5 +1,7 @@
 """What presets make of their arguments, where no recording shows it."""
 
+import math
+
 import pytest
 from every_rule import PRESETS
 
@@ -21,6 +23,7 @@ def dynamic(first, interval, least=SMALLEST, largest=LARGEST, **others):
 BOTH = {"hysteresis_refill": "growth", "hysteresis": 2}
 SLOW = {"hysteresis_refill": "change", "hysteresis": 2, "backoff_factor": 0.8}
 
+CONTRIB = {"init_loss_scale": 8.0, "incr_every_n_steps": 100}
 # The rule of the defaults of each preset.
 P = presets
 TABLE = [
@@ -35,11 +38,7 @@ TABLE = [
     (P.megatron, {}, dynamic(2.0**32, 1000, 1.0, **BOTH)),
     (P.mindspore_dynamic, {}, dynamic(2.0**24, 2000, 1.0)),
     (P.mpx_dynamic, {"loss_scaling": 8.0}, dynamic(8.0, 2000, 1.0, 65504.0)),
-    (
-        P.tf_contrib_exponential_update,
-        {"init_loss_scale": 8.0, "incr_every_n_steps": 100},
-        dynamic(8.0, 100, 1.0, **SLOW),
-    ),
+    (P.tf_contrib_exponential_update, CONTRIB, dynamic(8.0, 100, 1.0, **SLOW)),
     (P.tf_dynamic_loss_scale, {}, dynamic(2.0**15, 2000, 1.0)),
     (P.tf_keras_loss_scale, {}, dynamic(2.0**15, 2000, 1.0)),
     (P.torch_grad_scaler, {}, dynamic(2.0**16, 2000)),
@@ -65,30 +64,43 @@ TABLE += [
     ),
     (P.fairseq, {"threshold": 3.0}, dynamic(2.0**15, 2000, 3.0)),
     (P.flax_dynamic_scale, {"minimum_scale": None}, dynamic(2.0**16, 2001)),
-    (
-        P.tf_keras_loss_scale,
-        {"dynamic": False, "initial_scale": 8.0},
-        fixed(8.0, False),
-    ),
+    (P.tf_keras_loss_scale, dict(dynamic=False, initial_scale=8.0), fixed(8.0, False)),
     (P.torch_grad_scaler, {"enabled": False}, fixed(1.0, False)),
 ]
 
 
 @pytest.mark.parametrize(("preset", "given", "rule"), TABLE)
-def test_a_preset_makes_of_its_arguments_what_the_table_says(preset, given, rule):
+def test_preset_makes_a_rule_of_its_arguments(preset, given, rule):
     assert preset(**given) == rule
 
 
-@pytest.mark.parametrize(
-    ("preset", "given", "message"),
-    [
-        (P.tf_keras_loss_scale, (False, 8.0, 3), "dynamic_growth_steps` must be left"),
-        (P.mpx_dynamic, (8.0, 65505.0), "min_scale` must not exceed `init_scale"),
-        (P.megatron, (4.0, 8.0), "min_scale` must not exceed `init_scale"),
-        (P.fairseq, (4.0, 2.0, 1, 8.0), "min_scale` must not exceed `init_scale"),
-        (P.fairseq, (0.0,), "init_scale` must be a number from"),
-    ],
-)
-def test_arguments_that_do_not_go_together_are_refused(preset, given, message):
-    with pytest.raises(ValueError, match=f"^`{message}"):
-        preset(*given)
+# Arguments, and the name in the error: a rule has its own.
+REFUSED = [
+    (P.keras_loss_scale, {"dynamic": False}, "dynamic` must .*got False"),
+    (P.tf_keras_loss_scale, {"dynamic": 128}, "dynamic` must .*got 128"),
+    (P.torch_grad_scaler, {"enabled": None}, "enabled` must .*got None"),
+    (P.torch_grad_scaler, {"backoff_factor": 1.5}, "backoff_factor` must .*got 1.5"),
+    (P.deepspeed_fp16, {"enabled": "auto"}, "enabled` must .*got 'auto'"),
+    (P.deepspeed_fp16, {"loss_scale": None}, "loss_scale` must .*got None"),
+    (P.deepspeed_fp16, {"loss_scale": ""}, "loss_scale` must .*got ''"),
+    (P.deepspeed_fp16, {"loss_scale": -1}, "loss_scale` must .*got -1"),
+    (P.apex_amp, {"max_loss_scale": -1}, "init_scale` must .*got .*-1"),
+    (P.apex_amp, {"scale_window": 0}, "growth_interval` must .*got .*0"),
+    (P.fairseq, {"min_loss_scale": math.nan}, "min_scale` must .*got .*nan"),
+    (P.flax_dynamic_scale, {"minimum_scale": -1}, "min_scale` must .*got .*-1"),
+    (P.jmp_dynamic, {"loss_scale": 0}, "init_scale` must .*got .*0"),
+    (P.mindspore_dynamic, {"init_loss_scale": 0.5}, "min_scale` must .*got .*0.5"),
+    (P.tf_dynamic_loss_scale, {"multiplier": 1}, "growth_factor` must .*got .*1"),
+    # Those that do not go together.
+    (P.tf_keras_loss_scale, (False, 8.0, 3), "dynamic_growth_steps` must be left"),
+    (P.mpx_dynamic, (8.0, 65505.0), "min_scale` must not exceed `init_scale"),
+    (P.megatron, (4.0, 8.0), "min_scale` must not exceed `init_scale"),
+    (P.fairseq, (4.0, 2.0, 1, 8.0), "min_scale` must not exceed `init_scale"),
+    (P.fairseq, (0.0,), "init_scale` must be a number from"),
+]
+
+
+@pytest.mark.parametrize(("preset", "given", "words"), REFUSED)
+def test_preset_refuses_what_its_rule_refuses(preset, given, words):
+    with pytest.raises(ValueError, match=f"^`{words}"):
+        preset(**given) if isinstance(given, dict) else preset(*given)

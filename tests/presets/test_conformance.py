@@ -1,20 +1,22 @@
-"""Replay what was recorded from other loss scalers, with the presets of their names.
+"""Replay what other loss scalers did, and go on from what they saved.
 
 ``tests/data/peer_traces.json.xz`` says in its own ``format`` what it holds.
 """
 
+import json
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from shared import recordings, slow_but
+from shared import DATA, recordings, slow_but
 from training import run_rule
 
 import optax_lossscale as ls
 from optax_lossscale import presets
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
-
 
 # DeepSpeed since 2025 grows one step later after the start and after an overflow.
 TRACES = [
@@ -82,7 +84,7 @@ def test_all_that_was_recorded_is_compared():
 
 
 @pytest.mark.parametrize("case", slow_but(QUICK, TRACES), ids=lambda c: c["id"])
-def test_the_scale_takes_the_recorded_course(case):
+def test_scale_takes_the_recorded_course(case):
     first, least = case["scale_before_first_step"], case["hyperparameters"]["min_scale"]
     if first > LARGEST or first < (least or 0):
         # In float32, where gradients are divided, a larger scale is inf. Below the
@@ -112,7 +114,7 @@ def test_the_scale_takes_the_recorded_course(case):
 
 @pytest.mark.usefixtures("new_process")  # others train such a state otherwise
 @pytest.mark.parametrize("case", TRAININGS, ids=lambda case: case["id"])
-def test_a_training_takes_the_course_of_torch(case):
+def test_training_takes_the_course_of_torch(case):
     """Fed with torch's scaled gradients, optimizer and scale do what torch's did."""
     steps = case["steps"]
     make = {"SGD": optax.sgd, "Adam": optax.adam}[case["optimizer"]]
@@ -121,7 +123,6 @@ def test_a_training_takes_the_course_of_torch(case):
         inner = optax.chain(optax.clip_by_global_norm(case["clip_global_norm"]), inner)
     rule = presets.torch_grad_scaler(**case["scaler_arguments"])
     tx = ls.with_loss_scaling(inner, rule)
-    params = np.float32(case["initial_params"])
 
     def step(carry, scaled_grads):
         params, opt_state = carry
@@ -131,10 +132,9 @@ def test_a_training_takes_the_course_of_torch(case):
         params = optax.apply_updates(params, updates)
         return (params, opt_state), (params, scale_used, opt_state.scale_state)
 
-    scaled_grads = np.float32(steps["scaled_grads"])
-    carry = (params, tx.init(params))
-    _, seen = jax.lax.scan(step, carry, scaled_grads)
-    params, scale_used, states = jax.device_get(seen)
+    params = np.float32(case["initial_params"])
+    carry, scaled_grads = (params, tx.init(params)), np.float32(steps["scaled_grads"])
+    params, scale_used, states = jax.lax.scan(step, carry, scaled_grads)[1]
 
     assert "0" in steps["applied"], "meta-test: some steps are skipped"
     np.testing.assert_array_equal(scale_used, steps["scale_used"])
@@ -145,3 +145,41 @@ def test_a_training_takes_the_course_of_torch(case):
     # optax corrects Adam's bias in float32, torch in float64.
     tolerance = {"rtol": 1e-5, "atol": 5e-7 if case["optimizer"] == "SGD" else 2e-5}
     np.testing.assert_allclose(params, steps["params"], **tolerance)
+
+
+SAVED_BY = {
+    "torch": presets.torch_grad_scaler,
+    "jmp": presets.jmp_dynamic,
+    "flax": presets.flax_dynamic_scale,
+    "megatron": presets.megatron,
+    "keras": presets.keras_loss_scale,
+}
+# What they save, by the names of our state. The rest of what jmp saves are arguments.
+SCALES = ("scale", "loss_scale", "3")
+COUNTERS = ("growth_tracker", "_growth_tracker", "counter", "fin_steps", "2")
+FIELDS = {"loss_scale": SCALES, "growth_tracker": COUNTERS}
+FIELDS["hysteresis_tracker"] = ("hysteresis_tracker",)
+SAVED = json.loads((DATA / "saved_states.json").read_text())["cases"]
+
+
+def array(value):
+    """What was saved, where that was an array."""
+    return jnp.array(value["array"], value["dtype"]) if type(value) is dict else value
+
+
+@pytest.mark.parametrize("case", SAVED, ids=lambda case: case["system"])
+def test_saved_run_goes_on_as_recorded(case):
+    """From the first state of its preset, with the saved scale and counters in it."""
+    system = case["system"].partition(".")[0]
+    saved = {key: array(value) for key, value in case["saved"].items()}
+    arguments = case["arguments"]
+    if system == "jmp":
+        arguments = {k: v for k, v in saved.items() if k != "counter"}
+    rule = SAVED_BY[system](**arguments)
+    state = rule.init()
+    for ours, names in FIELDS.items():
+        for theirs in saved.keys() & names:
+            number = jnp.asarray(saved[theirs], getattr(state, ours).dtype)
+            state = state._replace(**{ours: number.reshape(())})
+    states = run_rule(rule, [flag == "1" for flag in case["then"]], state=state)
+    np.testing.assert_allclose(states.loss_scale, case["scale"], rtol=1e-6)

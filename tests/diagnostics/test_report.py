@@ -1,0 +1,300 @@
+"""gradient_report, its table and suggest_loss_scale, beside NumPy and ml_dtypes."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import AUTO, EXPLICIT, make_mesh, on_mesh
+from report_oracle import host, oracle
+from shared import enable_x64
+
+import optax_lossscale as ls
+
+LARGEST = np.finfo(np.float32).max
+
+
+@pytest.mark.parametrize(("wide", "scale"), [(np.float32, 8.0), (np.float64, 1.0)])
+@pytest.mark.parametrize(
+    "dtype", ["float16", "bfloat16", "float8_e5m2", "float8_e4m3fn", "float32"]
+)
+def test_elements_at_the_limits_are_counted_as_rounding_has_it(dtype, wide, scale):
+    info = jnp.finfo(dtype)
+    least, tiny, largest = map(float, (info.smallest_subnormal, info.tiny, info.max))
+    # The ties to zero, to the least normal number and to what lies beyond the largest.
+    tie = largest + 2.0 ** (math.frexp(largest)[1] - 2 - info.nmant)
+    limits = np.array([least / 2, least, tiny - least / 2, tiny, largest, tie])
+    # XLA on CPU takes smaller ones for zero.
+    limits = np.float32(limits[(limits > 2.0**-126) & (limits < LARGEST)])
+    around = [np.nextafter(limits, np.float32(0)), np.nextafter(limits, LARGEST)]
+    for x in np.concatenate([limits, *around, np.float32([0, np.nan, np.inf])]):
+        with enable_x64(wide is np.float64):
+            grads = np.array([x, -x], wide) / wide(scale)
+            report = host(ls.gradient_report(grads, loss_scale=scale, dtype=dtype))
+        assert report._asdict() == oracle(grads, scale, dtype), x
+
+
+COMPLEX = [3 + 4j, 1e-9 + 1e-9j, complex(3e38, -3e38), 7e4j, 0j, np.nan]
+COMPLEX += [complex(np.inf, 0), complex(1, -np.inf), complex(np.inf, np.nan)]
+LEAVES = {
+    "w": np.float32([[1e-9, 1.0], [np.nan, -np.inf]]),
+    "half": np.float16([3e-8, 2.0]),
+    "number": 0.5,
+    "float64": np.array([1e-300, 1, 1e300]),
+    "complex64": np.array(COMPLEX, np.complex64),
+    "complex128": np.array(COMPLEX),
+    "empty": np.zeros((0, 3)),
+}
+KEY = jax.random.wrap_key_data(np.zeros(2, np.uint32))
+UNCOUNTED = {"count": np.arange(3), "key": KEY}
+UNCOUNTED["float0"] = np.zeros(2, jax.dtypes.float0)
+
+
+def test_each_leaf_has_its_counts_compiled_or_not():
+    grads = {**LEAVES, **UNCOUNTED, "none": None}
+    with enable_x64(True):
+        report = ls.gradient_report(grads)
+        compiled = jax.jit(lambda g, s: ls.gradient_report(g, loss_scale=s))(grads, 1.0)
+        totals = host(report.totals)
+    assert host(compiled) == host(report)
+    leaves = jax.tree.leaves((report, compiled))
+    types = {(x.shape, x.dtype.name, x.weak_type) for x in leaves}
+    assert types == {((), "float32", False)}
+    expected = {name: oracle(leaf, 1.0, "float16") for name, leaf in LEAVES.items()}
+    expected |= {name: oracle([], 1.0, "float16") for name in UNCOUNTED}
+    for field, values in host(report)._asdict().items():
+        assert values.pop("none") is None
+        assert values == {name: counts[field] for name, counts in expected.items()}
+        combine = max if field == "max_abs" else sum
+        assert getattr(totals, field) == combine(values.values()), field
+
+
+@pytest.mark.parametrize("shape", [(3, 2**22 + 1), (2**16 + 1, 2**15 + 3)])
+def test_counts_are_exact_to_2_to_the_24_and_within_1e_6_beyond(shape):
+    def report(x, y):
+        index = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
+        return ls.gradient_report(jnp.where(index % 7 == 0, x, y))
+
+    # Optimized, the program never writes the array out.
+    options = {"xla_backend_optimization_level": 3}
+    report = jax.jit(report, compiler_options=options)
+    found = host(report(np.nan, 1e-9))._asdict()
+    *rows, length = shape
+    nan, size = math.prod(rows) * -(-length // 7), math.prod(shape)
+    for name, number in {"nan": nan, "underflow": size - nan, "size": size}.items():
+        assert found[name] == pytest.approx(number, rel=1e-6 * (number > 2**24)), name
+
+
+def test_sums_over_leaves_are_within_1e_6():
+    numbers = [40_000_019.0, *[7.0] * 100]
+    totals = ls.GradientReport(*[numbers] * 8).totals
+    assert float(totals.size) == pytest.approx(sum(numbers), rel=1e-6)
+    assert {*map(float, ls.gradient_report({}).totals)} == {0.0}
+
+
+GLOBAL = np.ones((16, 8), np.float32)
+GLOBAL[3, 3], GLOBAL[11], GLOBAL[15, 7] = np.nan, 1e-9, 9.0
+suggest = jax.jit(ls.suggest_loss_scale)
+
+
+def test_report_sums_along_the_named_axis():
+    def summed(x, bias):
+        return ls.gradient_report({"w": x, "b": bias}, axis_name="d")
+
+    bias = np.ones((8, 3), np.float32)
+    expected = host(ls.gradient_report({"w": GLOBAL, "b": bias}))
+    for check_vma in (True, False):
+        per_device = on_mesh(summed, (P("d"), P("d")), P(), check_vma=check_vma)
+        assert host(per_device(GLOBAL, bias)) == expected
+    of_members = jax.vmap(summed, out_axes=None, axis_name="d")
+    assert host(of_members(GLOBAL.reshape(8, 2, 8), bias)) == expected
+
+
+def test_report_without_an_axis_is_of_each_device_or_member():
+    def nan(x):
+        return ls.gradient_report([x, x[:1]]).totals.nan[None]
+
+    expected = [0, 1, 0, 0, 0, 0, 0, 0]
+    assert on_mesh(nan, P("d"), P("d"))(GLOBAL).tolist() == expected
+    assert jax.vmap(nan)(GLOBAL.reshape(8, 2, 8)).ravel().tolist() == expected
+
+
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
+def test_sharded_arrays_are_measured_as_whole_ones(axis_type):
+    mesh = make_mesh(axis_type, a=4, b=2)
+    sharded = jax.device_put([GLOBAL], NamedSharding(mesh, P("a", "b")))
+    for function in (ls.gradient_report, suggest):
+        assert host(function(sharded)) == host(function([GLOBAL]))
+
+
+def test_nothing_waits_for_the_device_or_compiles_for_each_array(caplog):
+    """XLA compiles one program of many arrays in quadratic time."""
+    grads = {"w": jnp.asarray(np.ones((7, 3))), "b": jnp.asarray(np.ones(3))}
+    scale = jnp.float32(8.0)
+    with jax.transfer_guard_device_to_host("disallow"):
+        ls.gradient_report(grads, loss_scale=scale).totals  # noqa: B018
+        ls.suggest_loss_scale(grads)
+        with jax.log_compiles():
+            ls.gradient_report([grads] * 50, loss_scale=scale)
+    assert not [x for x in caplog.messages if x.startswith("Compiling")]
+
+
+# A program each: all of one type, and others of other types.
+KINDS = [("float16", 0.0), ("float16", 2.5), ("float16", 20.0), ("bfloat16", 2.5)]
+KINDS += [("float8_e5m2", 0.0)]
+EXPONENTS = st.floats(-100, 100, width=32)
+
+
+@given(st.lists(EXPONENTS, min_size=1, max_size=9), st.sampled_from(KINDS))
+def test_suggestion_is_the_largest_scale_within_headroom(exponents, kind):
+    dtype, headroom = kind
+    x = np.resize(np.exp2(np.array(exponents, np.float32)), 9).astype(np.float32)
+    grads = {"w": x, "not counted": np.float32([0, np.nan, -np.inf])}
+    limits = {"min_scale": 2.0**-126, "max_scale": 2.0**126}
+    found = ls.suggest_loss_scale(grads, dtype=dtype, headroom=headroom, **limits)
+    scale, rescued, lost, informative = host(found)
+    assert math.frexp(scale)[0] == 0.5 and informative
+    largest = math.log2(float(jnp.finfo(dtype).max)) - headroom
+    if 2.0**-126 < scale < 2.0**126:
+        assert -1 - 1e-4 < math.log2(x.max() * scale) - largest <= 1e-4
+    before, after = (oracle(x, s, dtype)["underflow"] / 9 for s in (1.0, scale))
+    expected = (max(before - after, 0), after)
+    assert (rescued, lost) == pytest.approx(expected, abs=1e-6)
+
+
+BATCHES = np.float32([1e-9, 1e-6]) * np.float32([[1.0], [1e3], [0.0]])
+# Bounds; gradients; the scale, the shares of rescued and lost, and whether any counts.
+SUGGESTED = [
+    # Gradients that are all zero tell nothing; XLA takes the last for zero on CPU.
+    *(({}, [x], (2.0**15, 0, 0, False)) for x in ([], 0.0, np.nan, np.inf, 1e-45)),
+    ({"max_scale": 8.0}, [0.0], (8.0, 0, 0, False)),
+    ({"min_scale": 2.0**20}, [0.0], (2.0**20, 0, 0, False)),
+    ({}, [2e-38], (2.0**24, 0, 1, True)),
+    ({}, [3e38], (2.0**-24, 0, 0, True)),
+    ({"min_scale": 8.0, "max_scale": 8.0}, [1.0], (8.0, 0, 0, True)),
+    ({}, [1e-9], (2.0**24, 1, 0, True)),
+    ({"max_scale": 1.0}, [1e-9], (1.0, 0, 1, True)),
+    ({}, [1e-9, np.inf, 0.0], (2.0**24, 1, 0, True)),
+    # Several batches count together. A scale below 1 loses more.
+    ({}, BATCHES, (2.0**22, 0.25, 0, True)),
+    ({}, [2e-6, 1e8], (2.0**-14, 0, 0.5, True)),
+]
+
+
+@pytest.mark.parametrize(("bounds", "grads", "expected"), SUGGESTED)
+def test_suggestion_has_a_scale_within_bounds_and_shares(bounds, grads, expected):
+    grads = [{"w": np.float32(x)} for x in grads]
+    suggested = ls.suggest_loss_scale(grads, **bounds)
+    assert tuple(host(suggested)) == expected
+    assert bounds or host(suggest(grads)) == host(suggested)
+    scale, *_ = expected
+    for rule in (ls.DynamicLossScale, ls.HeadroomLossScale):
+        limits = {"min_scale": min(scale, 1.0)} | bounds
+        assert rule(suggested.loss_scale, **limits).init_scale == scale
+
+
+def test_suggestion_shows_a_table():
+    shown = repr(
+        ls.suggest_loss_scale([np.float32([0.0, 2e-5, 2e-2, 1e-9, 2e-6, 2e-3])])
+    )
+    assert shown.startswith("loss_scale   2**18\nrescued      0.2\nlost ")
+
+
+FIRST = {"w": np.full((30, 30), 1e-9), "b": np.ones(30)}
+SECOND = {"w": np.repeat([1.0, np.nan, 1.0], 4), "b": np.full(2, np.inf)}
+GRADS = {"layers": [FIRST, SECOND], "o": np.array([1.0] + [1e-6] * 1999)}
+GRADS = jax.tree.map(np.float32, GRADS)
+TABLE = """\
+5 arrays, 2 with NaN or inf, 3 with overflow
+                     size    NaN     inf  zero  underflow  subnormal  overflow  max |g|
+['layers'][1]['b']      2      -  2 100%     -          -          -         -        0
+['layers'][1]['w']     12  4 33%       -     -          -          -     8 67%        1
+['layers'][0]['b']     30      -       -     -          -          -   30 100%        1
+['o']               2,000      -       -     -          -          -     1 <1%        1
+['layers'][0]['w']    900      -       -     -          -          -         -    1e-09
+all                 2,944  4 <1%   2 <1%     -          -          -     39 1%        1"""  # noqa: E501
+
+
+def test_table_is_the_same_compiled_fetched_and_shown():
+    report = ls.gradient_report(GRADS, loss_scale=2.0**17)
+    compiled = jax.jit(lambda g: ls.gradient_report(g, loss_scale=2.0**17))(GRADS)
+    for same in (report, compiled, jax.device_get(report)):
+        # As an interactive session shows them.
+        assert ls.format_report(same) == repr(ls.format_report(same)) == TABLE
+        assert repr(same) == str(same) == TABLE
+
+
+def test_limit_leaves_out_the_best():
+    report = ls.gradient_report(GRADS, loss_scale=2.0**17)
+    shown, lines = ls.format_report(report, limit=2).split("\n"), TABLE.split("\n")
+    expected = [*lines[:4], "... and 3 more, none of them worse", lines[-1]]
+    # Columns are as wide as what is shown.
+    assert [line.split() for line in shown] == [line.split() for line in expected]
+    assert ls.format_report(report, limit=5) == TABLE
+
+
+def test_report_without_a_table_shows_its_fields():
+    shown = []
+    jax.jit(lambda g: shown.append(repr(ls.gradient_report(g))))([np.ones(2)])
+    shown.append(repr(jax.eval_shape(ls.gradient_report, [np.ones(2)])))
+    shown.append(repr(jax.vmap(lambda x: ls.gradient_report([x]))(np.ones((2, 3)))))
+    assert all(x.startswith("GradientReport(nan=") for x in shown)
+
+
+def test_table_begins_with_the_worst():
+    whole = {"a": 1, "b": 0, "c": 1e-6, "d": 1e-9, "e": 1e6, "f": 2}
+    grads = {name: np.full(4, x, np.float32) for name, x in whole.items()}
+    grads["g"] = np.float32([1, 1, 1, np.nan])
+    grads["h"] = np.float32([np.inf, 1, 1, np.nan])
+    grads["i"] = np.float32([*[1e6] * 8, 1])  # a lesser share of more elements
+    table = ls.format_report(ls.gradient_report(grads))
+    assert re.findall(r"^\['(.)'\]", table, re.M) == list("hgeidcbfa")
+
+
+# The numbers of NaN among 1000 elements, and their shares.
+SHARES = {5: "<1%", 6: "1%", 494: "49%", 994: "99%", 995: ">99%", 1000: "100%"}
+ROOT = "1 array, 1 with NaN or inf\n(.*\n)\\(root\\)  1,000  {:,} {} "
+NAN_AND_1 = np.float32([np.nan, 1])
+BEGINNINGS = [
+    *((np.repeat(NAN_AND_1, [n, 1000 - n]), ROOT.format(n, SHARES[n])) for n in SHARES),
+    ([np.ones(2)] * 2, "2 arrays, none with NaN, inf, overflow or underflow\n"),
+    ([np.full(1, 1e-9)], "1 array, 1 with underflow\n"),
+    ({}, "The tree of gradients holds no arrays.$"),
+]
+
+
+@pytest.mark.parametrize(("grads", "beginning"), BEGINNINGS)
+def test_table_has_a_summary_and_exact_shares(grads, beginning):
+    """Shares round to nothing and to all only if they are."""
+    assert re.match(beginning, ls.format_report(ls.gradient_report(grads)))
+
+
+def test_diagnostics_are_constants_to_derivatives():
+    state, errors = ls.FixedLossScale().init(), []
+    state = state._replace(consecutive_skips=jnp.int32(7))
+
+    def grads_at(x):
+        return {"w": x * jnp.array([1.0, 2.0]), "complex": jax.lax.complex(x, x)}
+
+    def loss(x):
+        options = {"max_consecutive_skips": 4, "on_error": errors.append, "value": x}
+        stopped = state._replace(loss_scale=x * state.loss_scale)
+        ls.check_loss_scale(stopped, grads=grads_at(x), **options)
+        report = ls.gradient_report(grads_at(x), loss_scale=x)
+        suggested = ls.suggest_loss_scale(grads_at(x))
+        constants = report.max_abs["w"] * suggested.loss_scale * suggested.rescued
+        return (1 + constants) * x**2
+
+    x = jnp.float32(2.0**-26)
+    second_derivative = jax.jit(jax.hessian(jax.checkpoint(loss)))
+    assert float(second_derivative(x)) == 2 * (1 + 2.0**-25 * 2.0**24)
+    jax.effects_barrier()
+    report = ls.gradient_report(grads_at(x), loss_scale=x * state.loss_scale)
+    assert str(errors[0]).startswith("The last 7 steps were")
+    assert str(errors[0]).endswith(f"The last gradients:\n{ls.format_report(report)}")

@@ -1,0 +1,99 @@
+"""A user's own rules: they are restored, and one takes over from another."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from asserts import assert_same_bits
+
+import optax_lossscale as ls
+from optax_lossscale import presets
+
+
+@dataclasses.dataclass(frozen=True)
+class Halving(ls.LossScale):
+    """In the form that the documentation gives. It remembers its steps."""
+
+    start: float = 64.0
+
+    def init(self):
+        return ls.LossScaleState.create(self.start, rule_state=jnp.int32(0))
+
+    def update(self, state, grads_finite):
+        scale = jnp.where(grads_finite, 1.0, 0.5) * state.loss_scale
+        state = state._replace(rule_state=state.rule_state + 1)
+        return state.record(grads_finite)._replace(loss_scale=scale)
+
+
+def test_users_rule_is_restored_by_itself_and_by_the_base():
+    config = Halving(16.0).get_config()
+    assert config == {"class_name": "Halving", "start": 16.0}
+    for cls in (Halving, ls.LossScale):
+        assert cls.from_config(config) == Halving(16.0)
+    with pytest.raises(ValueError, match="must be one of .'FixedLossScale'., got"):
+        ls.FixedLossScale.from_config(config)
+
+
+def define_twin():
+    @dataclasses.dataclass(frozen=True)
+    class Twin(Halving):
+        """Two levels below the base."""
+
+    return Twin
+
+
+def test_base_restores_the_newest_of_a_class_but_asks_which_of_two():
+    former, newest = define_twin(), define_twin()
+    config = former().get_config()
+    assert type(ls.LossScale.from_config(config)) is newest
+    former.__qualname__ = "Other"
+    with pytest.raises(ValueError, match=r"'Twin', which is that of .*Other'.* Call"):
+        ls.LossScale.from_config(config)
+    assert {type(x.from_config(config)) for x in (former, newest)} == {former, newest}
+
+
+def test_rule_without_a_hash_is_refused():
+    @dataclasses.dataclass(frozen=True)
+    class Unhashable(Halving):
+        limits: list = dataclasses.field(default_factory=list)
+
+    with pytest.raises(TypeError, match=r"`rule` must be hashable.*frozen=True"):
+        ls.with_loss_scaling(optax.sgd(0.1), Unhashable())
+
+
+GRADS = np.zeros(2, np.float32)
+MOVING = [ls.DynamicLossScale(2.0**13), ls.HeadroomLossScale(), presets.deepspeed()]
+MOVING += [Halving(2.0**11)]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def after_one_step(rule, state, value):
+    tx = ls.with_loss_scaling(optax.sgd(0.1), rule)
+    opt_state = tx.init(GRADS)._replace(scale_state=state)
+    return tx.update(GRADS, opt_state, GRADS, value=value)[1].scale_state
+
+
+@pytest.mark.parametrize("value", [1.0, np.nan], ids=["good", "bad"])
+@pytest.mark.parametrize("rule", MOVING, ids=lambda rule: type(rule).__name__)
+def test_rule_that_takes_over_begins_as_itself(rule, value):
+    """A fixed scale is not continued, and a fixed rule continues none."""
+    first = rule.init()._replace(skipped_steps=jnp.int32(7))
+    moved = after_one_step(rule, first, 1.0)
+    fixed = after_one_step(ls.FixedLossScale(2.0**10), moved, value)
+    assert float(fixed.loss_scale) == 2.0**10 and bool(fixed.is_fixed)
+    counted = ("skipped_steps", "skip_rate", "consecutive_skips")
+    before = {name: getattr(first, name) for name in counted}
+    again = after_one_step(rule, fixed._replace(**before), value)
+    assert_same_bits(again, after_one_step(rule, first, value))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rule_leaves_what_another_one_remembered(compiled):
+    rule, other = ls.DynamicLossScale(), ls.HeadroomLossScale()
+    state = other.update(other.init(), True, 0.25)
+    update = jax.jit(rule.update) if compiled else rule.update
+    assert_same_bits(update(state, True).rule_state, state.rule_state)
