@@ -1,6 +1,7 @@
 """Every way to compute gradients gives those of plain JAX."""
 
 import functools
+import itertools
 
 import chex
 import flax.linen as nn
@@ -82,53 +83,43 @@ def unrolled(gradient, lam):
     return loss_fn(jax.lax.scan(step, P, length=3)[0], 0.0, X)
 
 
-# Derivatives of a gradient, which is a way of a loss.
-DERIVATIVES = {
-    "first": lambda way, f: way(f)(P, 1.0, X),
-    "argument": lambda way, f: jax.grad(lambda lam: way(f)(P, lam, X) @ V)(1.0),
-    "data": lambda way, f: jax.grad(lambda x: way(f)(P, 1.0, x) @ V)(X),
-    "reverse over reverse": lambda way, f: jax.jacrev(lambda p: way(f)(p, 1.0, X))(P),
-    "hvp": lambda way, f: jax.jvp(lambda p, lam: way(f)(p, lam, X), (P, 1.0), (V, 0.5))[
-        1
-    ],
-}
-IN_FLOAT16 = tuple(DERIVATIVES)
-DERIVATIVES |= {
-    "closed over": lambda way, f: jax.grad(
-        lambda lam: way(lambda p: f(p, lam, X))(P) @ V
-    )(1.0),
-    "forward over reverse": lambda way, f: jax.jacfwd(lambda p: way(f)(p, 1.0, X))(P),
-    "unrolled": lambda way, f: jax.grad(functools.partial(unrolled, way(f)))(0.3),
-}
-
-
 @functools.cache
 def derivatives(way, dtype, jit=jax.jit):
     """Those of a way. Those of plain JAX are compiled once for all tests."""
-    names = DERIVATIVES if dtype == "float32" else IN_FLOAT16
     loss = functools.partial(loss_fn, dtype=dtype)
-    return jit(lambda: {name: DERIVATIVES[name](way, loss) for name in names})()
+    gradient = way(loss)
+
+    def closed_over(lam):
+        return way(lambda p: loss(p, lam, X))(P) @ V
+
+    def all_derivatives():
+        yield gradient(P, 1.0, X)
+        yield jax.grad(lambda lam: gradient(P, lam, X) @ V)(1.0)
+        yield jax.grad(closed_over)(1.0)
+        yield jax.grad(lambda x: gradient(P, 1.0, x) @ V)(X)
+        yield jax.jacrev(lambda p: gradient(p, 1.0, X))(P)
+        yield jax.jacfwd(lambda p: gradient(p, 1.0, X))(P)
+        yield jax.jvp(lambda p, lam: gradient(p, lam, X), (P, 1.0), (V, 0.5))[1]
+        if dtype == "float32":
+            yield jax.grad(functools.partial(unrolled, gradient))(0.3)
+
+    return jit(lambda: [*all_derivatives()])()
 
 
-def assert_derivatives(way, *options, **tolerances):
-    ours, theirs = (derivatives(x, *options) for x in (way, jax.grad))
-    chex.assert_trees_all_close(ours, theirs, **tolerances)
+PLACES = {
+    "jit": ("float32", jax.jit),
+    "float16": ("float16", jax.jit),
+    "eager": ("float32", lambda f: f),
+}
+QUICK = [*((way, "jit") for way in TWICE), ("scale_backward", "float16")]
 
 
-@pytest.mark.parametrize("way", TWICE)
-def test_derivatives_are_those_of_jax(way):
-    assert_derivatives(TWICE[way], "float32", rtol=2e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("way", slow_but(["scale_backward"], TWICE))
-def test_float16_derivatives_are_those_of_jax(way):
-    assert_derivatives(TWICE[way], "float16", rtol=0.02, atol=0.02)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", TWICE)
-def test_eager_derivatives_are_those_of_jax(way):
-    assert_derivatives(TWICE[way], "float32", lambda f: f, rtol=2e-5, atol=1e-6)
+@pytest.mark.parametrize("case", slow_but(QUICK, itertools.product(TWICE, PLACES)))
+def test_derivatives_are_those_of_jax(case):
+    way, place = case
+    ours, theirs = (derivatives(x, *PLACES[place]) for x in (TWICE[way], jax.grad))
+    rtol, atol = (0.02, 0.02) if place == "float16" else (2e-5, 1e-6)
+    chex.assert_trees_all_close(ours, theirs, rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("way", [*TWICE.values(), by_retries], ids=[*TWICE, "retries"])
