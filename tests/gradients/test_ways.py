@@ -114,7 +114,10 @@ PLACES = {
 QUICK = [*((way, "jit") for way in TWICE), ("scale_backward", "float16")]
 
 
-@pytest.mark.parametrize("case", slow_but(QUICK, itertools.product(TWICE, PLACES)))
+CASES = slow_but(QUICK, itertools.product(TWICE, PLACES))
+
+
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_derivatives_are_those_of_jax(case):
     way, place = case
     ours, theirs = (derivatives(x, *PLACES[place]) for x in (TWICE[way], jax.grad))
