@@ -19,6 +19,7 @@ STATE = ls.FixedLossScale(8.0).init()
 TX = ls.with_loss_scaling(optax.sgd(0.1))
 MLP = eqx.nn.MLP(3, "scalar", 4, 1, key=jax.random.wrap_key_data(np.zeros(2, "uint32")))
 LINEAR = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+BATCH_NORM = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
 MAKERS = [ls.value_and_grad, ls.grad, ls.value_and_grad_with_retries]
 retries = functools.partial(ls.value_and_grad_with_retries, state=STATE)
 new_ref = getattr(jax, "new_ref", None) or jax.experimental.mutable_array
@@ -64,7 +65,7 @@ LOSSES = [
     ("must return a pair", lambda w: (w.sum(), 1, 2), {"has_aux": True}, (X,)),
     ("=eqx.filter_value_and_grad`", apply, {"argnums": 1}, (X, MLP)),
     ("=eqx.filter_value_and_grad`", apply, {"argnums": (0, 1)}, (X, MLP)),
-    ("=nnx.value_and_grad`", apply, {}, (X, nnx.BatchNorm(3, rngs=nnx.Rngs(0)))),
+    ("=nnx.value_and_grad`", apply, {}, (X, BATCH_NORM)),
     ("=nnx.value_and_grad`", lambda models: 0.0, {}, ([LINEAR],)),
 ]
 
@@ -80,6 +81,7 @@ TYPE_ERRORS = {
     "The loss must be a floating": lambda: ls.scale_loss(jnp.int32(1), STATE),
     "`fun` must be a function, got 3.* `scale_block": lambda: ls.scale_block(3),
     "`fun` must be a function, got 3.* `scale_backward": lambda: backward(3),
+    "=nnx.value_and_grad`": lambda: ls.grad(apply, STATE)(X, model=[BATCH_NORM]),
     "`scale` must be .* use `scale_block`": lambda: ls.scale_backward(jnp.sum),
     "forward-mode .*custom_vjp": lambda: jax.jvp(backward(jnp.sin), (X,), (X,)),
     "`fun` must be free of effects .*IOEffect": lambda: backward(prints)(X),
