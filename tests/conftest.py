@@ -46,8 +46,8 @@ def new_process():
     """As if the package had just been imported."""
     from optax_lossscale._gradients import forgotten
 
-    forgotten._scaled.clear()
-    forgotten._unscaled_apart.clear()
+    for notes in (forgotten._notes, forgotten._scaled, forgotten._unscaled_apart):
+        notes.clear()
 
 
 hypothesis.settings.register_profile(

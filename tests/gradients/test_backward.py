@@ -1,12 +1,15 @@
-"""scale_block."""
+"""scale_backward and scale_block, whose backward passes run at a scale."""
 
 import functools
 
 import chex
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from asserts import assert_same_bits
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, on_mesh
 from training import normal
@@ -16,20 +19,46 @@ import optax_lossscale as ls
 TINY = 2.0**-40  # what no float16 number is: all gradients of a loss times it are zero
 W, WS, X = normal(4, 4), normal(5, 4, 4), normal(3, 4, seed=1)
 KEY = jax.random.wrap_key_data(np.zeros(2, np.uint32))
-MESH = make_mesh(data=8)
 close = functools.partial(chex.assert_trees_all_close, rtol=1e-4, atol=1e-6 * TINY)
-by_axis = functools.partial(ls.scale_block, axis_name="data")
+WRAPS = {
+    "block": ls.scale_block,
+    "backward": functools.partial(ls.scale_backward, scale=2.0**10),
+}
+every_wrap = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 
 
-def layer(w, x, dtype=jnp.float16):
+def layer(w, x, dtype=jnp.float32):
     return jnp.tanh(jnp.dot(x.astype(dtype), w.astype(dtype))).astype(jnp.float32)
 
 
-single = functools.partial(layer, dtype=jnp.float32)
+def half_loss(w):
+    """Its gradients are 0 without a scale, and inf at 2**24."""
+    return 2.0**-20 * jnp.mean(layer(w, X, jnp.float16) ** 2)
+
+
+READS = [lambda state: state, ls.get_loss_scale, lambda state: 2.0**15]
+READS += [lambda state: np.array(2.0**15)]  # as `jax.device_get` returns it
+
+
+@pytest.mark.parametrize("read", READS)
+def test_scale_backward_equals_value_and_grad_bit_for_bit(read):
+    @jax.jit
+    def both(w, state):
+        ours = jax.value_and_grad(ls.scale_backward(half_loss, scale=read(state)))(w)
+        return ours, ls.value_and_grad(half_loss, state)(w)
+
+    tx = ls.with_loss_scaling(optax.adamw(3e-2))
+    found, expected = both(W, tx.init(W))
+    assert np.any(found[1])
+    assert_same_bits(found, expected)
 
 
 def biased(params, x):
-    return single(params["w"], x) + params["b"]
+    return layer(params["w"], x) + params["b"]
+
+
+def static(w, n, act, *, flag, shape):
+    return act(w.reshape(*shape.tolist(), n)) * (2 if flag else 1)
 
 
 def with_extras(w, key):
@@ -37,60 +66,42 @@ def with_extras(w, key):
     return w**2, key, jnp.arange(3), jnp.sin(w), None, "text"
 
 
-def static(w, n, act, *, flag, shape):
-    return act(w.reshape(*shape.tolist(), n)) * (2 if flag else 1)
+def twice(wrap, w):
+    return 2.0**-20 * wrap(layer)(w, wrap(layer)(w, X))
 
 
 def scan(f, ws):
     return jax.lax.scan(lambda x, w: (f(w, x), None), X, ws)[0]
 
 
-def twice(wrap, w):
-    return 2.0**-20 * wrap(single)(w, wrap(single)(w, X))
-
-
 remat = functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
 TREE = {"w": W, "b": np.ones(4, np.float32), "none": None}
 STATIC = {"n": 2, "act": jnp.tanh, "flag": True, "shape": np.array([4, -1])}
-# Uses of a block, given what is put around it, and what is differentiated.
+# Uses, given what is put around a function, and what is differentiated.
 USES = {
-    "an argument": (lambda wrap, w: wrap(single)(w, X), W),
-    "closed over": (lambda wrap, w: wrap(lambda x: single(w, x))(X), W),
+    "an argument": (lambda wrap, w: wrap(layer)(w, X), W),
+    "closed over": (lambda wrap, w: wrap(lambda x: layer(w, x))(X), W),
     "a tree": (lambda wrap, tree: wrap(biased)(tree, x=X), TREE),
     "static arguments": (lambda wrap, w: wrap(static)(w, **STATIC), W),
-    "around vmap": (lambda wrap, w: wrap(jax.vmap(single, (None, 0)))(w, X), W),
+    "around vmap": (lambda wrap, w: wrap(jax.vmap(layer, (None, 0)))(w, X), W),
     "other outputs": (lambda wrap, w: wrap(with_extras)(w, KEY)[0], W),
-    "a scan": (lambda wrap, ws: scan(wrap(single), ws), WS),
-    "inside of checkpoint": (lambda wrap, ws: scan(remat(wrap(single)), ws), WS),
+    "a scan": (lambda wrap, ws: scan(wrap(layer), ws), WS),
+    "inside of checkpoint": (lambda wrap, ws: scan(remat(wrap(layer)), ws), WS),
     "nested": (lambda wrap, w: wrap(functools.partial(twice, wrap))(w), W),
 }
 
 
 @pytest.mark.parametrize(("use", "inputs"), USES.values(), ids=USES)
-def test_values_and_gradients_are_those_of_the_function(use, inputs):
+@every_wrap
+def test_values_and_gradients_are_those_of_the_function(wrap, use, inputs):
     def loss_fn(wrap, inputs):
         return TINY * jnp.sum(use(wrap, inputs) ** 2)
 
     def differentiated(inputs):
         both = jax.value_and_grad(loss_fn, argnums=1)
-        return both(ls.scale_block, inputs), both(lambda f: f, inputs)
+        return both(wrap, inputs), both(lambda f: f, inputs)
 
     close(*jax.jit(differentiated)(inputs))
-
-
-def tiny_gradient(block, w=W, x=X):
-    return jax.grad(lambda w: TINY * jnp.sum(block(w, x) ** 2))(w)
-
-
-def test_sums_over_devices_fit():
-    @functools.partial(by_axis, headroom=1.0)
-    def block(bias, x):
-        return (x.astype(jnp.float16) + bias.astype(jnp.float16)).astype(jnp.float32)
-
-    gradient = jax.grad(lambda bias, x: TINY * jnp.sum(block(bias, x)))
-    mapped = on_mesh(gradient, (P(), P("data")), P(), MESH)
-    grads = mapped(np.zeros(4), np.zeros((8 * 512, 4)))
-    np.testing.assert_array_equal(grads, np.full(4, 8 * 512 * TINY))
 
 
 @functools.partial(jax.jit, static_argnames=("dtype", "headroom"))
@@ -100,16 +111,8 @@ def pulled_back(cotangent, **options):
     key, zeros = "_overwrite_with_gradient", jnp.zeros_like(cotangent)
     place.defvjp(lambda x, tree: (x, None), lambda _, c: (c, {key: c.ravel()[-1]}))
     block = ls.scale_block(lambda x, tree: place(x, tree), **options)
-    _, pullback = jax.vjp(block, zeros, {key: jnp.zeros(())})
-    grads, tree = pullback(cotangent)
-    return grads, tree[key]
-
-
-def scale_of(cotangent, **options):
-    """The scale of the last element."""
-    grads, scaled = pulled_back(cotangent, **options)
-    np.testing.assert_array_equal(grads, cotangent)
-    return float(scaled) / cotangent.ravel()[-1]
+    grads, tree = jax.vjp(block, zeros, {key: jnp.zeros(())})[1](cotangent)
+    return grads, tree[key] / cotangent.ravel()[-1]
 
 
 suggest = jax.jit(
@@ -120,46 +123,50 @@ suggest = jax.jit(
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize(("shape", "headroom"), [((4096, 4), 6.0), ((4096,), 0.5)])
-def test_the_scale_is_the_one_that_is_suggested(dtype, shape, headroom):
+def test_block_takes_the_scale_that_is_suggested_for_its_sums(dtype, shape, headroom):
     options = {"dtype": dtype, "headroom": headroom}
     for size in (2.0**-60, 1.0, 2.0**60):
         cotangent = np.float32(size) * normal(*shape)
         expected = suggest(np.abs(cotangent).sum(axis=0), **options).loss_scale
-        assert scale_of(cotangent, **options) == float(expected)
+        grads, scale = pulled_back(cotangent, **options)
+        np.testing.assert_array_equal(grads, cotangent)
+        assert float(scale) == float(expected)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_nan_and_infinity_pass_at_scale_1(bad):
-    assert scale_of(np.float32([bad, 1e-9])) == 1
+def test_block_passes_nonfinite_cotangents_at_scale_1(bad):
+    cotangent = np.float32([bad, 1e-9])
+    grads, scale = pulled_back(cotangent)
+    np.testing.assert_array_equal(grads, cotangent)
+    assert scale == 1
 
 
-def test_a_block_that_is_not_differentiated_costs_nothing():
-    blocks = ls.scale_block(single), single
-    programs = [jax.jit(block).lower(W, X).compile() for block in blocks]
+def test_block_that_is_not_differentiated_costs_nothing():
+    programs = [
+        jax.jit(f).lower(W, X).compile() for f in (WRAPS["block"](layer), layer)
+    ]
     ours, theirs = (program.cost_analysis() for program in programs)
     assert ours == theirs
 
 
-def test_float16_at_the_border_warns():
-    half, x = W.astype(jnp.float16), X.astype(jnp.float16)
-    block = ls.scale_block(layer)
-    jax.jit(block)(half, x)  # warnings are errors, and this is not differentiated
-    gradient = jax.jit(jax.grad(lambda w: jnp.sum(block(w, x))))
-    gradient(W)
-    with pytest.warns(UserWarning, match="takes an array of dtype float16"):
-        gradient(half)
-    narrow = ls.scale_block(lambda w: w.astype(jnp.float16))
+@every_wrap
+def test_float16_at_the_border_warns_where_it_is_differentiated(wrap):
+    half, block = W.astype(jnp.float16), wrap(layer)
+    gradient = jax.jit(jax.grad(lambda w: jnp.sum(block(w, X.astype(jnp.float16)))))
+    jax.jit(block)(half, X), gradient(W)  # warnings are errors
+    with pytest.warns(UserWarning, match="takes an array of dtype float16") as warned:
+        assert gradient(half).dtype == jnp.float16
+    assert warned[0].filename == __file__
+    narrow = wrap(lambda w: w.astype(jnp.float16))
     with pytest.warns(UserWarning, match="returns an array of dtype float16"):
         jax.jit(jax.grad(lambda w: jnp.sum(narrow(w))))(W)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.filterwarnings("ignore:Gradients may underflow at the border")
-def test_a_wider_block_leaves_room_for_its_parameters(dtype):
-    def inside(w, x):
-        return (x.astype(dtype) @ w.astype(dtype)).astype(jnp.float32)
-
-    half, ours = W.astype(jnp.float16), ls.scale_block(inside, dtype=dtype)
+def test_wider_block_leaves_room_for_float16_at_its_border(dtype):
+    inside, wide = functools.partial(layer, dtype=dtype), {"dtype": dtype}
+    ours, half = ls.scale_block(inside, **wide), W.astype(jnp.float16)
     scale = 2.0**-10  # in float16, what is not divided at once stays
     grads, expected = (
         jax.jit(jax.grad(lambda w, f=f: scale * jnp.sum(f(w, X))))(half)
@@ -167,18 +174,23 @@ def test_a_wider_block_leaves_room_for_its_parameters(dtype):
     )
     np.testing.assert_allclose(grads, expected, rtol=2e-2, atol=1e-5)
     # The cotangent of an output in float16, too.
-    narrow = ls.scale_block(lambda x: x.astype(dtype).astype(jnp.float16), dtype=dtype)
+    narrow = ls.scale_block(lambda x: x.astype(dtype).astype(jnp.float16), **wide)
     gradient = jax.grad(lambda x: jnp.sum(narrow(x)).astype(jnp.float32))
     assert float(jax.jit(gradient)(1.0)) == 1
 
 
+MESH = make_mesh(data=8)
 BATCH = np.ones((8, 2, 4), np.float32)
 BATCH *= np.float32(10.0) ** -np.arange(8, dtype=np.float32)[:, None, None]
 
 
 def normalized(w, x):
-    y = single(w, x)
+    y = layer(w, x)
     return y - jax.lax.pmean(y, "data")
+
+
+def tiny_gradient(block, w, x):
+    return jax.grad(lambda w: TINY * jnp.sum(block(w, x) ** 2))(w)
 
 
 def on_devices(block, check_vma=True):
@@ -200,7 +212,7 @@ def over_members(block):
 
 # Where a block runs, and one that needs `axis_name` there.
 PLACES = {
-    "shard_map": (on_devices, single, ("data",)),
+    "shard_map": (on_devices, layer, ("data",)),
     "without check_vma": (lambda block: on_devices(block, False), normalized, "data"),
     "vmap": (over_members, normalized, ("data",)),
 }
@@ -214,23 +226,27 @@ def test_devices_agree_on_a_scale_or_are_refused(place, block, name):
 
 
 def test_devices_that_share_nothing_have_their_own_scales():
-    ours = on_devices(ls.scale_block(single), check_vma=False)
-    close(ours, on_devices(single, check_vma=False))
+    close(on_devices(ls.scale_block(layer), False), on_devices(layer, False))
 
 
-REFUSED = {
-    "`fun` must be a function, got 3": lambda: ls.scale_block(3),
-    "`headroom` must be .* 0 to 126": lambda: ls.scale_block(single, headroom=-1),
-    "`dtype` must be a floating": lambda: ls.scale_block(single, dtype="int8"),
-    "an axis of the surrounding": jax.jit(lambda: tiny_gradient(by_axis(single))),
-}
+def test_sums_over_devices_fit():
+    @functools.partial(ls.scale_block, headroom=1.0, axis_name="data")
+    def block(bias, x):
+        return (x.astype(jnp.float16) + bias.astype(jnp.float16)).astype(jnp.float32)
+
+    gradient = jax.grad(lambda bias, x: TINY * jnp.sum(block(bias, x)))
+    mapped = on_mesh(gradient, (P(), P("data")), P(), MESH)
+    grads = mapped(np.zeros(4), np.zeros((8 * 512, 4)))
+    np.testing.assert_array_equal(grads, np.full(4, 8 * 512 * TINY))
 
 
-@pytest.mark.parametrize(("message", "use"), REFUSED.items(), ids=REFUSED)
-def test_what_cannot_work_is_refused(message, use):
-    with pytest.raises((TypeError, ValueError), match=message):
-        use()
+@every_wrap
+def test_effects_of_debugging_are_kept(wrap):
+    def fun(w):
+        jax.debug.callback(seen.append, w[0])
+        return jnp.sum(w)
 
-
-def test_an_axis_is_needed_only_for_differentiation():
-    np.testing.assert_array_equal(by_axis(single)(W, X), single(W, X))
+    seen = []
+    jax.grad(wrap(fun))(np.ones(2, np.float32))
+    jax.effects_barrier()
+    assert seen == [1.0]
