@@ -70,7 +70,7 @@ def using_scale(state: Any, use: Use) -> Iterator[LossScaleState]:
         _note(use, x)
     structure = _structure(found)
     _scaled.add(structure)
-    if use is Use.DIVIDES and not _noted(Use.SCALES, scale_state.loss_scale):
+    if use is Use.DIVIDES and not _noted(Use.SCALES, raw.loss_scale):
         _unscaled_apart.add(structure)
 
 

@@ -495,3 +495,15 @@ def test_threads_do_not_disturb_each_other():
             list(pool.map(lambda _: eager(net, way, times=5), range(8)))
 
     assert told(train, Net(width=4), by_hand) == []
+
+
+def test_right_step_on_the_host_hides_no_forgotten_unscale(new_process):
+    tx, params = ls.with_loss_scaling(optax.sgd(0.1)), np.ones(2, np.float32)
+
+    def scaled_grads(state):
+        return jax.grad(lambda p: ls.scale_loss(jnp.sum(p**2), state))(params)
+
+    on_host, state = jax.device_get(tx.init(params)), tx.init(params)
+    tx.update(ls.unscale_grads(scaled_grads(on_host), on_host), on_host, params)
+    with pytest.warns(UserWarning, match="`unscale_grads` has divided no gradients"):
+        tx.update(scaled_grads(state), state, params)
