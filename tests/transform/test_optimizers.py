@@ -1,6 +1,8 @@
 """Every optimizer that optax has: wrapped, it is itself, and a skip leaves no trace."""
 
+import functools
 import itertools
+import re
 
 import chex
 import jax
@@ -9,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from asserts import assert_no_update, assert_same_bits, assert_same_types, without_keys
+from book import page
 from every_optimizer import (
     IGNORED_WARNINGS,
     NAMES,
@@ -19,6 +22,7 @@ from every_optimizer import (
     params_for,
     update,
 )
+from shared import slow_but
 
 import optax_lossscale as ls
 from optax_lossscale._transform.in_place import tolerates_nan
@@ -64,7 +68,7 @@ def types(tree):
 
 
 @pytest.mark.parametrize(("name", "kind"), list(cases()))
-def test_a_wrapped_optimizer(name, kind):
+def test_wrapped_optimizer_is_itself_and_skips_without_trace(name, kind):
     """Good steps are Optax's, and bad ones leave every bit as it was."""
     inner = make(name)
     tx = ls.with_loss_scaling(inner)
@@ -109,6 +113,32 @@ def test_a_wrapped_optimizer(name, kind):
     assert len(traces) == 1
 
 
+# They divide 0 by 0 in float32, too.
+NAN_OF_ZEROS = {"optax.contrib.dadapt_adamw", "optax.contrib.prodigy"}
+
+
+@pytest.mark.parametrize("name", slow_but(["optax.adafactor"], OPTIMIZERS))
+@pytest.mark.filterwarnings("ignore")
+def test_wrapped_optimizer_makes_finite_updates_of_float16_zeros(name):
+    tx, params = ls.with_loss_scaling(make(name)), params_for(name, jnp.float16)
+    zeros = optax.tree.zeros_like(grads_for(name, params), dtype=jnp.float16)
+    step = jax.jit(functools.partial(update, name, tx))
+    updates, state = step(zeros, tx.init(params), params)
+    updates, _ = step(zeros, state, params)
+    assert ls.all_finite(updates) == (name not in NAN_OF_ZEROS)
+
+
+def test_optimizers_of_the_page_make_nan_of_float16_zeros():
+    text = page("guides/float16_parameters")
+    names = re.findall(r"`(\w+)`", re.search("of NaN from (.+?) and others", text)[1])
+    assert {"adam", "adamw"} <= {*names}
+    zeros = np.zeros(8, np.float16)
+    for name in names:
+        tx = make(f"optax.{name}")
+        updates, _ = tx.update(zeros, tx.init(zeros), zeros)
+        assert np.isnan(updates).all(), name
+
+
 # They have loops that may never end, branches, or decompositions that iterate. If
 # another one is refused, it is only slow: `NAN_TOLERANT` lacks an operation.
 REFUSED = {
@@ -129,7 +159,7 @@ REFUSED = {
 }
 
 
-def test_optimizers_are_fast_without_branches_and_loops():
+def test_optimizers_without_branches_and_loops_are_fast():
     refused = set()
     for name in NAMES:
         tx, params = make(name), params_for(name)

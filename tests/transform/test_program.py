@@ -9,6 +9,7 @@ import optax
 import pytest
 from every_optimizer import make
 from shared import slow_but
+from training import float16_loss, make_step, normal, train
 
 import optax_lossscale as ls
 from optax_lossscale._transform import mask
@@ -88,8 +89,43 @@ def test_a_step_never_leaves_the_device(name):
     assert not re.search(r"\b(infeed|outfeed|send|recv|callback)\b|S\(5\)", text)
 
 
-def test_no_check_and_no_mask_where_nothing_is_skipped():
+def test_rule_that_never_skips_costs_no_check_and_no_mask():
     tx = make("optax.adamw")
     unchecked = ls.with_loss_scaling(tx, ls.FixedLossScale(8.0, skip_nonfinite=False))
     plain, masked = (compiled(t, 4).cost_analysis() for t in (tx, unchecked))
     assert masked["bytes accessed"] < plain["bytes accessed"] + BYTES
+
+
+PARAMS = {"w": np.float32([[0.5, -1.0], [2.0, 0.25]]), "b": np.zeros(2, np.float32)}
+X, ADAM = jax.device_put(normal(8, 2)), ls.with_loss_scaling(optax.adam(1e-2))
+STEP = make_step(ADAM, float16_loss)
+
+
+@jax.jit
+def start():
+    return jax.tree.map(jnp.asarray, PARAMS), ADAM.init(PARAMS)
+
+
+def test_step_uses_a_donated_state():
+    params, state = start()
+    jax.jit(STEP, donate_argnums=(0, 1))(params, state, X)
+    used = jax.tree.leaves((params, state.inner_state))
+    assert all(x.is_deleted() for x in used)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda params, state: train(jax.jit(STEP), params, state, [X] * 3),
+        lambda params, state: ls.all_finite(state),
+        lambda params, state: ls.max_magnitude(state),
+        lambda params, state: ls.get_loss_scale(state),
+        lambda params, state: ls.was_applied(state),
+        lambda params, state: ls.check_loss_scale(state, grads=[X]),
+        lambda params, state: ls.keep_if_applied(state, {"mean": X}, {"mean": -X}),
+    ],
+)
+def test_steps_and_questions_transfer_nothing(call):
+    arguments = start()
+    with jax.transfer_guard("disallow"):
+        call(*arguments)

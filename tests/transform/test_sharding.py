@@ -43,7 +43,7 @@ def specs(tree):
 @pytest.mark.parametrize(
     "layout", slow_but(("data-parallel", "fully sharded"), LAYOUTS)
 )
-def test_a_mesh_equals_one_device(axis_type, layout):
+def test_mesh_equals_one_device(axis_type, layout):
     axes, w_spec, b_spec = LAYOUTS[layout]
     mesh = make_mesh(axis_type, **axes)
     shard = functools.partial(NamedSharding, mesh)
@@ -127,7 +127,7 @@ def test_master_weights_may_be_sharded_alone(axis_type):
     ("rule", "check_updates"),
     [(RULE, False), pytest.param(ls.HeadroomLossScale(), True, marks=pytest.mark.slow)],
 )
-def test_a_state_in_host_memory_stays_there(rule, check_updates):
+def test_state_in_host_memory_stays_there(rule, check_updates):
     if not hasattr(jax, "memory"):
         pytest.skip("this jax has no spaces of memory")
     adam = optax.adam(0.1)
