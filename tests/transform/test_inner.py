@@ -62,37 +62,49 @@ def test_moments_and_updates_have_types(inner, params, grads, moments, updates, 
 
 
 def test_narrow_gradients_are_squared_in_float32():
-    tx, grads = ls.with_loss_scaling(ADAM), np.full(8, 1e-4, np.float16)
-    params = of(FLOAT32)["w"]
-    updates, _ = tx.update(grads, tx.init(params), params)
-    np.testing.assert_allclose(updates, np.full(8, -5e-3), rtol=1e-3)
+    tx, params = ls.with_loss_scaling(ADAM), np.ones(8, np.float32)
+    updates, _ = tx.update(np.float16(1e-4) * params, tx.init(params), params)
+    np.testing.assert_allclose(updates, -5e-3 * params, rtol=1e-3)
+
+
+class WeakRule(ls.LossScale):
+    """A rule whose numbers have other types than the first ones."""
+
+    def init(self):
+        return ls.LossScaleState.create(8.0)
+
+    def update(self, state, grads_finite):
+        state = state.record(grads_finite)
+        return state._replace(growth_tracker=0, loss_scale=jnp.asarray(4.0))
 
 
 WEAK = optax.GradientTransformation(
     lambda p: {"rate": jnp.asarray(0.3), "step": 0, "full": jnp.full(4, 0.3)},
     lambda u, s, p=None: (u, {**s, "step": s["step"] * 1, "rate": jnp.asarray(0.3)}),
 )
-NEVER_SKIPS = ls.FixedLossScale(skip_nonfinite=False)
+NEVER_SKIPS = ls.FixedLossScale(4.0, skip_nonfinite=False)
 
 
-@pytest.mark.parametrize("rule", [ls.DynamicLossScale(), NEVER_SKIPS])
-def test_one_trace_serves_a_run_of_weak_types(rule):
-    """Of optax's own optimizers `test_optimizers` says the same."""
+@AROUND
+@pytest.mark.parametrize("rule", [ls.DynamicLossScale(16.0), NEVER_SKIPS, WeakRule()])
+def test_types_of_the_state_never_change(rule, around):
+    """And one trace serves a run. Of Optax's optimizers `test_optimizers` says so."""
     tx, traces, params = ls.with_loss_scaling(WEAK, rule), [], of(FLOAT16)
     state = tx.init(params)
 
-    @jax.jit
     def step(params, state, grads):
         traces.append(1)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    for factor in (1, np.nan, 1):
-        grads = jax.tree.map(lambda x: x * np.float32(factor), of(FLOAT32))  # noqa: B023
+    step = around(step)
+    for bad in (1, np.nan, np.inf):
+        grads = {name: x * np.float32(bad) for name, x in of(FLOAT32).items()}
         new = step(params, state, grads)
         assert_same_types(new, (params, state))
         params, state = new
-    assert len(traces) == 1
+    assert float(ls.get_loss_scale(state)) == 4.0
+    assert len(traces) == (1 if around is jax.jit else 3)
 
 
 @AROUND
@@ -115,18 +127,8 @@ def test_leaves_that_are_no_arrays_pass_through(around):
 SEEN, GIVEN = {}, {"grads_finite": True, "value": np.float32(3.0), "value_fn": len}
 
 
-def takes_all(updates, state, params=None, **extra_args):
+def see(updates, state, **extra_args):
     SEEN.update(extra_args)
-    return updates, state
-
-
-def takes_value(updates, state, params=None, value=None):
-    SEEN.update(value=value)
-    return updates, state
-
-
-def takes_the_flag(updates, state, params=None, *, grads_finite, **extra_args):
-    SEEN.update(extra_args, grads_finite=grads_finite)
     return updates, state
 
 
@@ -134,9 +136,12 @@ def takes_the_flag(updates, state, params=None, *, grads_finite, **extra_args):
     ("update", "taken"),
     [
         # The flag is meant for us: a line search would hand it to the loss.
-        (takes_all, {"value", "value_fn"}),
-        (takes_value, {"value"}),
-        (takes_the_flag, {"grads_finite", "value", "value_fn"}),
+        (lambda g, s, p=None, **args: see(g, s, **args), {"value", "value_fn"}),
+        (lambda g, s, p=None, value=None: see(g, s, value=value), {"value"}),
+        (
+            lambda g, s, p=None, *, grads_finite, **args: see(g, s, flag=1, **args),
+            {"flag", "value", "value_fn"},
+        ),
     ],
 )
 def test_optimizer_gets_the_extra_arguments_that_it_takes(update, taken):

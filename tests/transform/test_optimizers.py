@@ -1,7 +1,6 @@
 """Every optimizer that optax has: wrapped, it is itself, and a skip leaves no trace."""
 
 import functools
-import itertools
 import re
 
 import chex
@@ -40,14 +39,11 @@ ASKED = {"float32": NAMES, "float16": {*OPTIMIZERS, *VARIANTS}, "bfloat16": USUA
 CHOOSES_OTHERWISE = ("optax.lbfgs", "float16")
 
 
-def cases():
-    """By default the usual optimizers in float32, and one of them otherwise."""
-    for name, (kind, names) in itertools.product(NAMES, ASKED.items()):
-        if name in names and (name, kind) != CHOOSES_OTHERWISE:
-            quick = USUAL if kind == "float32" else {"clip + adamw"}
-            yield pytest.param(
-                name, kind, marks=[pytest.mark.slow] * (name not in quick)
-            )
+# By default the usual optimizers in float32, and one of them otherwise.
+QUICK = [*((name, "float32") for name in USUAL)]
+QUICK += [("clip + adamw", "float16"), ("clip + adamw", "bfloat16")]
+CASES = [(name, kind) for kind in ASKED for name in NAMES if name in ASKED[kind]]
+CASES.remove(CHOOSES_OTHERWISE)
 
 
 def compiled(name, tx, wide=lambda params: params):
@@ -67,9 +63,10 @@ def types(tree):
     return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize(("name", "kind"), list(cases()))
-def test_wrapped_optimizer_is_itself_and_skips_without_trace(name, kind):
+@pytest.mark.parametrize("case", slow_but(QUICK, CASES), ids="-".join)
+def test_wrapped_optimizer_is_itself_and_skips_without_trace(case):
     """Good steps are Optax's, and bad ones leave every bit as it was."""
+    name, kind = case
     inner = make(name)
     tx = ls.with_loss_scaling(inner)
 
@@ -142,20 +139,11 @@ def test_optimizers_of_the_page_make_nan_of_float16_zeros():
 # They have loops that may never end, branches, or decompositions that iterate. If
 # another one is refused, it is only slow: `NAN_TOLERANT` lacks an operation.
 REFUSED = {
-    "MultiSteps",
-    "optax.apply_if_finite",
-    "optax.conditionally_mask",
-    "optax.conditionally_transform",
-    "optax.contrib.galore",
-    "optax.contrib.mechanize",
-    "optax.contrib.reduce_on_plateau",
-    "optax.contrib.scale_by_galore",
-    "optax.contrib.sophia",
-    "optax.lbfgs",
-    "optax.novograd",
-    "optax.scale_by_backtracking_linesearch",
-    "optax.scale_by_novograd",
-    "optax.scale_by_zoom_linesearch",
+    *("MultiSteps", "optax.apply_if_finite", "optax.conditionally_mask", "optax.lbfgs"),
+    *("optax.conditionally_transform", "optax.novograd", "optax.scale_by_novograd"),
+    *("optax.contrib.galore", "optax.contrib.scale_by_galore", "optax.contrib.sophia"),
+    *("optax.contrib.mechanize", "optax.contrib.reduce_on_plateau"),
+    *("optax.scale_by_backtracking_linesearch", "optax.scale_by_zoom_linesearch"),
 }
 
 

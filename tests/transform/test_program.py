@@ -54,7 +54,7 @@ def temporary(program):
 @pytest.mark.parametrize("scanned", slow_but((False,), (False, True)))
 @guarded
 @pytest.mark.parametrize("rule", [ls.DynamicLossScale(), ls.HeadroomLossScale()])
-def test_no_memory_beyond_the_plain_step(name, scanned, rule):
+def test_step_takes_no_memory_beyond_the_plain_one(name, scanned, rule):
     if scanned and name == "optax.lion":
         # Plain, it frees one gradient before it copies the next moment. Whoever checks
         # has to have all gradients first.
@@ -77,14 +77,14 @@ def test_checked_updates_keep_no_state_waiting(monkeypatch):
 
 @pytest.mark.slow
 @guarded
-def test_the_program_grows_linearly_with_the_leaves(name):
+def test_program_grows_linearly_with_the_leaves(name):
     tx = ls.with_loss_scaling(make(name))
     small, large = (len(compiled(tx, n).as_text()) for n in (32, 128))
     assert large < 4.4 * small
 
 
 @guarded
-def test_a_step_never_leaves_the_device(name):
+def test_step_never_leaves_the_device(name):
     text = compiled(ls.with_loss_scaling(make(name)), 4).as_text()
     assert not re.search(r"\b(infeed|outfeed|send|recv|callback)\b|S\(5\)", text)
 

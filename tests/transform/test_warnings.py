@@ -50,54 +50,46 @@ def frozen_but(inner):
 
 BASE = {"base": np.ones((4, 4), np.float16), "adapter": np.ones((4, 2), np.float32)}
 HALF_BASE = cast(BASE, np.float16)
-# The arguments of one update; what is warned of, if anything.
+NO_W, INTEGERS = {**MASKED, "b": GRADS["b"]}, {"w": np.arange(8), "b": None}
+HALF_W, SOME = {**GRADS, "w": HALF["w"]}, {"w": HALF["w"], "b": None}
+COPIED = ls.with_master_weights(SGD)
+YES = np.bool_(True)
+# The arguments of one update, and what it warns of, if of anything.
 UPDATES = [
     # Gradients narrower than their parameters, whose small elements are zero.
-    (given(grads={**GRADS, "w": HALF["w"]}), NARROW),
+    (given(grads=HALF_W), NARROW),
     (given(grads=cast(GRADS, jnp.float8_e5m2)), "are float8_e5m2 at"),
     (given(grads=HALF, params=BFLOAT16), "parameter is bfloat16"),
     (given(grads=BFLOAT16), None),
     (given(grads=HALF, params=None), None),
     (given(grads=HALF, rule=UNIT), None),
-    (given(grads={**MASKED, "b": GRADS["b"]}, params=MASKED), None),
-    (given(grads={**MASKED, "b": GRADS["b"]}), None),
-    (
-        given(
-            grads={OVERWRITTEN: HALF, **GRADS}, params={OVERWRITTEN: PARAMS, **PARAMS}
-        ),
-        None,
-    ),
-    (
-        given(grads={"w": HALF["w"], "b": None}, params={"w": np.arange(8), "b": None}),
-        None,
-    ),
+    (given(grads=NO_W, params=MASKED), None),
+    (given(grads=NO_W), None),
+    (given(grads={OVERWRITTEN: HALF}, params={OVERWRITTEN: PARAMS}), None),
+    (given(grads=SOME, params=INTEGERS), None),
     # float16 parameters, which lose small updates, unless they are frozen.
     (given(grads=HALF, params=HALF, start=PARAMS), FLOAT16),
     (given(grads=GRADS, params=HALF, start=PARAMS), FLOAT16),
     (given(grads=BASE, params=BASE, inner=frozen_but(ADAM)), None),
     (given(grads=BASE, params=BASE, inner=frozen_but(SGD)), None),
-    (given(params=HALF, inner=ls.with_master_weights(ADAM)), None),
-    # A state of half precision.
-    (given(params=None, start=PARAMS, inner=MOMENTUM, cast_to=HALF), ROUNDED),
-    (
-        given(grads=HALF, params=None, start=PARAMS, inner=MOMENTUM, cast_to=HALF),
-        None,
-    ),
+    (given(params=HALF, inner=COPIED), None),
+    # A state of half precision, which is as wide as gradients of half precision.
+    (given(params=None, start=PARAMS, inner=MOMENTUM, state=HALF), ROUNDED),
+    (given(params=None, start=PARAMS, inner=MOMENTUM, state=HALF, grads=HALF), None),
     # Arguments that sound as if they decided whether the step is applied.
     *(
         (given(inner=inner, **{name: value}), f"Pass `{way}` if it should")
-        for inner in (SGD, ls.with_master_weights(SGD))
+        for inner in (SGD, COPIED)
         for name, value, way in (
             ("loss", 1.0, "value=loss"),
             ("values", 1.0, "value=values"),
-            ("is_fin", np.bool_(True), "grads_finite=is_fin"),
-            ("is_finite", np.bool_(True), "grads_finite=is_finite"),
-            ("grads_are_finite", np.bool_(True), "grads_finite=grads_are_finite"),
-            ("found_inf", np.bool_(False), "grads_finite=~found_inf"),
+            *((x, YES, f"grads_finite={x}") for x in ("is_fin", "is_finite")),
+            ("grads_are_finite", YES, "grads_finite=grads_are_finite"),
+            ("found_inf", ~YES, "grads_finite=~found_inf"),
         )
     ),
-    (given(loss=1.0, value=1.0), None),
-    (given(is_finite=np.bool_(True), grads_finite=np.bool_(True)), None),
+    *((given(inner=inner, loss=1.0, value=1.0), None) for inner in (SGD, COPIED)),
+    (given(is_finite=YES, grads_finite=YES), None),
     (given(inner=TAKES_ALL, loss=1.0, values=2.0), None),
 ]
 
@@ -118,8 +110,8 @@ def test_update_warns_once_of_what_harms_training(arguments, words, around):
     grads, params, inner = (options.pop(x) for x in ("grads", "params", "inner"))
     tx = ls.with_loss_scaling(inner, options.pop("rule", ls.DynamicLossScale()))
     state = tx.init(options.pop("start", params))
-    if cast_to := options.pop("cast_to", None):
-        state = state._replace(inner_state=inner.init(cast_to))
+    if narrow := options.pop("state", None):
+        state = state._replace(inner_state=inner.init(narrow))
     update = around(functools.partial(tx.update, **options))
     told(words, update, grads, state, params)
     told(words if around is not jax.jit else None, update, grads, state, params)
