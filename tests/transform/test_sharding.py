@@ -61,8 +61,14 @@ def test_mesh_equals_one_device(axis_type, layout):
         state = jax.jit(TX.init, out_shardings=out[1])(params)
         first = jax.tree.map(lambda x: (x.sharding, x.aval), state)
         chex.clear_trace_counter()
-        step = chex.assert_max_traces(make_step(TX, gathered_loss_fn), 1)
-        step = jax.jit(step, donate_argnums=(0, 1), out_shardings=out)
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1), out_shardings=out)
+        @chex.assert_max_traces(1)
+        def step(params, state, x):
+            new_params, new_state = make_step(TX, gathered_loss_fn)(params, state, x)
+            assert axis_type == AUTO or specs(new_state) == specs(state)
+            return new_params, new_state
+
         batches = [jax.device_put(x, shard(P("data"))) for x in BAD_X]
         params, state = train(step, params, state, batches)
     assert jax.tree.map(lambda x: (x.sharding, x.aval), state) == first
