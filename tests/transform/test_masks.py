@@ -96,8 +96,9 @@ SEARCHES = {
 }
 
 
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("search", slow_but(("backtracking",), SEARCHES))
-def test_line_search_evaluates_its_loss_once_in_a_skipped_step(search):
+def test_line_search_evaluates_its_loss_once_in_a_skipped_step(search, around):
     """Whatever it is given: it would go on to its last evaluation on NaN.
 
     In the very first step it may take some more.
@@ -111,15 +112,15 @@ def test_line_search_evaluates_its_loss_once_in_a_skipped_step(search):
     tx = ls.with_loss_scaling(SEARCHES[search])
     params, bad = np.float32([1.0, 2.0]), np.float32([1.0, np.nan])
 
-    @jax.jit
     def step(grads, state, **extra_args):
         return tx.update(grads, state, params, value_fn=value_fn, **extra_args)
 
-    first = tx.init(params)
+    first, step = tx.init(params), around(step)
     good = {"value": np.float32(5.0), "grad": 2 * params, "factor": 1.0}
     _, second = step(2 * params, first, **good)
     for factor, value in np.float32([[1.0, 5.0], [1.0, np.nan], [np.nan, 5.0]]):
         given = {"value": value, "grad": bad, "factor": factor}
+        given = jax.tree.map(jnp.asarray, given)
         for state in (first, second):
             jax.effects_barrier()
             evaluated.clear()
