@@ -1,5 +1,7 @@
 """What decides whether a step is applied, and what the scale learns of it."""
 
+import functools
+
 import jax
 import numpy as np
 import optax
@@ -45,25 +47,32 @@ DECISIONS = [
 ]
 
 
-@pytest.mark.parametrize("place", ["eager", "jit", "beside a good member"])
-@pytest.mark.parametrize(("factor", "extra_args", "check_updates", "what"), DECISIONS)
-def test_step_is_applied_or_skipped(factor, extra_args, check_updates, what, place):
-    """Along a named axis, one member decides for all."""
-    is_member = place == "beside a good member"
-    options = {"axis_name": "i" if is_member else None, "check_updates": check_updates}
+@functools.cache
+def step_in(place, check_updates):
+    axis_name = "i" if place == "beside a good member" else None
+    options = {"axis_name": axis_name, "check_updates": check_updates}
     tx = ls.with_loss_scaling(optax.adam(0.1), RULE, **options)
 
     def step(factor, extra_args, state):
         grads = jax.tree.map(lambda p: factor * p, PARAMS)
         return tx.update(grads, state, PARAMS, **extra_args)
 
+    members = jax.jit(jax.vmap(step, in_axes=(0, 0, None), axis_name="i"))
+    return {"eager": step, "jit": jax.jit(step)}.get(place, members)
+
+
+@pytest.mark.parametrize("place", ["eager", "jit", "beside a good member"])
+@pytest.mark.parametrize(("factor", "extra_args", "check_updates", "what"), DECISIONS)
+def test_step_is_applied_or_skipped(factor, extra_args, check_updates, what, place):
+    """Along a named axis, one member decides for all."""
     arguments, before = (np.float32(factor), extra_args), RULE.update(RULE.init(), True)
-    first = tx.init(PARAMS)._replace(scale_state=before)
+    first = ls.with_loss_scaling(optax.adam(0.1)).init(PARAMS)
+    first = first._replace(scale_state=before)
+    is_member = place == "beside a good member"
     if is_member:
         good = np.float32(1.0), jax.tree.map(np.ones_like, extra_args)
         arguments = jax.tree.map(lambda *x: np.stack(x), arguments, good)
-        step = jax.vmap(step, in_axes=(0, 0, None), axis_name="i")
-    updates, state = (step if place == "eager" else jax.jit(step))(*arguments, first)
+    updates, state = step_in(place, check_updates)(*arguments, first)
     if is_member:
         assert state.scale_state.applied.tolist() == [what == "applied"] * 2
         updates, state = jax.tree.map(lambda x: x[0], (updates, state))
