@@ -126,6 +126,18 @@ def test_the_check_is_a_constant_to_derivatives():
     assert float(gradient(3.0)) == 6.0
 
 
+def test_update_grows_linearly_with_the_number_of_arrays():
+    """Every mask reads one flag, and does not combine those of all arrays again."""
+    tx = ls.with_loss_scaling(optax.adam(0.1))
+
+    def operations(number):
+        params = [np.ones(8, np.float32)] * number
+        update = jax.jit(tx.update).lower(params, tx.init(params), params)
+        return update.compile().as_text().count(" = ")
+
+    assert operations(100) < 4.2 * operations(25)
+
+
 def found_everywhere():
     """Whether each kind of bad element is found in each type, and a step is skipped."""
     check, good = jax.jit(ls.all_finite), np.ones(100, np.float32)

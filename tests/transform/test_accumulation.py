@@ -60,7 +60,7 @@ def run(make_step, windows):
 
 
 @pytest.mark.parametrize("make_step", [by_scan, by_microbatching])
-def test_a_window_is_one_large_batch_and_dropped_as_one(make_step):
+def test_window_is_one_large_batch_and_dropped_as_one(make_step):
     """A bad micro-batch moves the scale once."""
     if make_step is by_microbatching and not hasattr(optax, "microbatch"):
         pytest.skip("needs a newer optax")
@@ -109,7 +109,7 @@ def test_scale_and_weights_move_where_another_systems_did(case):
     assert moved == case.get("applied", moved)
 
 
-def test_the_scales_that_the_page_names_were_recorded():
+def test_page_names_scales_that_were_recorded():
     last = [f"2^{case['log2_scale'][-1]}" for case in CASES[::2]]
     assert last == ["2^101", "2^17", "2^17"]
     assert len(CASES[0]["finite"]) == 240

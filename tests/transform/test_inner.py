@@ -1,246 +1,236 @@
-"""The wrapped transformation: the types of its state, and what is refused of it."""
+"""The wrapped optimizer: types of its state and updates, and its extra arguments."""
 
-import contextlib
 import functools
-import re
 
 import equinox as eqx
-import every_optimizer
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from asserts import assert_same_types
-from book import page
-from every_optimizer import OPTIMIZERS, grads_for, make, params_for
-from shared import slow_but
-from training import transformation
+from asserts import assert_same_bits, assert_same_types
 
 import optax_lossscale as ls
 
-pytestmark = pytest.mark.filterwarnings("ignore:. of . parameters are float16")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:. of . parameters are float16"),
+    pytest.mark.filterwarnings("ignore:The true gradients are float16"),
+]
+AROUND = pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
 
-ADAM = optax.adam(5e-3)
 
-
-def cast(tree, dtype):
+def of(dtype):
+    tree = {"w": np.linspace(-1, 1, 8), "b": 1.0}
     return jax.device_put(jax.tree.map(lambda x: np.asarray(x, dtype), tree))
 
 
-PARAMS = cast({"w": np.linspace(-1, 1, 8), "b": 1.0}, jnp.float32)
-GRADS = cast({"w": np.linspace(-0.5, 1.5, 8), "b": 1.5}, jnp.float32)
-HALF = cast(PARAMS, jnp.float16)
+FLOAT32, FLOAT16, BFLOAT16, FLOAT8 = "float32", "float16", "bfloat16", "float8_e5m2"
+ADAM, ADAM_BFLOAT16 = optax.adam(5e-3), optax.adam(1e-3, mu_dtype=jnp.bfloat16)
+# Whose branches return one type.
+BRANCHES = optax.apply_if_finite(
+    optax.conditionally_transform(ADAM, lambda step, **kwargs: step < 1), 3
+)
 
 
-def test_types_asked_for_are_kept():
-    tx = ls.with_loss_scaling(optax.adam(1e-3, mu_dtype=jnp.bfloat16))
-    moments = tx.init(HALF).inner_state[0]
-    assert moments.mu["w"].dtype == jnp.bfloat16
-    assert moments.nu["w"].dtype == jnp.float32
-
-
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
-def test_narrow_gradients_and_parameters_give_narrow_updates(dtype):
-    params = cast(PARAMS, dtype)
-    tx = ls.with_loss_scaling(ADAM)
-    narrow = tx.init(params)._replace(inner_state=ADAM.init(params))
-    for state in (tx.init(params), narrow):
-        updates, new_state = jax.eval_shape(tx.update, params, state, params)
-        assert_same_types(updates, params)
-        assert_same_types(new_state, state)
-    wide, _ = jax.eval_shape(tx.update, GRADS, tx.init(HALF), HALF)
-    assert_same_types(wide, GRADS)
-
-
-def test_branches_of_the_optimizer_agree():
-    """Of gradients as narrow as the parameters, and as they should be."""
-    inner = optax.conditionally_transform(ADAM, lambda step, **kwargs: step < 1)
-    tx = ls.with_loss_scaling(optax.apply_if_finite(inner, 3), ls.FixedLossScale(1.0))
-    for grads in (HALF, GRADS):
-        updates, _ = jax.eval_shape(tx.update, grads, tx.init(HALF), HALF)
-        assert_same_types(updates, grads)
-
-
-FLOAT16 = r"The true gradients are float16 at \['w'\], but the parameter is float32"
-ANY, UNIT = ls.DynamicLossScale(), ls.FixedLossScale(1.0)
-MASKED = {**PARAMS, "w": optax.MaskedNode()}
-OVERWRITTEN = "_overwrite_with_gradient"
-
-
+@pytest.mark.parametrize("rule", [ls.DynamicLossScale(), ls.FixedLossScale(1.0)])
 @pytest.mark.parametrize(
-    ("rule", "grads", "params", "told"),
+    ("inner", "params", "grads", "moments", "updates"),
     [
-        (ANY, {**GRADS, "w": HALF["w"]}, PARAMS, FLOAT16),
-        (ANY, cast(GRADS, jnp.float8_e5m2), PARAMS, "are float8_e5m2 at"),
-        (ANY, HALF, cast(PARAMS, jnp.bfloat16), "parameter is bfloat16"),
-        (ANY, cast(GRADS, jnp.bfloat16), PARAMS, None),
-        (ANY, HALF, HALF, None),
-        (ANY, GRADS, HALF, None),
-        (ANY, HALF, None, None),
-        (UNIT, HALF, PARAMS, None),
-        (ANY, {**MASKED, "b": GRADS["b"]}, MASKED, None),
-        (ANY, {**MASKED, "b": GRADS["b"]}, {**PARAMS, "w": MASKED["w"]}, None),
-        (ANY, {OVERWRITTEN: HALF, **GRADS}, {OVERWRITTEN: PARAMS, **PARAMS}, None),
-        (ANY, {"w": HALF["w"], "b": None}, {"w": np.arange(8), "b": None}, None),
+        (ADAM, FLOAT32, FLOAT32, (FLOAT32, FLOAT32), FLOAT32),
+        (ADAM, FLOAT32, FLOAT16, (FLOAT32, FLOAT32), FLOAT32),
+        (ADAM, FLOAT16, FLOAT16, (FLOAT32, FLOAT32), FLOAT16),
+        (ADAM, FLOAT16, FLOAT32, (FLOAT32, FLOAT32), FLOAT32),
+        (ADAM, FLOAT8, FLOAT32, (FLOAT32, FLOAT32), FLOAT32),
+        (ADAM, BFLOAT16, BFLOAT16, (BFLOAT16, BFLOAT16), BFLOAT16),
+        (ADAM_BFLOAT16, FLOAT16, FLOAT16, (BFLOAT16, FLOAT32), FLOAT16),
+        (BRANCHES, FLOAT16, FLOAT16, (FLOAT32, FLOAT32), FLOAT16),
+        (BRANCHES, FLOAT16, FLOAT32, (FLOAT32, FLOAT32), FLOAT32),
     ],
 )
-@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_gradients_narrower_than_their_parameters_are_told(
-    rule, grads, params, told, around
-):
-    tx = ls.with_loss_scaling(optax.identity(), rule)
+def test_moments_and_updates_have_types(inner, params, grads, moments, updates, rule):
+    """Moments are as wide as of float32 parameters, and updates like gradients."""
+    tx, params = ls.with_loss_scaling(inner, rule), of(params)
     state = tx.init(params)
-    with pytest.warns(UserWarning, match=told) if told else contextlib.nullcontext():
-        around(tx.update)(grads, state, params)
+    found = (optax.tree.get(state, name)["w"].dtype.name for name in ("mu", "nu"))
+    assert (*found,) == moments
+    # A state of another precision, such as a restored one, keeps it.
+    restored = state._replace(inner_state=inner.init(params))
+    for old in (state, *[restored] * (grads == str(params["w"].dtype))):
+        actual, new_state = jax.eval_shape(tx.update, of(grads), old, params)
+        assert_same_types(actual, of(updates))
+        assert_same_types(new_state, old)
 
 
-@pytest.mark.filterwarnings("ignore:The true gradients are float16")
 def test_narrow_gradients_are_squared_in_float32():
-    """As those of a half-precision copy that was differentiated."""
-    tx, grads = ls.with_loss_scaling(optax.adam(1e-3)), np.full(8, 1e-4, np.float16)
-    updates, _ = tx.update(grads, tx.init(PARAMS["w"]), PARAMS["w"])
-    assert updates.dtype == jnp.float32
-    np.testing.assert_allclose(updates, np.full(8, -1e-3), rtol=1e-3)
+    tx, params = ls.with_loss_scaling(ADAM), np.ones(8, np.float32)
+    updates, _ = tx.update(np.float16(1e-4) * params, tx.init(params), params)
+    np.testing.assert_allclose(updates, -5e-3 * params, rtol=1e-3)
 
 
-# They divide 0 by 0 in float32, too.
-NAN_OF_ZEROS = {"optax.contrib.dadapt_adamw", "optax.contrib.prodigy"}
+class WeakRule(ls.LossScale):
+    """A rule whose numbers have other types than the first ones."""
 
+    def init(self):
+        return ls.LossScaleState.create(8.0)
 
-@pytest.mark.parametrize("name", slow_but(["optax.adafactor"], OPTIMIZERS))
-@pytest.mark.filterwarnings("ignore")
-def test_every_optimizer_makes_finite_updates_of_float16_zeros(name):
-    tx, params = ls.with_loss_scaling(make(name)), params_for(name, jnp.float16)
-    zeros = optax.tree.zeros_like(grads_for(name, params), dtype=jnp.float16)
-    step = jax.jit(functools.partial(every_optimizer.update, name, tx))
-    updates, state = step(zeros, tx.init(params), params)
-    updates, _ = step(zeros, state, params)
-    assert ls.all_finite(updates) == (name not in NAN_OF_ZEROS)
-
-
-def test_plain_optimizers_make_nan_of_zero_gradients_in_float16():
-    text = page("guides/float16_parameters")
-    names = re.findall(r"`(\w+)`", re.search("of NaN from (.+?) and others", text)[1])
-    assert {"adam", "adamw"} <= {*names}
-    for name in names:
-        tx, params = make(f"optax.{name}"), HALF["w"]
-        updates, _ = tx.update(np.zeros_like(params), tx.init(params), params)
-        assert np.isnan(updates).all(), name
+    def update(self, state, grads_finite):
+        state = state.record(grads_finite)
+        return state._replace(growth_tracker=0, loss_scale=jnp.asarray(4.0))
 
 
 WEAK = optax.GradientTransformation(
     lambda p: {"rate": jnp.asarray(0.3), "step": 0, "full": jnp.full(4, 0.3)},
     lambda u, s, p=None: (u, {**s, "step": s["step"] * 1, "rate": jnp.asarray(0.3)}),
 )
-SKIPS, NEVER_SKIPS = ls.DynamicLossScale(), ls.FixedLossScale(skip_nonfinite=False)
+NEVER_SKIPS = ls.FixedLossScale(4.0, skip_nonfinite=False)
 
 
-@pytest.mark.parametrize("rule", [SKIPS, NEVER_SKIPS], ids=["skips", "never skips"])
-def test_types_never_change_and_one_trace_serves_the_whole_run(rule):
-    """Of optax's own optimizers `test_optimizers` says the same."""
-    tx, traces = ls.with_loss_scaling(WEAK, rule), []
+@AROUND
+@pytest.mark.parametrize("rule", [ls.DynamicLossScale(16.0), NEVER_SKIPS, WeakRule()])
+def test_types_of_the_state_never_change(rule, around):
+    """And one trace serves a run. Of Optax's optimizers `test_optimizers` says so."""
+    tx, traces, params = ls.with_loss_scaling(WEAK, rule), [], of(FLOAT16)
+    state = tx.init(params)
 
-    @jax.jit
     def step(params, state, grads):
         traces.append(1)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    params, state = HALF, tx.init(HALF)
-    bad = jax.tree.map(lambda g: np.full_like(g, np.nan), GRADS)
-    for grads in (GRADS, bad, GRADS):
+    step = around(step)
+    for bad in (1, np.nan, np.inf):
+        grads = {name: x * np.float32(bad) for name, x in of(FLOAT32).items()}
         new = step(params, state, grads)
         assert_same_types(new, (params, state))
         params, state = new
-    assert len(traces) == 1
+    assert float(ls.get_loss_scale(state)) == 4.0
+    assert len(traces) == (1 if around is jax.jit else 3)
 
 
-@pytest.mark.parametrize("rule", [SKIPS, NEVER_SKIPS], ids=["skips", "never skips"])
-@pytest.mark.parametrize(
-    ("first", "new", "kept"),
-    [
-        (np.int32(0), 0.3, r"types of .* at \[0\]"),
-        (0.0, 0.5j, r"types of .* at \[0\]"),
-        (np.float32([0]), np.float32([1, 1]), "structure and"),
-        (np.float32([0]), (), "structure and"),
-    ],
-)
-def test_a_state_that_becomes_another_kind_is_refused(first, new, kept, rule):
-    inner = transformation(lambda u, s: (u, (new,)), first)
-    tx = ls.with_loss_scaling(inner, rule)
-    for step in (tx.update, jax.jit(tx.update)):
-        with pytest.raises(ValueError, match=f"must keep the {kept}"):
-            step(GRADS, tx.init(PARAMS), PARAMS)
-
-
-def test_a_state_that_is_given_in_half_precision_is_warned_of():
-    inner = optax.sgd(0.1, momentum=0.9)
-    tx = ls.with_loss_scaling(inner)
-    state = tx.init(HALF)._replace(inner_state=inner.init(HALF))
-    message = r"\[0\].trace\['b'\], from float32 to fl"
-    with pytest.warns(UserWarning, match=message) as record:
-        _, new_state = tx.update(GRADS, state, HALF)
-    assert record[0].filename == __file__
-    assert_same_types(new_state, state)
-    tx.update(HALF, state, HALF)  # gradients of the same type: warnings are errors
-
-
-def test_a_loss_in_the_place_of_something_else_is_refused():
-    tx = ls.with_loss_scaling(optax.adamw(0.1))
-    state, loss = tx.init(PARAMS), np.float32(0.5)
-    with pytest.raises(ValueError, match="returns the loss first: `loss, grads = "):
-        tx.update(loss, state, PARAMS)
-    with pytest.raises(TypeError, match="all else by name, got .*value=loss"):
-        tx.update(GRADS, state, PARAMS, loss)
-    with pytest.raises(ValueError, match="of one model and one optimizer"):
-        tx.update(np.ones(8, np.float32), state, PARAMS)  # an array, but no loss
-
-
-NO_B = {"w": GRADS["w"]}
-LONG = {**GRADS, "b": np.ones(4, np.float32)}
-OTHERS = {
-    "missing": ("updates", NO_B, PARAMS),
-    "shape": ("updates", LONG, PARAMS),
-    "none": ("updates", {**GRADS, "b": None}, PARAMS),
-    "params": ("updates", GRADS, NO_B),
-    "state": ("state", LONG, {**PARAMS, "b": np.ones(4, np.float32)}),
-}
-
-
-@pytest.mark.parametrize(("name", "grads", "params"), OTHERS.values(), ids=OTHERS)
-def test_gradients_or_state_of_another_model_are_refused(name, grads, params):
-    """Whether the optimizer fails or broadcasts."""
-    tx = ls.with_loss_scaling(optax.adamw(0.1))
-    match = rf"`{name}` and `params` must belong together.*\['b'\].*keep the scale"
-    for update in (tx.update, jax.jit(tx.update)):
-        with pytest.raises(ValueError, match=match):
-            update(grads, tx.init(PARAMS), params)
-
-
-def test_an_error_of_the_inner_transformation_is_its_own():
-    def update(updates, state, params=None):
-        raise ZeroDivisionError("its own")
-
-    # Some of its moments have other shapes than the parameters.
-    inner = optax.GradientTransformation(optax.adafactor(0.1).init, update)
-    tx = ls.with_loss_scaling(inner)
-    for step in (tx.update, jax.jit(tx.update)):
-        with pytest.raises(ZeroDivisionError, match="its own"):
-            step(GRADS, tx.init(PARAMS))
-
-
-def test_leaves_that_are_no_arrays_pass_through():
+@AROUND
+def test_leaves_that_are_no_arrays_pass_through(around):
+    """Such as the functions of an Equinox module, and names."""
     model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
     inner = optax.GradientTransformation(
         lambda params: ("name", model, np.zeros(2, np.float32)),
         lambda updates, state, params=None: (updates, (*state[:2], state[2] + updates)),
     )
     tx = ls.with_loss_scaling(inner)
-    for update in (tx.update, eqx.filter_jit(tx.update)):
-        for number, expected in ((1.0, 1.0), (np.nan, 0.0)):
-            grads = np.full(2, number, np.float32)
-            _, state = update(grads, tx.init(grads))
-            name, kept, total = state.inner_state
-            assert name == "name" and total.tolist() == [expected] * 2
-            assert eqx.tree_equal(kept, model)
+    update = eqx.filter_jit(tx.update) if around is jax.jit else tx.update
+    for number, expected in ((1.0, 1.0), (np.nan, 0.0)):
+        grads = np.full(2, number, np.float32)
+        name, kept, total = update(grads, tx.init(grads))[1].inner_state
+        assert name == "name" and total.tolist() == [expected] * 2
+        assert eqx.tree_equal(kept, model)
+
+
+SEEN, GIVEN = {}, {"grads_finite": True, "value": np.float32(3.0), "value_fn": len}
+
+
+def see(updates, state, **extra_args):
+    SEEN.update(extra_args)
+    return updates, state
+
+
+@pytest.mark.parametrize(
+    ("update", "taken"),
+    [
+        # The flag is meant for us: a line search would hand it to the loss.
+        (lambda g, s, p=None, **args: see(g, s, **args), {"value", "value_fn"}),
+        (lambda g, s, p=None, value=None: see(g, s, value=value), {"value"}),
+        (
+            lambda g, s, p=None, *, grads_finite, **args: see(g, s, flag=1, **args),
+            {"flag", "value", "value_fn"},
+        ),
+    ],
+)
+def test_optimizer_gets_the_extra_arguments_that_it_takes(update, taken):
+    inner = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    tx, params = ls.with_loss_scaling(inner), of(FLOAT32)
+    SEEN.clear()
+    tx.update(params, tx.init(params), params, **GIVEN)
+    assert SEEN.keys() == taken
+
+
+SGD = optax.sgd(0.1)
+SAM = optax.contrib.sam(SGD, SGD)
+PLAIN_SAM = optax.GradientTransformation(SAM.init, SAM.update)
+
+
+@AROUND
+@pytest.mark.parametrize(
+    "wrap",
+    [lambda tx: optax.chain(optax.clip(1.0), tx), lambda tx: optax.MultiSteps(tx, 2)],
+    ids=["chain", "MultiSteps"],
+)
+def test_value_decides_beside_an_optimizer_without_it(wrap, around):
+    tx, params = ls.with_loss_scaling(wrap(PLAIN_SAM)), of(FLOAT32)
+    state, step = tx.init(params), around(tx.update)
+    without = step(params, state, params)
+    assert_same_bits(step(params, state, params, value=3.0), without)
+    assert not ls.was_applied(step(params, state, params, value=jnp.nan)[1])
+    refusing = ls.with_loss_scaling(wrap(SAM))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'value'"):
+        refusing.update(params, refusing.init(params), params, value=3.0)
+
+
+@jax.jit
+def steep_loss(params, steepness):
+    """Its gradients overflow in float16 at a scale of 2**16 / ``steepness``."""
+    half = jax.tree.map(lambda x: x.astype(jnp.float16), params)
+    total = sum(jnp.sum(x * jnp.float16(steepness)) for x in jax.tree.leaves(half))
+    return total.astype(jnp.float32)
+
+
+def wide_loss(params, steepness):
+    return steepness * sum(map(jnp.sum, jax.tree.leaves(params)))
+
+
+@AROUND
+@pytest.mark.parametrize("check_updates", [False, True])
+def test_overflow_of_a_gradient_that_the_optimizer_takes_skips(around, check_updates):
+    """The gradients given are finite, but those at SAM's other parameters are not."""
+    sgd = optax.GradientTransformation(SGD.init, jax.jit(SGD.update))
+    sam = optax.contrib.sam(sgd, sgd, opaque_mode=True)
+    tx = ls.with_loss_scaling(sam, check_updates=check_updates)
+
+    def step(params, state):
+        grads = ls.grad(steep_loss, state)(params, 1.0)
+        scaled = ls.scale_backward(lambda params, _: steep_loss(params, 16.0), state)
+        updates, state = tx.update(grads, state, params, grad_fn=jax.grad(scaled))
+        return optax.apply_updates(params, updates), state
+
+    step, params = around(step), of(FLOAT32)
+    state, scales = tx.init(params), []
+    for _ in range(6):
+        old = params, state.inner_state
+        params, state = step(params, state)
+        scales.append(int(np.log2(ls.get_loss_scale(state))))
+        if not ls.was_applied(state):
+            assert_same_bits((params, state.inner_state), old)
+    assert scales == [14, 13, 12, 11, 11, 11]
+    assert ls.all_finite((params, state.inner_state)) and ls.was_applied(state)
+
+
+@pytest.mark.parametrize(
+    ("name", "inner"),
+    [
+        ("value_fn", optax.lbfgs()),
+        ("obj_fn", optax.contrib.sophia(0.1, update_interval=1)),
+    ],
+)
+def test_scale_backward_scales_a_loss_that_the_optimizer_evaluates(name, inner):
+    """Line searches and Sophia take the function."""
+    tx, params = ls.with_loss_scaling(inner), of(FLOAT32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(loss, params, state):
+        fun = lambda p: 2.0**-30 * loss(p, 1.0)  # noqa: E731
+        value, grads = ls.value_and_grad(fun, state)(params)
+        given = {name: ls.scale_backward(fun, state), "value": value}
+        given |= {"grad": grads} if name == "value_fn" else {}
+        return tx.update(grads, state, params, **given)[0]
+
+    results = [step(loss, params, tx.init(params)) for loss in (steep_loss, wide_loss)]
+    assert all(map(np.any, jax.tree.leaves(jax.device_get(results))))
+    assert_same_bits(*results)

@@ -1,15 +1,13 @@
-"""The masked update: what a skipped step keeps, whatever the optimizer computes.
-
-What is promised of its numbers, `test_random_optimizers` and `test_optimizers` check.
-"""
+"""What a skipped step keeps and costs, whatever the optimizer computes."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from asserts import assert_same_bits
+from asserts import assert_no_update, assert_same_bits
 from jax.experimental import io_callback
+from shared import slow_but
 from training import transformation
 
 import optax_lossscale as ls
@@ -21,8 +19,8 @@ ONE = np.ones(3, np.float32)
 BAD = np.float32([1.0, np.nan, 2.0])
 
 
-def test_added_to_any_number_a_skipped_update_changes_no_bit():
-    """Also of -0.0, to which adding 0.0 makes 0.0."""
+def test_skipped_update_changes_no_bit_of_any_number():
+    """Added to -0.0, an update of 0.0 would make 0.0."""
     dtypes = (jnp.float32, jnp.float16, jnp.bfloat16, jnp.float8_e5m2)
     params = [NUMBERS.astype(dtype) for dtype in dtypes]
     params += [np.complex64([complex(x, -0.0) for x in NUMBERS])]
@@ -88,3 +86,46 @@ def test_placeholders_are_neither_zero_nor_their_mean(shape):
     [placeholders] = seen
     assert np.all(np.float16(1e-3) * np.float16(placeholders) ** 2 > 0)
     assert np.all(placeholders != placeholders.mean())
+
+
+SEARCHES = {
+    "zoom": optax.lbfgs(),
+    "backtracking": optax.chain(
+        optax.sgd(0.1), optax.scale_by_backtracking_linesearch(1000)
+    ),
+}
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("search", slow_but(("backtracking",), SEARCHES))
+def test_line_search_evaluates_its_loss_once_in_a_skipped_step(search, around):
+    """Whatever it is given: it would go on to its last evaluation on NaN.
+
+    In the very first step it may take some more.
+    """
+    evaluated = []
+
+    def value_fn(params, factor):
+        jax.debug.callback(lambda: evaluated.append(1))
+        return factor * jnp.sum(params**2)
+
+    tx = ls.with_loss_scaling(SEARCHES[search])
+    params, bad = np.float32([1.0, 2.0]), np.float32([1.0, np.nan])
+
+    def step(grads, state, **extra_args):
+        return tx.update(grads, state, params, value_fn=value_fn, **extra_args)
+
+    first, step = tx.init(params), around(step)
+    good = {"value": np.float32(5.0), "grad": 2 * params, "factor": 1.0}
+    _, second = step(2 * params, first, **good)
+    for factor, value in np.float32([[1.0, 5.0], [1.0, np.nan], [np.nan, 5.0]]):
+        given = {"value": value, "grad": bad, "factor": factor}
+        given = jax.tree.map(jnp.asarray, given)
+        for state in (first, second):
+            jax.effects_barrier()
+            evaluated.clear()
+            updates, new_state = step(bad, state, **given)
+            jax.effects_barrier()
+            assert len(evaluated) <= 1 or state is first, given
+            assert_no_update(updates)
+            assert_same_bits(new_state.inner_state, state.inner_state)

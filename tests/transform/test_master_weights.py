@@ -42,10 +42,13 @@ def trained(inner, params):
 
 
 ADAM, SGD = optax.adam(1e-2), optax.sgd(0.1)
+CLIP = optax.clip_by_global_norm(0.1)
 
 # With copies made by ``m``, inside of wrappers and around them.
 RUNS = {
-    "clipped adam": lambda m: m(optax.chain(optax.clip_by_global_norm(0.1), ADAM)),
+    "clipped adamw": lambda m: m(
+        optax.chain(CLIP, optax.adamw(0.01, weight_decay=0.1))
+    ),
     "line search": lambda m: m(optax.lbfgs()),
     "MultiSteps": lambda m: m(optax.MultiSteps(ADAM, 2)),
     "partition": lambda m: optax.partition(
@@ -55,7 +58,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(("clipped adam",), RUNS))
+@pytest.mark.parametrize("name", slow_but(("clipped adamw",), RUNS))
 def test_master_weights_equal_float32_cast_in_the_loss(name):
     params, state = trained(RUNS[name](lambda inner: inner), FLOAT32)
     half, half_state = trained(RUNS[name](ls.with_master_weights), HALF)
@@ -95,7 +98,7 @@ MIXED = {
 }
 
 
-def test_only_what_is_narrower_is_copied():
+def test_only_narrower_parameters_are_copied():
     inner = optax.masked(optax.sgd(1e-4), {k: k != "table" for k in MIXED})
     tx = ls.with_master_weights(inner)
     state = tx.init(MIXED)
@@ -110,12 +113,6 @@ def test_only_what_is_narrower_is_copied():
     assert updates["table"].dtype == jnp.int32 and updates["none"] is None
     np.testing.assert_array_equal(updates["half"], np.float32(0))  # 0.9999 is 1
     np.testing.assert_allclose(state.master_weights["half"], 1 - 1e-4, rtol=1e-7)
-
-
-def test_float8_parameters_are_refused():
-    params = {"w": np.ones(2, jnp.float8_e5m2), "b": np.ones(2, np.float32)}
-    with pytest.raises(ValueError, match=r"must not be float8 .*_e5m2 at \['w'\]"):
-        ls.with_master_weights(optax.sgd(0.1)).init(params)
 
 
 def test_donated_state_may_keep_the_first_parameters():
@@ -135,29 +132,6 @@ def test_gradients_that_are_none_leave_their_parameters_alone():
     assert_same_bits(state.inner_state.master_weights["b"], FLOAT32["b"])
 
 
-def test_training_can_be_differentiated_as_in_float32():
-    """Also through a step that is skipped, whose gradients are nobody's function."""
-    bad = jax.tree.map(lambda g: np.full_like(g, np.nan), GRADS)
-
-    def reached(inner, params):
-        tx = ls.with_loss_scaling(inner)
-
-        def train(rate):
-            p, state = params, tx.init(params)
-            for grads in (optax.tree.scale(rate, GRADS), bad, GRADS):
-                updates, state = tx.update(grads, state, p)
-                p = optax.apply_updates(p, updates)
-            return sum(jnp.sum(x.astype(jnp.float32)) for x in jax.tree.leaves(p))
-
-        return jax.jit(jax.grad(train))(0.1)
-
-    expected = reached(SGD, FLOAT32)
-    assert abs(float(expected)) > 0.1
-    # What goes back through float16 parameters is rounded to float16.
-    actual = reached(ls.with_master_weights(SGD), HALF)
-    np.testing.assert_allclose(actual, expected, rtol=2e-2)
-
-
 def test_moments_beside_the_copies_are_made_as_for_float32():
     """What is not inside of `with_master_weights` is settled as without it."""
     tx = ls.with_loss_scaling(
@@ -170,61 +144,7 @@ def test_moments_beside_the_copies_are_made_as_for_float32():
     assert floats == {"float32"}
 
 
-def test_float16_parameters_alone_are_warned_of_once():
-    params = {"w": np.ones(2, np.float16), "v": np.ones(3, np.float16)}
-    message = r"2 of 2 parameters are float16, the first one at \['v'\]"
-    with pytest.warns(UserWarning, match=message) as record:
-        ls.with_loss_scaling(ADAM).init(params)
-    assert len(record) == 1 and record[0].filename == __file__
-
-
-def test_parameters_that_become_float16_are_warned_of_then():
-    """After a validation that casts, or from a checkpoint of half the size."""
-    tx = ls.with_loss_scaling(ADAM)
-    state, step = tx.init(FLOAT32), jax.jit(tx.update)
-    _, state = step(GRADS, state, FLOAT32)  # warnings are errors
-    with pytest.warns(UserWarning, match="2 of 2 parameters are float16") as record:
-        for _ in range(2):
-            _, state = step(GRADS, state, HALF)
-    assert [w.filename for w in record if "of 2 parameters" in str(w.message)] == [
-        __file__
-    ]
-
-
-@pytest.mark.parametrize("trained", [ADAM, SGD], ids=["adam", "sgd"])
-def test_frozen_float16_base_is_not_warned_of(trained):
-    params = {"base": np.ones((4, 4), np.float16)}
-    params["adapter"] = np.ones((4, 2), np.float32)
-    labels = {"base": "frozen", "adapter": "trained"}
-    groups = {"trained": trained, "frozen": optax.set_to_zero()}
-    tx = ls.with_loss_scaling(optax.partition(groups, labels))
-    state = tx.init(params)  # warnings are errors
-    jax.jit(tx.update)(params, state, params)
-    # One that is trained is.
-    half = {name: p.astype(np.float16) for name, p in params.items()}
-    with pytest.warns(UserWarning, match=r"1 of 2 .* at \['adapter'\]"):
-        ls.with_loss_scaling(optax.partition({**groups, "trained": ADAM}, labels)).init(
-            half
-        )
-
-
-CHAINS = {
-    "after": lambda m: optax.chain(m(ADAM), optax.scale(0.5)),
-    "in a wrapper": lambda m: optax.MultiSteps(
-        optax.chain(m(ADAM), optax.scale(0.5)), 2
-    ),
-}
-
-
-@pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS)
-def test_updates_that_lead_to_master_weights_may_not_be_changed(chain):
-    tx = ls.with_loss_scaling(chain(ls.with_master_weights))
-    with pytest.raises(ValueError, match="`with_master_weights` must come last"):
-        tx.init(HALF)
-    tx.init(FLOAT32)  # of which there are no copies
-
-
-def test_a_state_of_ones_own_may_stand_beside_master_weights():
+def test_state_of_ones_own_may_stand_beside_master_weights():
     masters = ls.with_master_weights(SGD)
 
     def update(grads, state, params):
@@ -238,24 +158,9 @@ def test_a_state_of_ones_own_may_stand_beside_master_weights():
     assert int(jax.jit(inner.update)(HALF, state, HALF)[1][1]) == 1
 
 
-def test_what_is_no_optimizer_or_no_type_is_refused():
-    with pytest.raises(TypeError, match="called as in `with_master_weights"):
-        ls.with_master_weights(1e-3)
-    with pytest.raises(ValueError, match="type that JAX has enabled, got float64"):
-        ls.with_master_weights(SGD, dtype=jnp.float64)
-    for dtype in (jnp.int32, None):
-        with pytest.raises(ValueError, match="`dtype` must be a floating-point type"):
-            ls.with_master_weights(SGD, dtype=dtype)
-
-
-@pytest.mark.parametrize(
-    "params",
-    [None, {**HALF, "w": FLOAT32["w"]}, list(HALF.values())],
-    ids=["none", "type", "structure"],
-)
-def test_parameters_must_be_given_and_those_of_the_state(params):
-    tx = ls.with_master_weights(ADAM)
-    grads = jax.tree.map(np.ones_like, HALF if params is None else params)
-    remedy = "" if params is None else "`optax.apply_updates.*`eqx.apply_updates` makes"
-    with pytest.raises(ValueError, match=f"`params` must .*{remedy}"):
-        tx.update(grads, tx.init(HALF), params)
+def test_chain_may_go_on_after_master_weights_of_no_parameters():
+    """Of float32 parameters there are no copies."""
+    inner = optax.chain(ls.with_master_weights(SGD), optax.scale(0.5))
+    tx = ls.with_loss_scaling(inner)
+    updates, _ = jax.jit(tx.update)(FLOAT32, tx.init(FLOAT32), FLOAT32)
+    np.testing.assert_allclose(updates["w"], -0.05 * FLOAT32["w"], rtol=1e-6)

@@ -1,6 +1,7 @@
 """Every optimizer that optax has: wrapped, it is itself, and a skip leaves no trace."""
 
-import itertools
+import functools
+import re
 
 import chex
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from asserts import assert_no_update, assert_same_bits, assert_same_types, without_keys
+from book import page
 from every_optimizer import (
     IGNORED_WARNINGS,
     NAMES,
@@ -19,6 +21,7 @@ from every_optimizer import (
     params_for,
     update,
 )
+from shared import slow_but
 
 import optax_lossscale as ls
 from optax_lossscale._transform.in_place import tolerates_nan
@@ -36,14 +39,11 @@ ASKED = {"float32": NAMES, "float16": {*OPTIMIZERS, *VARIANTS}, "bfloat16": USUA
 CHOOSES_OTHERWISE = ("optax.lbfgs", "float16")
 
 
-def cases():
-    """By default the usual optimizers in float32, and one of them otherwise."""
-    for name, (kind, names) in itertools.product(NAMES, ASKED.items()):
-        if name in names and (name, kind) != CHOOSES_OTHERWISE:
-            quick = USUAL if kind == "float32" else {"clip + adamw"}
-            yield pytest.param(
-                name, kind, marks=[pytest.mark.slow] * (name not in quick)
-            )
+# By default the usual optimizers in float32, and one of them otherwise.
+QUICK = [*((name, "float32") for name in USUAL)]
+QUICK += [("clip + adamw", "float16"), ("clip + adamw", "bfloat16")]
+CASES = [(name, kind) for kind in ASKED for name in NAMES if name in ASKED[kind]]
+CASES.remove(CHOOSES_OTHERWISE)
 
 
 def compiled(name, tx, wide=lambda params: params):
@@ -63,9 +63,10 @@ def types(tree):
     return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
 
 
-@pytest.mark.parametrize(("name", "kind"), list(cases()))
-def test_a_wrapped_optimizer(name, kind):
+@pytest.mark.parametrize("case", slow_but(QUICK, CASES), ids="-".join)
+def test_wrapped_optimizer_is_itself_and_skips_without_trace(case):
     """Good steps are Optax's, and bad ones leave every bit as it was."""
+    name, kind = case
     inner = make(name)
     tx = ls.with_loss_scaling(inner)
 
@@ -109,27 +110,44 @@ def test_a_wrapped_optimizer(name, kind):
     assert len(traces) == 1
 
 
+# They divide 0 by 0 in float32, too.
+NAN_OF_ZEROS = {"optax.contrib.dadapt_adamw", "optax.contrib.prodigy"}
+
+
+@pytest.mark.parametrize("name", slow_but(["optax.adafactor"], OPTIMIZERS))
+@pytest.mark.filterwarnings("ignore")
+def test_wrapped_optimizer_makes_finite_updates_of_float16_zeros(name):
+    tx, params = ls.with_loss_scaling(make(name)), params_for(name, jnp.float16)
+    zeros = optax.tree.zeros_like(grads_for(name, params), dtype=jnp.float16)
+    step = jax.jit(functools.partial(update, name, tx))
+    updates, state = step(zeros, tx.init(params), params)
+    updates, _ = step(zeros, state, params)
+    assert ls.all_finite(updates) == (name not in NAN_OF_ZEROS)
+
+
+def test_optimizers_of_the_page_make_nan_of_float16_zeros():
+    text = page("guides/float16_parameters")
+    names = re.findall(r"`(\w+)`", re.search("of NaN from (.+?) and others", text)[1])
+    assert {"adam", "adamw"} <= {*names}
+    zeros = np.zeros(8, np.float16)
+    for name in names:
+        tx = make(f"optax.{name}")
+        updates, _ = tx.update(zeros, tx.init(zeros), zeros)
+        assert np.isnan(updates).all(), name
+
+
 # They have loops that may never end, branches, or decompositions that iterate. If
 # another one is refused, it is only slow: `NAN_TOLERANT` lacks an operation.
 REFUSED = {
-    "MultiSteps",
-    "optax.apply_if_finite",
-    "optax.conditionally_mask",
-    "optax.conditionally_transform",
-    "optax.contrib.galore",
-    "optax.contrib.mechanize",
-    "optax.contrib.reduce_on_plateau",
-    "optax.contrib.scale_by_galore",
-    "optax.contrib.sophia",
-    "optax.lbfgs",
-    "optax.novograd",
-    "optax.scale_by_backtracking_linesearch",
-    "optax.scale_by_novograd",
-    "optax.scale_by_zoom_linesearch",
+    *("MultiSteps", "optax.apply_if_finite", "optax.conditionally_mask", "optax.lbfgs"),
+    *("optax.conditionally_transform", "optax.novograd", "optax.scale_by_novograd"),
+    *("optax.contrib.galore", "optax.contrib.scale_by_galore", "optax.contrib.sophia"),
+    *("optax.contrib.mechanize", "optax.contrib.reduce_on_plateau"),
+    *("optax.scale_by_backtracking_linesearch", "optax.scale_by_zoom_linesearch"),
 }
 
 
-def test_optimizers_are_fast_without_branches_and_loops():
+def test_optimizers_without_branches_and_loops_are_fast():
     refused = set()
     for name in NAMES:
         tx, params = make(name), params_for(name)

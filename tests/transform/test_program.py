@@ -9,6 +9,7 @@ import optax
 import pytest
 from every_optimizer import make
 from shared import slow_but
+from training import float16_loss, make_step, normal, train
 
 import optax_lossscale as ls
 from optax_lossscale._transform import mask
@@ -53,7 +54,7 @@ def temporary(program):
 @pytest.mark.parametrize("scanned", slow_but((False,), (False, True)))
 @guarded
 @pytest.mark.parametrize("rule", [ls.DynamicLossScale(), ls.HeadroomLossScale()])
-def test_no_memory_beyond_the_plain_step(name, scanned, rule):
+def test_step_takes_no_memory_beyond_the_plain_one(name, scanned, rule):
     if scanned and name == "optax.lion":
         # Plain, it frees one gradient before it copies the next moment. Whoever checks
         # has to have all gradients first.
@@ -76,20 +77,55 @@ def test_checked_updates_keep_no_state_waiting(monkeypatch):
 
 @pytest.mark.slow
 @guarded
-def test_the_program_grows_linearly_with_the_leaves(name):
+def test_program_grows_linearly_with_the_leaves(name):
     tx = ls.with_loss_scaling(make(name))
     small, large = (len(compiled(tx, n).as_text()) for n in (32, 128))
     assert large < 4.4 * small
 
 
 @guarded
-def test_a_step_never_leaves_the_device(name):
+def test_step_never_leaves_the_device(name):
     text = compiled(ls.with_loss_scaling(make(name)), 4).as_text()
     assert not re.search(r"\b(infeed|outfeed|send|recv|callback)\b|S\(5\)", text)
 
 
-def test_no_check_and_no_mask_where_nothing_is_skipped():
+def test_rule_that_never_skips_costs_no_check_and_no_mask():
     tx = make("optax.adamw")
     unchecked = ls.with_loss_scaling(tx, ls.FixedLossScale(8.0, skip_nonfinite=False))
     plain, masked = (compiled(t, 4).cost_analysis() for t in (tx, unchecked))
     assert masked["bytes accessed"] < plain["bytes accessed"] + BYTES
+
+
+PARAMS = {"w": np.float32([[0.5, -1.0], [2.0, 0.25]]), "b": np.zeros(2, np.float32)}
+X, ADAM = jax.device_put(normal(8, 2)), ls.with_loss_scaling(optax.adam(1e-2))
+STEP = make_step(ADAM, float16_loss)
+
+
+@jax.jit
+def start():
+    return jax.tree.map(jnp.asarray, PARAMS), ADAM.init(PARAMS)
+
+
+def test_step_uses_a_donated_state():
+    params, state = start()
+    jax.jit(STEP, donate_argnums=(0, 1))(params, state, X)
+    used = jax.tree.leaves((params, state.inner_state))
+    assert all(x.is_deleted() for x in used)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda params, state: train(jax.jit(STEP), params, state, [X] * 3),
+        lambda params, state: ls.all_finite(state),
+        lambda params, state: ls.max_magnitude(state),
+        lambda params, state: ls.get_loss_scale(state),
+        lambda params, state: ls.was_applied(state),
+        lambda params, state: ls.check_loss_scale(state, grads=[X]),
+        lambda params, state: ls.keep_if_applied(state, {"mean": X}, {"mean": -X}),
+    ],
+)
+def test_steps_and_questions_transfer_nothing(call):
+    arguments = start()
+    with jax.transfer_guard("disallow"):
+        call(*arguments)

@@ -18,7 +18,7 @@ PROGRAM = Path(__file__).parents[1] / "helpers" / "random_optimizers.py"
         pytest.param(0, 50, ["--late"], marks=pytest.mark.slow),
     ],
 )
-def test_random_optimizers_are_as_unwrapped(first, number, masks):
+def test_random_optimizers_are_themselves(first, number, masks):
     """In a process of its own: an update that never ends fails, and is named."""
     options = [f"--first={first}", f"--number={number}", *masks]
     command = [sys.executable, PROGRAM, *options]
