@@ -1,6 +1,5 @@
 """Updates that set narrow parameters exactly to rounded master weights."""
 
-import functools
 from typing import Any
 
 import jax
@@ -22,13 +21,20 @@ def update_to(master: jax.Array, param: Any) -> jax.Array:
     return jnp.where(is_zero, master, update)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def round_to(x: jax.Array, dtype: Any) -> jax.Array:
     """Round to the precision of a narrower type, to nearest, ties to even.
 
     Two casts would do the same, but XLA may remove them on GPUs and TPUs, to keep more
     digits. A number above the largest one of the type stays finite.
     """
+    # The derivative of a cast. A ``jax.custom_jvp`` would be lost in second derivatives
+    # of a ``scan``. Subtracting 0 keeps the sign of a zero.
+    constant = jax.lax.stop_gradient(x)
+    zero = jnp.where(jnp.isfinite(x), constant - x, 0)
+    return _rounded(constant, dtype) - zero
+
+
+def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
     wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
     digits = wide.nmant - narrow.nmant
     bits = jax.lax.bitcast_convert_type(x, np.dtype(f"uint{wide.bits}"))
@@ -41,9 +47,3 @@ def round_to(x: jax.Array, dtype: Any) -> jax.Array:
         subnormal = jax.lax.round(x * (1 / least), even) * least
         y = jnp.where(jnp.abs(x) < float(narrow.tiny), subnormal, y)
     return jnp.where(jnp.isnan(x), x, y)
-
-
-@round_to.defjvp
-def _(dtype: Any, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    # The derivative of a cast.
-    return round_to(*primals, dtype), tangents[0]

@@ -74,8 +74,6 @@ ROWS = {
 @pytest.mark.parametrize("row", ROWS)
 def test_derivative_is_that_without_the_skipped_steps(row, kind, in_scan):
     """Meta-learning: the derivative by the learning rate."""
-    if (row, kind, in_scan) == ("master weights", "of second order", True):
-        pytest.xfail("Reverse mode of a scan loses the derivative of `round_to`")
     make, wrap, noises, factors, applied = ROWS[row]
     dtype = jnp.float16 if row == "master weights" else jnp.float32
 
