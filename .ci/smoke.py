@@ -7,7 +7,7 @@ import sysconfig
 
 
 def main() -> None:
-    """Import from where packages are installed, and run the program of the README."""
+    """Import from where packages are installed, and run the programs of the README."""
     import optax_lossscale as ls
 
     package = pathlib.Path(ls.__file__).parent
@@ -16,10 +16,11 @@ def main() -> None:
     assert importlib.metadata.version("optax_lossscale") == ls.__version__
 
     readme = importlib.metadata.metadata("optax_lossscale").get_payload()
-    assert not re.search(r"\]\((?!https://)", readme), "a link that PyPI cannot follow"
-    [program] = re.findall(r"^```python\n(.*?)^```$", readme, re.M | re.S)
+    links = r"\]\((?!https://|#)"
+    assert not re.search(links, readme), "a link that PyPI cannot follow"
     namespace: dict[str, object] = {}
-    exec(compile(program, "README.md", "exec"), namespace)
+    for program in re.findall(r"^```python\n(.*?)^```$", readme, re.M | re.S):
+        exec(compile(program, "README.md", "exec"), namespace)
     assert ls.was_applied(namespace["opt_state"])
     assert float(str(namespace["loss"])) < 0.3
     print(f"{package}: {ls.__version__} works")
