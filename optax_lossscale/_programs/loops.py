@@ -24,6 +24,7 @@ from .primitives import (
     CHECKPOINTS,
     CUSTOM,
     ELEMENTWISE,
+    ONE_PROGRAM,
     REDUCTIONS,
     RESHAPES,
 )
@@ -32,6 +33,7 @@ from .rewrite import (
     checkpointed,
     effect_names,
     equations,
+    jaxpr_of,
     operations,
     programs_in,
 )
@@ -56,12 +58,16 @@ def with_least_kept(body: Any, differentiated: Flags, carry: range) -> Any:
         return body
     variables = checkpoint.eqns[0].invars
     needed = _needed(derivatives, variables, differentiated, carry)
-    # If only casts are computed again, a body keeps no more than in float32.
     casts = frozenset({"convert_element_type"})
-    # The result of a reduction is small, but what it is computed from may be kept
-    # anyway. Of equal ways, the first one computes less again.
-    ways = [_fewest(needed, x) for x in (cheap, cheap | REDUCTIONS)]
-    ways.insert(0, (casts, _bytes(needed, casts)))
+    ways = [
+        # If only casts are computed again, a body keeps no more than in float32.
+        (casts, _bytes(needed, casts)),
+        _fewest(needed, cheap),
+        # The result of a reduction is small, but what it is computed from may be kept
+        # anyway.
+        _fewest(needed, cheap | REDUCTIONS),
+    ]
+    # Of equal ways, the first one computes less again.
     recomputed, _ = min(ways, key=operator.itemgetter(1))
     return checkpointed(body, _keeps_all_but(recomputed)) if recomputed else body
 
@@ -198,7 +204,7 @@ def _needed(
 
 def _values(program: Any, inputs: list[_Value], times: int = 1) -> list[_Value]:
     """Return the outputs of a program, which runs a number of times."""
-    program = program.jaxpr if isinstance(program, ClosedJaxpr) else program
+    program = jaxpr_of(program)
     constants = [_Value() for _ in program.constvars]
     pairs = zip([*program.constvars, *program.invars], constants + inputs, strict=True)
     known: dict[Any, _Value] = dict(pairs)
@@ -222,7 +228,7 @@ def _outputs(eqn: JaxprEqn, inputs: list[_Value], times: int) -> list[_Value]:
             index, *inputs = inputs
             branches = [_values(x, inputs, times) for x in programs]
             return [_Value(operands=[index, *xs]) for xs in zip(*branches, strict=True)]
-        case name if name in CALLS | {"shard_map"}:
+        case name if name in ONE_PROGRAM:
             [program] = programs
             return _values(program, inputs, times)
     primitives = _primitives(eqn.primitive, eqn.params)

@@ -41,10 +41,12 @@ REDUCTIONS = frozenset(
 # Equations that run a program inside.
 CHECKPOINTS = frozenset(["checkpoint", "remat2"])
 CALLS = CHECKPOINTS | {"call", "closed_call", "jit", "pjit"}
+# The results are those of the one program inside.
+ONE_PROGRAM = CALLS | {"shard_map"}
 # The programs in these are evaluated and differentiated as they stand. Others, such as
 # ``custom_vmap_call``, have a derivative or a batch rule that was written for their
 # types.
-TRANSPARENT = CALLS | {"scan", "while", "cond", "shard_map", "composite"}
+TRANSPARENT = ONE_PROGRAM | {"scan", "while", "cond", "composite"}
 CUSTOM = frozenset(
     """
     custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call

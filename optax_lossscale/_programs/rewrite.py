@@ -37,6 +37,11 @@ _THIS_PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _CHECK = os.path.join(_THIS_PACKAGE, "_finite.py")
 
 
+def jaxpr_of(program: Program) -> Any:
+    """Return the program inside a ``ClosedJaxpr``, or another one as it is."""
+    return program.jaxpr if isinstance(program, ClosedJaxpr) else program
+
+
 def programs_in(params: dict[str, Any]) -> list[Any]:
     """Return the programs among the parameters of an equation, or in tuples there."""
     values = (x if isinstance(x, tuple | list) else (x,) for x in params.values())
@@ -106,7 +111,7 @@ def with_eqns(
 
     They may have effects of debugging.
     """
-    jaxpr: Any = program.jaxpr if isinstance(program, ClosedJaxpr) else program
+    jaxpr = jaxpr_of(program)
     eqns = [*itertools.chain.from_iterable(map(change, jaxpr.eqns))]
     effects = jaxpr.effects | _debugging_effects(eqns)
     inputs = [*jaxpr.invars, *inputs]
@@ -170,7 +175,7 @@ def checkpointed(program: Program, policy: Callable[..., bool]) -> Any:
 
     Without ``prevent_cse``, which the bodies of loops do not need.
     """
-    outer: Any = program.jaxpr if isinstance(program, ClosedJaxpr) else program
+    outer = jaxpr_of(program)
     fun = jax.checkpoint(jnp.negative, policy=policy, prevent_cse=False)
     (new,) = jax.make_jaxpr(fun)(0.0).jaxpr.eqns
     if new.primitive.name not in CHECKPOINTS:

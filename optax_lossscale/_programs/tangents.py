@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Var
 
 from .._dtypes import is_inexact
 from .._jax_internals import inputs_of_scan, is_ref
-from .primitives import CALLS
-from .rewrite import Program, programs_in
+from .primitives import ONE_PROGRAM
+from .rewrite import Program, jaxpr_of, programs_in
 
 Flags = tuple[bool, ...]
 
@@ -43,16 +43,16 @@ def being_differentiated(inputs: Sequence[jax.Array]) -> Flags:
 def with_tangents(program: Program, flags: Flags) -> Flags:
     """Return which outputs of a program have tangents, if these inputs have."""
     known = Known(program, flags)
-    for eqn in _jaxpr(program).eqns:
+    for eqn in jaxpr_of(program).eqns:
         known.add(eqn)
-    return known.of(_jaxpr(program).outvars)
+    return known.of(jaxpr_of(program).outvars)
 
 
 class Known:
     """The variables of a program that have tangents, up to one of its equations."""
 
     def __init__(self, program: Program, flags: Flags):
-        pairs = zip(_jaxpr(program).invars, flags, strict=True)
+        pairs = zip(jaxpr_of(program).invars, flags, strict=True)
         self._variables = {x for x, flag in pairs if flag}
 
     def of(self, variables: Sequence[Any]) -> Flags:
@@ -80,7 +80,7 @@ def inputs_of(eqn: JaxprEqn, program: Program, flags: Flags) -> Flags:
         case "cond":
             return flags[1:]
         case "while":  # its condition and its body share the inputs of the equation
-            return tuple(is_inexact(x.aval) for x in _jaxpr(program).invars)
+            return tuple(is_inexact(x.aval) for x in jaxpr_of(program).invars)
     return flags
 
 
@@ -95,11 +95,7 @@ def _of_results(eqn: JaxprEqn, flags: Flags) -> Flags:
         case "cond":
             branches = [with_tangents(x, inputs_of(eqn, x, flags)) for x in programs]
             return tuple(map(any, zip(*branches, strict=True)))
-        case name if name in CALLS | {"shard_map"}:
+        case name if name in ONE_PROGRAM:
             [program] = programs
             return with_tangents(program, flags)
     return tuple(any(flags) and is_inexact(x.aval) for x in eqn.outvars)
-
-
-def _jaxpr(program: Any) -> Any:
-    return program.jaxpr if isinstance(program, ClosedJaxpr) else program

@@ -17,7 +17,7 @@ from .._dtypes import dtype_of, is_inexact
 from .._jax_internals import is_ref, is_staging
 from .._tree import select, where
 from .._validation import is_traced
-from .in_place import update_in_place
+from .in_place import Run, update_in_place
 
 
 class _Arrays(NamedTuple):
@@ -32,10 +32,6 @@ class _Arrays(NamedTuple):
     grads: list[jax.Array]
     value: list[jax.Array]
     others: list[jax.Array]
-
-
-# Returns whether the results are usable, the updates, and the new state.
-Run = Callable[[_Arrays], Any]
 
 
 def masked_update(
