@@ -35,7 +35,7 @@ def all_finite(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
         Array(False, dtype=bool)
     """
     leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x)]
-    # With fast math, XLA replaces x - x by 0.
+    # With fast math, XLA replaces x - x by 0: https://github.com/jax-ml/jax/issues/276
     by_sums = "fast_math" not in os.environ.get("XLA_FLAGS", "")
     return all_along(_all_finite(leaves, by_sums=by_sums), axis_name)
 
@@ -117,6 +117,7 @@ def max_magnitude(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
 def _max_magnitude(leaves: list[jax.Array], axis_name: AxisName | None) -> jax.Array:
     # On CPU, XLA drops NaN from a maximum of floats. A maximum of their bits would keep
     # NaN, but XLA would write all the bits to memory first.
+    # https://github.com/openxla/xla/issues/21461
     no_nan = none_is_true([_is_nan(x) for x in leaves])
     largest = finite_max_magnitude(leaves, axis_name)
     return jnp.where(all_along(no_nan, axis_name), largest, jnp.nan)

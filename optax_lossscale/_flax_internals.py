@@ -23,7 +23,8 @@ def wraps(fun: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
     """Return ``functools.wraps(fun)``, after which a method of a module stays one.
 
     Since Flax 0.12.1, NNX refuses to transform a bound method, because it would not see
-    the module. It must see what we wrap, too.
+    the module. It must see what we wrap, too. See
+    https://github.com/google/flax/issues/5053.
     """
     method = fun
     while isinstance(method, functools.partial):
@@ -94,7 +95,8 @@ def is_same(x: Any, before: tuple[Any, list[Any]]) -> bool:
 def check_writable(objects: list[Any]) -> None:
     """Raise if objects cannot be written here, before any of them is.
 
-    A transformation inside of which they are can read those from outside of it alone.
+    Inside an NNX transformation, objects from outside of it can only be read. Flax has
+    no function that tells, so each variable is written onto itself.
     """
     for _, x in _nnx().iter_graph(objects):
         if isinstance(x, _nnx().Variable):
@@ -152,7 +154,8 @@ def is_object(x: Any) -> bool:
 def is_overwritten(path: Any) -> bool:
     """Return whether the new value of a leaf takes the place of its gradient.
 
-    Flax puts the scales and histories of its float8 operations below this key.
+    Flax puts the scales and histories of its float8 operations below this key:
+    https://github.com/google/flax/pull/3435
     """
     return "['_overwrite_with_gradient']" in jax.tree_util.keystr(path)
 

@@ -1,6 +1,8 @@
 """Checks of the arguments that users pass, and warnings. Each says what to do."""
 
+import functools
 import itertools
+import math
 import numbers
 import sys
 import warnings
@@ -129,6 +131,70 @@ def check_order(**numbers: float) -> None:
                 f"`{lower}` must not exceed `{upper}`, got {lower}={low!r} and "
                 f"{upper}={high!r}. Lower `{lower}` or raise `{upper}`."
             )
+
+
+_check_limit = functools.partial(
+    check_number,
+    least=SMALLEST_SCALE,
+    largest=LARGEST_SCALE,
+    advice="Beyond, the scale or its reciprocal is no normal float32 number.",
+)
+# The arguments that are fields of rules. Each check takes the name and the value.
+_CHECKS = {
+    "loss_scale": functools.partial(
+        check_number,
+        least=1,
+        largest=LARGEST_SCALE,
+        advice="1 leaves the loss unchanged.",
+    ),
+    "init_scale": _check_limit,
+    "min_scale": _check_limit,
+    "max_scale": _check_limit,
+    "growth_factor": functools.partial(
+        check_number,
+        least=1,
+        largest=math.inf,
+        is_open=True,
+        advice="It multiplies a scale that grows, as 2.",
+    ),
+    "backoff_factor": functools.partial(
+        check_number,
+        least=0,
+        largest=1,
+        is_open=True,
+        advice="It multiplies the scale at overflow, as 0.5.",
+    ),
+    "growth_interval": functools.partial(
+        check_count, advice="It is the finite steps in a row to a growth."
+    ),
+    "hysteresis": functools.partial(
+        check_count, advice="It is the non-finite steps to a backoff."
+    ),
+    "hysteresis_refill": functools.partial(
+        check_choice,
+        choices=("finite", "growth", "change"),
+        advice="It decides what resets the hysteresis counter.",
+    ),
+    "headroom": functools.partial(
+        check_number,
+        least=0,
+        largest=126,
+        advice="It is the powers of two to leave free, as 3.",
+    ),
+    "half_life": functools.partial(
+        check_count, advice="It is the steps in which a maximum decays to a half."
+    ),
+    "dtype": check_dtype,
+    "skip_nonfinite": functools.partial(
+        check_switch, advice="It decides whether to skip non-finite steps."
+    ),
+}
+
+
+def check_field(name: str, value: Any) -> Any:
+    """Return the value of a field of a rule as a plain Python value, or raise."""
+    check: Any = _CHECKS[name]
+    return check(name, value)
 
 
 def check_concrete(name: str, tree: Any, advice: str) -> None:

@@ -20,9 +20,8 @@ from typing import Any
 
 from ._dtypes import LARGEST_SCALE, SMALLEST_SCALE
 from ._rules.dynamic import DynamicLossScale
-from ._rules.fields import check_field
 from ._rules.fixed import FixedLossScale
-from ._validation import check_switch
+from ._validation import check_field, check_switch
 
 __all__ = [
     "apex_amp",

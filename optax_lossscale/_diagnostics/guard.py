@@ -15,7 +15,7 @@ from .._finite import all_finite
 from .._state import MOST_COUNTED_SKIPS, LossScaleState
 from .._validation import check_count, check_function, check_scalar, is_traced, warn
 from .gradient_report import check_gradients, gradient_report
-from .stop_message import EVENTS, WARNINGS, message
+from .stop_message import WARNINGS, Event, message
 
 # The largest scale of the default rule: if a scale is there for long without a skip,
 # nothing overflows at any scale.
@@ -142,8 +142,9 @@ def check_loss_scale(
 
 def _tell(limit: int, on_error: Any, due: Any, *seen: Any) -> None:
     """Raise or report, on the host, the events that are due."""
-    # Under ``jax.vmap``, the host is called for each member, also if nothing is due.
-    for event, flags in zip(EVENTS, due, strict=True):
+    # Under ``jax.vmap``, the host is called for each member, also if nothing is due:
+    # https://github.com/jax-ml/jax/issues/19314
+    for event, flags in zip(Event, due, strict=True):
         if not np.any(flags):
             continue
         text = message(event, limit, flags, *seen)
@@ -193,12 +194,12 @@ def _is_due(
         all_zero &= jnp.all(tracker % _LONG == 1)
         too_often &= skips > 0
     due = {
-        "never overflowed": never_overflowed,
-        "often": often,
-        "undone": undone,
-        "all zero": all_zero,
-        "invalid scale": ~valid,
-        "skips in a row": in_a_row,
-        "skip rate": too_often,
+        Event.NEVER_OVERFLOWED: never_overflowed,
+        Event.OFTEN_SKIPPED: often,
+        Event.UPDATE_UNDONE: undone,
+        Event.ALL_ZERO: all_zero,
+        Event.INVALID_SCALE: ~valid,
+        Event.SKIPS_IN_A_ROW: in_a_row,
+        Event.HIGH_SKIP_RATE: too_often,
     }
-    return jnp.stack(jnp.broadcast_arrays(*(due[event] for event in EVENTS)))
+    return jnp.stack(jnp.broadcast_arrays(*(due[event] for event in Event)))

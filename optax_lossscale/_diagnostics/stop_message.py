@@ -1,5 +1,6 @@
 """Say what has happened, its likeliest causes, and where the way out is written."""
 
+import enum
 import functools
 import textwrap
 from typing import Any
@@ -10,20 +11,28 @@ import numpy as np
 from .._validation import BOOK
 from .table import ALL_KINDS, FINITE_KINDS, table_of
 
+
+class Event(enum.Enum):
+    """What the guard tells, in this order, and the text of each."""
+
+    NEVER_OVERFLOWED = "The loss scale is 2**24 or more. None of the steps was skipped."
+    OFTEN_SKIPPED = "More than 5 % of the recent steps are skipped."
+    UPDATE_UNDONE = "The gradients are not finite, but the step counts as applied."
+    ALL_ZERO = "All gradients are exactly 0."
+    INVALID_SCALE = "The loss scale{member} is not a positive number."
+    SKIPS_IN_A_ROW = (
+        "The last {skips} skipped, more than `max_consecutive_skips`={limit}."
+    )
+    HIGH_SKIP_RATE = "Recently, {skip_rate:.0%} of the steps{member} were skipped."
+
+
 WARNINGS = {
-    "never overflowed": "The loss scale is 2**24 or more. None of the steps was "
-    "skipped.",
-    "often": "More than 5 % of the recent steps are skipped.",
-    "undone": "The gradients are not finite, but the step counts as applied.",
-    "all zero": "All gradients are exactly 0.",
+    Event.NEVER_OVERFLOWED,
+    Event.OFTEN_SKIPPED,
+    Event.UPDATE_UNDONE,
+    Event.ALL_ZERO,
 }
-_ERRORS = {
-    "invalid scale": "The loss scale{member} is not a positive number.",
-    "skips in a row": "The last {skips} skipped, more than "
-    "`max_consecutive_skips`={limit}.",
-    "skip rate": "Recently, {skip_rate:.0%} of the steps{member} were skipped.",
-}
-EVENTS = WARNINGS | _ERRORS  # in the order in which they are told
+_Causes = dict[Event | str, tuple[str, str]]
 _NUMBERS = "Loss scale: {loss_scale:g}. Skipped in all: {skipped_steps}."
 
 _DATA = "the batch, the parameters or a carried state hold NaN or inf"
@@ -40,32 +49,32 @@ _SOME_STEPS = (
 )
 # The likeliest causes of each event, and the page that has the way out. Those of skips
 # in a row depend on what is known of the loss, the gradients and the scale.
-_CAUSES = {
-    "never overflowed": (
+_CAUSES: _Causes = {
+    Event.NEVER_OVERFLOWED: (
         "the step calls `jax.value_and_grad` instead of `ls.value_and_grad`; nothing "
         "is computed in float16 (use `skip_nonfinite`); or all gradients are below "
         "0.004, and all is well",
         "troubleshooting.md#the-scale-climbs-to-the-ceiling",
     ),
-    "often": _SOME_STEPS,
-    "undone": (
+    Event.OFTEN_SKIPPED: _SOME_STEPS,
+    Event.UPDATE_UNDONE: (
         "the step leaves `update` out, by an `if` or `lax.cond`, or puts the old state "
         "back; NaN is replaced before `update`, as by `nan_to_num`; or `grads` are not "
         "those of this step",
         "troubleshooting.md#the-update-is-left-out",
     ),
-    "all zero": (
+    Event.ALL_ZERO: (
         "the loss does not reach the parameters, as behind a `stop_gradient`; no label "
         "of the batch counts; the count that a mean divides by is inf in float16; or "
         "the scale is too low, and all gradients underflow",
         "troubleshooting.md#all-gradients-are-0",
     ),
-    "invalid scale": (
+    Event.INVALID_SCALE: (
         "the state was restored from a run that had failed, or was set by hand (set a "
         "scale: `optax.tree.set(opt_state, loss_scale=2.0**15)`)",
         "guides/checkpoints.md#restored-scales-and-another-rule",
     ),
-    "skip rate": _SOME_STEPS,
+    Event.HIGH_SKIP_RATE: _SOME_STEPS,
     "loss unknown": (
         f"{_DATA}; {_FORWARD}; or the gradients overflow. Pass `grads=grads` and "
         "`value=loss` to `check_loss_scale` to learn more",
@@ -107,14 +116,14 @@ _GUARD = "guides/nan_guard.md#why-a-step-is-skipped"
 _SOME_UNSCALED = (f"some batches hold NaN, inf or no label; {_DERIVATIVE}", _GUARD)
 # The same where the scale is fixed at 1, as in bfloat16 and float32: no scale and no
 # float16 is to blame.
-_UNSCALED_CAUSES = {
-    "often": _SOME_UNSCALED,
-    "all zero": (
+_UNSCALED_CAUSES: _Causes = {
+    Event.OFTEN_SKIPPED: _SOME_UNSCALED,
+    Event.ALL_ZERO: (
         "the loss does not reach the parameters, as behind a `stop_gradient`; or no "
         "label of the batch counts",
         "troubleshooting.md#all-gradients-are-0",
     ),
-    "skip rate": _SOME_UNSCALED,
+    Event.HIGH_SKIP_RATE: _SOME_UNSCALED,
     "loss unknown": (
         f"{_DATA}; {_LABEL}; {_DERIVATIVE}; or {_DIVERGES}. Pass `grads=grads` and "
         "`value=loss` to `check_loss_scale` to learn more",
@@ -131,7 +140,7 @@ _UNSCALED_CAUSES = {
 
 
 def message(
-    event: str, limit: int, due: Any, state: Any, report: Any, value: Any
+    event: Event, limit: int, due: Any, state: Any, report: Any, value: Any
 ) -> str:
     """Return what has happened, its causes, their page, and for an error the report.
 
@@ -141,10 +150,12 @@ def message(
     member = np.unravel_index(np.argmax(due), np.shape(due))
     named = f" of member {', '.join(map(str, member))}" if member else ""
     state = jax.tree.map(lambda x: np.asarray(x)[member], state._replace(rule_state=()))
-    known = _known(state, report, value) if event == "skips in a row" else event
+    is_row = event is Event.SKIPS_IN_A_ROW
+    known = _known(state, report, value) if is_row else event
     is_unscaled = bool(state.is_fixed) and state.loss_scale == 1
     causes, page = (_CAUSES | _UNSCALED_CAUSES if is_unscaled else _CAUSES)[known]
-    texts = [EVENTS[event], *[_NUMBERS] * (event in _ERRORS)]
+    is_error = event not in WARNINGS
+    texts = [event.value, *[_NUMBERS] * is_error]
     skips = state.consecutive_skips
     skips = f"step{named} was" if skips == 1 else f"{skips} steps{named} were all"
     fields = {"limit": limit, "member": named, "skips": skips, **state._asdict()}
@@ -153,7 +164,7 @@ def message(
         textwrap.fill, width=80, break_on_hyphens=False, break_long_words=False
     )
     texts = [*map(fill, texts), f"{BOOK}{page}"]
-    if event in _ERRORS and report is not None:
+    if is_error and report is not None:
         kinds = FINITE_KINDS if is_unscaled else ALL_KINDS
         texts += ["The last gradients:", table_of(report, 5, kinds)]
     return "\n".join(texts)

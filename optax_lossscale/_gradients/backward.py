@@ -16,8 +16,14 @@ from .._flax_internals import finite_overwrite, is_initializing, wraps
 from .._jax_internals import zeros_like_aval
 from .._programs.rewrite import COLLECTIVE, DEBUGGING, effect_names
 from .._programs.traced_call import check_axes, evaluate, refuse_effects, traced_call
-from .._rules.fields import check_field
-from .._validation import check_dtype, check_function, check_scale, describe, warn
+from .._validation import (
+    check_dtype,
+    check_field,
+    check_function,
+    check_scale,
+    describe,
+    warn,
+)
 from .forgotten import Use, note_number, using_scale
 from .scaling import rescale
 

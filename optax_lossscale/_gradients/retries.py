@@ -21,8 +21,7 @@ from .._programs.traced_call import (
     refuse_effects,
     traced_call,
 )
-from .._rules.fields import check_field
-from .._validation import check_count
+from .._validation import check_count, check_field
 from .forgotten import Use, note_true, using_scale
 from .scaling import warn_of_narrow_loss
 from .value_and_grad import differentiate

@@ -87,9 +87,11 @@ def traced_call(
         closed_jaxpr = jax.make_jaxpr(flat)(first, arrays)
         jaxpr = without_constants(closed_jaxpr)
         inputs = [*first, *arrays.values(), *closed_jaxpr.consts]
-        whole = [_flax_internals.is_overwritten(paths[i][0]) for i in arrays]
-        rest = [False] * len(closed_jaxpr.consts)
-        overwritten = [*[False] * len(first), *whole, *rest]
+        overwritten = [
+            *(False for _ in first),
+            *(_flax_internals.is_overwritten(paths[i][0]) for i in arrays),
+            *(False for _ in closed_jaxpr.consts),
+        ]
         # What is not computed bypasses the program: inputs that are returned unchanged,
         # such as parameters, and constant scalars. Of a jnp.array(True), for example,
         # `jax.core.eval_jaxpr` would return the Python number.

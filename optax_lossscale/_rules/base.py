@@ -14,7 +14,13 @@ from .._axes import AxisName
 from .._finite import finite_max_magnitude
 from .._state import LossScaleState, check_state
 from .._tree import cast_like, mismatch, select
-from .._validation import check_flag, check_scalar, describe
+from .._validation import (
+    check_field,
+    check_flag,
+    check_order,
+    check_scalar,
+    describe,
+)
 
 # The presets that are the rules of packages whose objects may be passed instead.
 _PRESETS = {
@@ -26,6 +32,15 @@ _PRESETS = {
 
 UpdateT = TypeVar("UpdateT", bound=Callable[..., Any])
 RuleT = TypeVar("RuleT", bound="LossScale")
+
+
+def check_fields(rule: Any) -> None:
+    """Check the fields of a frozen rule, and that its limits ascend."""
+    for field in dataclasses.fields(rule):
+        value = check_field(field.name, getattr(rule, field.name))
+        object.__setattr__(rule, field.name, value)
+    limits = ("min_scale", "init_scale", "max_scale")
+    check_order(**{x: getattr(rule, x) for x in limits if hasattr(rule, x)})
 
 
 def check_and_compile(update: UpdateT) -> UpdateT:

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from .._state import LossScaleState
-from .base import LossScale, check_and_compile
-from .fields import check_fields
+from .base import LossScale, check_and_compile, check_fields
 
 
 @final

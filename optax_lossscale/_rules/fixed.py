@@ -6,8 +6,7 @@ from typing import final
 import jax
 
 from .._state import LossScaleState
-from .base import LossScale, check_and_compile
-from .fields import check_fields
+from .base import LossScale, check_and_compile, check_fields
 
 
 @final

@@ -10,8 +10,7 @@ import optax
 
 from .._dtypes import LARGEST_SCALE, SMALLEST_SCALE, exact_power
 from .._state import LossScaleState
-from .base import LossScale, check_and_compile
-from .fields import check_fields
+from .base import LossScale, check_and_compile, check_fields
 
 
 class HeadroomState(NamedTuple):

@@ -48,7 +48,8 @@ def with_kept_types(
         has_narrow = is_narrow and not has_master_weights(state)
         is_state_wide = not any(map(loses_range, jax.tree.leaves(state)))
         # Make gradients and parameters as wide as the state. Otherwise the branches of
-        # a `jax.lax.cond` in the optimizer could return different types.
+        # a `jax.lax.cond` in the optimizer could return different types:
+        # https://github.com/google-deepmind/optax/issues/377
         grads = widen(updates) if is_state_wide else updates
         wide_params = widen(params) if is_state_wide and has_narrow else params
 

@@ -2,7 +2,8 @@
 
 The update runs in every step, so that every device reaches a collective inside it. In a
 skipped step it gets finite placeholders, and its results are discarded. With NaN, a
-line search might not end, and derivatives would be NaN in spite of ``jnp.where``.
+line search might not end, and derivatives would be NaN in spite of ``jnp.where``
+(https://github.com/jax-ml/jax/issues/1052).
 """
 
 from collections.abc import Callable

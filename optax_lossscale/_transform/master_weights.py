@@ -1,7 +1,6 @@
 """The Optax transformation that keeps float32 copies of narrow parameters."""
 
 import collections
-import itertools
 from typing import Any
 
 import jax
@@ -144,9 +143,10 @@ def check_last(state: Any) -> None:
         if type(node) not in _CHAINS:
             return False
         members = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
-        rest = itertools.dropwhile(lambda x: not has_master_weights(x), members)
+        places = [i for i, x in enumerate(members) if has_master_weights(x)]
+        after = members[places[0] + 1 :] if places else []
         # The states of Optax are tuples. A user's own may hold arrays, too.
-        return any(isinstance(x, tuple) for x in itertools.islice(rest, 1, None))
+        return any(isinstance(x, tuple) for x in after)
 
     if any(map(goes_on, jax.tree.leaves(state, is_leaf=goes_on))):
         raise ValueError(
