@@ -25,7 +25,7 @@ WRONG_WAY, CHECKED = "`grads_finite` is the wrong way", "with `check_updates=Tru
 
 DEFAULT, UNIT = ls.DynamicLossScale(), ls.FixedLossScale(1.0)
 W, X, NO_ROW = normal(8, 8), normal(64, 8), np.zeros(64, bool)
-ONE, NAN, BAD = np.float32(1.0), np.float32(np.nan), np.float32([1.0, np.nan])
+ONE, NAN, BAD = np.float32(1.0), np.float32(np.nan), np.float32([100.0, np.nan])
 COUNTED, FIRST_CLASS = np.int32(-100), np.float32(np.arange(8) == 0)
 
 
