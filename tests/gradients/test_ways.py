@@ -31,7 +31,6 @@ def by_retries(fun):
     return lambda *args, **named: fun(*args, **named)[1]
 
 
-scale_backward = functools.partial(ls.scale_backward, scale=2.0**10)
 SCALED = {  # Ways that multiply the loss.
     "value_and_grad": lambda f: lambda *a, **k: ls.value_and_grad(f, STATE)(*a, **k)[1],
     "grad": lambda f: ls.grad(f, STATE),
@@ -43,8 +42,8 @@ WAYS = SCALED | {
     "scale_block": lambda f: jax.grad(ls.scale_block(f)),
 }
 AROUND = WAYS | {
-    "checkpoint around it": lambda f: jax.grad(jax.checkpoint(scale_backward(f))),
-    "checkpoint inside it": lambda f: jax.grad(scale_backward(jax.checkpoint(f))),
+    "checkpoint around it": lambda f: jax.grad(jax.checkpoint(ls.scale_backward(f, 8))),
+    "checkpoint inside it": lambda f: jax.grad(ls.scale_backward(jax.checkpoint(f), 8)),
 }
 
 
@@ -161,6 +160,11 @@ def test_values_and_gradients_equal_jaxs_bit_for_bit(fun, options, args):
     assert_same_bits(retried, expected)
     value, grads = expected
     assert_same_bits(alone, (grads, value[1]) if has_aux else grads)
+
+
+def test_compiled_gradients_take_keywords():
+    ours, theirs = ls.value_and_grad(square_sum, STATE), jax.value_and_grad(square_sum)
+    assert_same_bits(*(jax.jit(f)(PARAMS, x=X, power=3) for f in (ours, theirs)))
 
 
 def test_value_is_never_multiplied():
