@@ -10,26 +10,15 @@ import pytest
 import optax_lossscale as ls
 
 X, MANY = [np.ones(2)], np.ones(2)
-STATE, OF_MEMBERS = ls.DynamicLossScale().init(), ls.GradientReport(*[[np.ones(3)]] * 8)
-
-
-def report(grads=X, **arguments):
-    return ls.gradient_report(grads, **arguments)
-
-
-def suggest(grads=X, **arguments):
-    return ls.suggest_loss_scale(grads, **arguments)
-
-
-def check(state=STATE, **arguments):
-    ls.check_loss_scale(state, **arguments)
-
-
-def show(report=None, **arguments):
-    report = ls.gradient_report(X) if report is None else report
-    return ls.format_report(report, **arguments)
-
-
+OF_MEMBERS = ls.GradientReport(*[[np.ones(3)]] * 8)
+report, suggest = ls.gradient_report, ls.suggest_loss_scale
+check, show = ls.check_loss_scale, ls.format_report
+# What each of them accepts.
+ACCEPTED = {
+    **dict.fromkeys((report, suggest), {"grads": X}),
+    check: {"state": ls.DynamicLossScale().init()},
+    show: {"report": report(X)},
+}
 GRADS = [
     ("grads", {"a": np.arange(3)}, "must hold floating-point gradients, got {'a'"),
     ("grads", {"a": [1.0, "b"]}, r"must hold only arrays, got 'b' at \['a'\]\[1\]"),
@@ -64,12 +53,12 @@ REFUSED = [
 @pytest.mark.parametrize(("function", "name", "value", "words"), REFUSED)
 def test_diagnostics_refuse_what_they_cannot_use(function, name, value, words):
     with pytest.raises((TypeError, ValueError), match=f"`{name}` {words}"):
-        function(**{name: value})
+        function(**ACCEPTED[function] | {name: value})
 
 
 TRACED = [
     *((suggest, x, 1.0) for x in ("min_scale", "max_scale", "headroom")),
-    (show, "report", ls.gradient_report(X)),
+    (show, "report", report(X)),
 ]
 
 
@@ -77,4 +66,4 @@ TRACED = [
 def test_diagnostics_refuse_traced_values(function, name, value):
     way_out = "Return it from the compiled function" if function is show else ""
     with pytest.raises(ValueError, match=f"`{name}` .*a traced value.*{way_out}"):
-        jax.eval_shape(lambda x: function(**{name: x}), value)
+        jax.eval_shape(lambda x: function(**ACCEPTED[function] | {name: x}), value)

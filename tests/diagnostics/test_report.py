@@ -1,7 +1,10 @@
 """gradient_report, its table and suggest_loss_scale, beside NumPy and ml_dtypes."""
 
+import ast
 import math
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import AUTO, EXPLICIT, make_mesh, on_mesh
+from processes import WARNINGS_ARE_ERRORS, worker_environment
 from report_oracle import host, oracle
 from shared import enable_x64
 
@@ -75,6 +79,32 @@ def test_each_leaf_has_its_counts_compiled_or_not():
         assert getattr(totals, field) == combine(values.values()), field
 
 
+# With these flags, XLA takes no number for NaN or infinite.
+FLAGS = ["--xla_cpu_enable_fast_math=true"] + [
+    f"--xla_cpu_fast_math_honor_{name}=false" for name in ("nans", "infs", "functions")
+]
+
+
+def results():
+    """A report, its totals and a suggestion, as tuples."""
+    elements = [1.0, 0.0, -3.0, 2.0**-14, 2.0**14, 2.0**-16, np.nan, np.inf, -np.inf]
+    types = (np.float32, np.float16, jnp.float8_e5m2, np.complex64)
+    grads = [np.resize(elements, 64).astype(x) for x in types]
+    report = jax.jit(lambda x: ls.gradient_report(x, dtype="float8_e4m3fn"))(grads)
+    return [tuple(host(x)) for x in (report, report.totals, suggest(grads))]
+
+
+@pytest.mark.slow
+def test_fast_math_changes_no_count():
+    environment = worker_environment(XLA_FLAGS=" ".join(FLAGS))
+    command = [sys.executable, *WARNINGS_ARE_ERRORS, __file__]
+    output = subprocess.check_output(command, env=environment, text=True)
+    expected = results()
+    assert ast.literal_eval(output) == expected
+    nan, inf, zero, underflow, _, overflow, *_ = expected[1]
+    assert min(nan, inf, zero, underflow, overflow) > 0
+
+
 @pytest.mark.parametrize("shape", [(3, 2**22 + 1), (2**16 + 1, 2**15 + 3)])
 def test_counts_are_exact_to_2_to_the_24_and_within_1e_6_beyond(shape):
     def report(x, y):
@@ -83,12 +113,12 @@ def test_counts_are_exact_to_2_to_the_24_and_within_1e_6_beyond(shape):
 
     # Optimized, the program never writes the array out.
     options = {"xla_backend_optimization_level": 3}
-    report = jax.jit(report, compiler_options=options)
-    found = host(report(np.nan, 1e-9))._asdict()
+    found = host(jax.jit(report, compiler_options=options)(np.nan, 1e-9))
     *rows, length = shape
     nan, size = math.prod(rows) * -(-length // 7), math.prod(shape)
     for name, number in {"nan": nan, "underflow": size - nan, "size": size}.items():
-        assert found[name] == pytest.approx(number, rel=1e-6 * (number > 2**24)), name
+        expected = pytest.approx(number, rel=1e-6 * (number > 2**24))
+        assert getattr(found, name) == expected, name
 
 
 def test_sums_over_leaves_are_within_1e_6():
@@ -200,9 +230,7 @@ def test_suggestion_has_a_scale_within_bounds_and_shares(bounds, grads, expected
 
 
 def test_suggestion_shows_a_table():
-    shown = repr(
-        ls.suggest_loss_scale([np.float32([0.0, 2e-5, 2e-2, 1e-9, 2e-6, 2e-3])])
-    )
+    shown = repr(suggest(np.float32([0.0, 2e-5, 2e-2, 1e-9, 2e-6, 2e-3])))
     assert shown.startswith("loss_scale   2**18\nrescued      0.2\nlost ")
 
 
@@ -276,25 +304,23 @@ def test_table_has_a_summary_and_exact_shares(grads, beginning):
 
 
 def test_diagnostics_are_constants_to_derivatives():
-    state, errors = ls.FixedLossScale().init(), []
-    state = state._replace(consecutive_skips=jnp.int32(7))
-
-    def grads_at(x):
-        return {"w": x * jnp.array([1.0, 2.0]), "complex": jax.lax.complex(x, x)}
+    errors, skipped = [], {"consecutive_skips": jnp.int32(7)}
+    options = {"max_consecutive_skips": 4, "on_error": errors.append}
 
     def loss(x):
-        options = {"max_consecutive_skips": 4, "on_error": errors.append, "value": x}
-        stopped = state._replace(loss_scale=x * state.loss_scale)
-        ls.check_loss_scale(stopped, grads=grads_at(x), **options)
-        report = ls.gradient_report(grads_at(x), loss_scale=x)
-        suggested = ls.suggest_loss_scale(grads_at(x))
+        grads = {"w": x * jnp.array([1.0, 2.0]), "complex": jax.lax.complex(x, x)}
+        state = ls.FixedLossScale().init()._replace(loss_scale=x, **skipped)
+        ls.check_loss_scale(state, grads=grads, value=x, **options)
+        report = ls.gradient_report(grads, loss_scale=x)
+        suggested = ls.suggest_loss_scale(grads)
         constants = report.max_abs["w"] * suggested.loss_scale * suggested.rescued
         return (1 + constants) * x**2
 
-    x = jnp.float32(2.0**-26)
     second_derivative = jax.jit(jax.hessian(jax.checkpoint(loss)))
-    assert float(second_derivative(x)) == 2 * (1 + 2.0**-25 * 2.0**24)
+    assert float(second_derivative(2.0**-26)) == 2 * (1 + 2.0**-25 * 2.0**24)
     jax.effects_barrier()
-    report = ls.gradient_report(grads_at(x), loss_scale=x * state.loss_scale)
     assert str(errors[0]).startswith("The last 7 steps were")
-    assert str(errors[0]).endswith(f"The last gradients:\n{ls.format_report(report)}")
+
+
+if __name__ == "__main__":
+    print(results())

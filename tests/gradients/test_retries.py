@@ -1,4 +1,4 @@
-"""value_and_grad_with_retries."""
+"""value_and_grad_with_retries, with arrays and with Flax NNX objects."""
 
 import functools
 
@@ -6,21 +6,24 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from asserts import assert_same_bits
+from flax import nnx
 from flax.training.train_state import TrainState
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import EXPLICIT, make_mesh, on_mesh
+from training import normal
 
 import optax_lossscale as ls
 
-RULE = ls.DynamicLossScale(growth_interval=5)
-W = np.ones(3, np.float32)
+W, X = np.ones(3, np.float32), jnp.asarray(normal(16, 8))
 KEY = jax.random.wrap_key_data(np.uint32([0, 5]))
 MESH = make_mesh(data=8)
+TX = ls.with_loss_scaling(optax.adamw(3e-2), ls.DynamicLossScale(2.0**11))
 
 
 def loss_fn(w, slope, shift=0.0):
@@ -30,8 +33,8 @@ def loss_fn(w, slope, shift=0.0):
 
 
 def at_scale(scale):
-    trackers = {"growth_tracker": jnp.int32(3), "hysteresis_tracker": jnp.int32(2)}
-    return RULE.init()._replace(loss_scale=jnp.float32(scale), **trackers)
+    numbers = {"loss_scale": jnp.float32(scale), "growth_tracker": jnp.int32(3)}
+    return ls.DynamicLossScale().init()._replace(**numbers)
 
 
 @functools.partial(jax.jit, static_argnames=("max_retries", "backoff_factor"))
@@ -46,23 +49,20 @@ def attempt(state, slope, shift=0.0, **options):
     st.sampled_from([{}, {"backoff_factor": 0.125}, {"max_retries": 0}]),
 )
 def test_retries_do_as_the_docstring_says(exponent, slope, shift, options):
-    def scaled_gradient(scale):
+    def gradient(scale):
         with np.errstate(over="ignore", invalid="ignore"):
             return np.float32(np.float16(scale) * np.float16(slope))
 
     state, scale, retries = at_scale(2.0**exponent), 2.0**exponent, 0
     value, grads, new_state = attempt(state, slope, shift, **options)
-    while (
-        retries < options.get("max_retries", 4)
-        and np.isfinite(value)
-        and not np.isfinite(scaled_gradient(scale))
-    ):
+    most = options.get("max_retries", 4) if np.isfinite(value) else 0
+    while retries < most and not np.isfinite(gradient(scale)):
         scale, retries = scale * options.get("backoff_factor", 0.5), retries + 1
-    np.testing.assert_array_equal(grads, scaled_gradient(scale) / np.float32(scale))
+    np.testing.assert_array_equal(grads, gradient(scale) / np.float32(scale))
+    np.testing.assert_array_equal(value, jax.jit(loss_fn)(W, slope, shift))
     tracker = jnp.int32(0) if retries else state.growth_tracker
     expected = {"loss_scale": jnp.float32(scale), "growth_tracker": tracker}
     assert_same_bits(new_state, state._replace(**expected))
-    np.testing.assert_array_equal(value, jax.jit(loss_fn)(W, slope, shift))
 
 
 def test_scale_stays_a_normal_number_and_a_train_state_one():
@@ -80,14 +80,14 @@ def test_every_attempt_draws_the_same_numbers_and_looks_at_no_aux():
         aux = [KEY, n, jnp.sin, "name", params["w"], jnp.float32(np.nan)]
         return loss_fn(jnp.where(keep, params["w"], 0.0), params["slope"]), aux
 
-    seen, params, options = [], {"w": W, "slope": 3.0}, {"has_aux": True}
-    fun = ls.value_and_grad_with_retries(dropped, at_scale(2.0**16), **options)
+    seen, params = [], {"w": W, "slope": 3.0}
+    fun = ls.value_and_grad_with_retries(dropped, at_scale(2.0**16), has_aux=True)
     *result, state = fun(params, n=7)
     jax.effects_barrier()
     assert float(ls.get_loss_scale(state)) == 2.0**14 and len(seen) == 3
     assert (np.array(seen) == seen[0]).all() and 0 < seen[0].sum() < 3
-    expected = ls.value_and_grad(dropped, state, **options)(params, n=7)
-    assert_same_bits(tuple(result), expected)
+    once = ls.value_and_grad(dropped, state, has_aux=True)
+    assert_same_bits(tuple(result), once(params, n=7))
 
 
 def test_program_holds_the_function_once_and_costs_no_memory():
@@ -145,12 +145,12 @@ def test_devices_that_decide_alone_are_refused(options, words):
 
 
 def test_one_state_for_different_models_is_refused():
-    def local(state, w, slope):
-        return ls.value_and_grad_with_retries(loss_fn, state)(w, slope)[1]
+    def local(state, w):
+        return ls.value_and_grad_with_retries(jnp.sum, state)(w)[1]
 
-    mapped = on_mesh(local, (P(), P("data"), P()), P("data"), MESH)
+    mapped = on_mesh(local, (P(), P("data")), P("data"), MESH)
     with pytest.raises(ValueError, match="loss or gradients differ"):
-        mapped(at_scale(2.0**15), np.ones(24), 2.0)
+        mapped(at_scale(2.0**15), np.ones(24))
 
 
 def test_explicit_meshes_keep_their_shardings():
@@ -171,3 +171,114 @@ def test_step_can_be_exported_for_all_platforms():
     args = at_scale(2.0**16), jnp.float32(3.0)
     exported = jax.export.export(attempt, platforms=("cpu", "cuda", "tpu"))(*args)
     assert_same_bits(exported.call(*args), attempt(*args))
+
+
+def steep(x):
+    """A loss whose gradients overflow at a scale of 2**10."""
+    return 64.0 * jnp.sum(x.astype(jnp.float16)).astype(jnp.float32)
+
+
+class Tied(nnx.Module):
+    """It counts, draws and keeps statistics, and changes its structure."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        linear = nnx.Linear(8, 8, dtype=jnp.float16, use_bias=False, rngs=rngs)
+        self.first = self.second = linear
+        self.norm = nnx.BatchNorm(8, momentum=0.9, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+        self.old = nnx.Cache(jnp.zeros(3))
+
+    def __call__(self, x):
+        y = self.second(self.dropout(self.norm(self.first(x))))
+        self.calls[...] += 1
+        del self.old
+        self.newest, self.new = nnx.Cache(x), nnx.Dropout(0.5, rngs=nnx.Rngs(1))
+        self.eval()
+        return y
+
+
+by_nnx = functools.partial(
+    ls.value_and_grad_with_retries, max_retries=20, value_and_grad=nnx.value_and_grad
+)
+once = functools.partial(ls.value_and_grad, value_and_grad=nnx.value_and_grad)
+
+
+def test_nnx_module_changes_once_however_often_it_is_retried():
+    def loss_fn(model, x):
+        loss = 64.0 * jnp.mean(jnp.square(model(x).astype(jnp.float32) - 1.0))
+        return loss, model.first.kernel[0, 0]
+
+    results = []
+    for make, first_scale in ((by_nnx, 2.0**20), (once, 2.0**11)):
+        model = Tied()
+        kernel, graph = model.first.kernel, nnx.graphdef(model)
+        optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+        optimizer.opt_state.scale_state.loss_scale[...] = jnp.float32(first_scale)
+
+        @nnx.jit
+        def step(model, optimizer, x, make=make):
+            output, grads, *state = make(loss_fn, optimizer, has_aux=True)(model, x=x)
+            assert all(x is optimizer for x in state)
+            optimizer.update(model, grads)
+            return output, grads
+
+        result = step(model, optimizer, X)
+        assert int(model.calls[...]) == int(model.dropout.rngs.count[...]) == 1
+        assert model.first.kernel is model.second.kernel is kernel
+        assert ls.was_applied(optimizer) and np.array_equal(model.newest[...], X)
+        assert float(ls.get_loss_scale(optimizer)) == 2.0**11
+        results.append(jax.tree.leaves((result, nnx.state((model, optimizer)))))
+        assert nnx.graphdef(model) != graph
+    assert_same_bits(*results)
+
+
+def test_nnx_arguments_may_share_variables_and_come_back():
+    models, weight = (Tied(), Tied()), nnx.Param(jnp.ones(3))
+    counter = models[0].calls = models[1].calls
+
+    def loss_fn(weight, modules, x):
+        for module in modules:
+            module.calls[...] += 1
+        return steep(weight[...]), (modules[0], nnx.Param(x * weight[...]), "aux")
+
+    fun = by_nnx(loss_fn, at_scale(2.0**20), has_aux=True)
+    (_, (same, new, aux)), grad, _ = fun(weight, models, 2.0)
+    assert same is models[0] and aux == "aux" and int(counter[...]) == 2
+    assert counter is models[0].calls is models[1].calls
+    assert np.array_equal(new[...], [2, 2, 2])
+    assert np.array_equal(jax.tree.leaves(grad)[0], [64, 64, 64])
+
+
+@pytest.mark.parametrize("make", [once, by_nnx])
+def test_kept_function_follows_an_nnx_optimizer(make):
+    model = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+    fun = make(lambda m: steep(m(X)), optimizer)
+    for _ in range(3):
+        _, grads, *_ = fun(model)
+        optimizer.update(model, grads)
+    assert ls.was_applied(optimizer) and float(ls.get_loss_scale(optimizer)) < 2.0**11
+
+
+@pytest.mark.parametrize("kind", ["hijax", "ref"])
+def test_scale_is_read_from_nnx_variables_of_the_new_kinds(kind):
+    if not hasattr(nnx, "var_defaults"):
+        pytest.skip("this Flax has no such variables")
+    with nnx.var_defaults(**{kind: True}):
+        model = nnx.Linear(8, 1, use_bias=False, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+    assert bool(ls.was_applied(optimizer))
+    assert float(ls.grad(lambda w: w**2, optimizer)(3.0)) == 6.0
+    assert float(jax.jit(ls.get_loss_scale)(optimizer)) == 2.0**11
+
+
+def test_split_nnx_module_is_differentiated_by_jax():
+    graph, params, rest = nnx.split(nnx.Linear(8, 1, rngs=nnx.Rngs(0)), nnx.Param, ...)
+
+    def split_loss(params, rest):
+        return steep(nnx.merge(graph, params, rest)(X))
+
+    ours = ls.grad(split_loss, TX.init(params))(params, rest)
+    assert jax.tree.structure(ours) == jax.tree.structure(params)
