@@ -64,7 +64,7 @@ def unrolled(gradient, lam):
 
 
 @functools.cache
-def derivatives(way, dtype):
+def derivatives(way, dtype, jit=jax.jit):
     """Those of a way. Those of plain JAX are compiled once for all tests."""
     loss = functools.partial(loss_fn, dtype=dtype)
     gradient = way(loss)
@@ -83,16 +83,22 @@ def derivatives(way, dtype):
         if dtype == "float32":
             yield jax.grad(functools.partial(unrolled, gradient))(0.3)
 
-    return jax.jit(lambda: [*all_derivatives()])()
+    return jit(lambda: [*all_derivatives()])()
 
 
 TWICE = [x for x in AROUND if x != "retries"]  # whose loop has no second derivatives
 
 
-@pytest.mark.parametrize("dtype", slow_but(["float32"], ["float32", "float16"]))
+RUNS = {"jit": jax.jit, "eager": lambda f: f}
+CASES = ["float32 jit", "float16 jit", "float32 eager"]
+
+
+@pytest.mark.parametrize("case", slow_but(CASES[:1], CASES))
 @pytest.mark.parametrize("way", TWICE)
-def test_derivatives_are_those_of_jax(way, dtype):
-    ours, theirs = (derivatives(x, dtype) for x in (AROUND[way], jax.grad))
+def test_derivatives_are_those_of_jax(way, case):
+    dtype, run = case.split()
+    ours = derivatives(AROUND[way], dtype, RUNS[run])
+    theirs = derivatives(jax.grad, dtype)
     rtol, atol = (2e-5, 1e-6) if dtype == "float32" else (0.02, 0.02)
     chex.assert_trees_all_close(ours, theirs, rtol=rtol, atol=atol)
 
@@ -286,8 +292,9 @@ OVERWRITES = WAYS | {
 }
 
 
+@pytest.mark.parametrize("run", slow_but(["jit"], RUNS))
 @pytest.mark.parametrize("way", OVERWRITES)
-def test_overwrites_are_not_divided_and_never_nonfinite(way):
+def test_overwrites_are_not_divided_and_never_nonfinite(way, run):
     """As Flax's float8 layers do, they put a value into the place of a gradient."""
 
     def loss_fn(p, factor):
@@ -297,7 +304,7 @@ def test_overwrites_are_not_divided_and_never_nonfinite(way):
     # By hand, nothing of this package calls the loss, and can keep the old value.
     kept = [np.nan, np.nan] if way == "by hand" else [1.0, 2.0]
     for factor, expected in ((1.0, [scale, 7.0]), (np.nan, kept)):
-        grads = jax.jit(OVERWRITES[way](loss_fn))(FLOAT8, factor)
+        grads = RUNS[run](OVERWRITES[way](loss_fn))(FLOAT8, factor)
         np.testing.assert_array_equal(grads[OVERWRITTEN]["h"], expected)
         np.testing.assert_array_equal(grads["params"], factor * np.ones(3))
 
