@@ -23,11 +23,12 @@ LARGEST = float(np.finfo(np.float32).max)
 
 @pytest.mark.parametrize("dtype", [*FLOATS, "complex64", "complex128"])
 def test_one_bad_element_is_found_among_extreme_finite_ones(dtype):
+    @jax.jit
     def check(x):
         tree = {"a": np.ones(7, dtype), "b": [x]}
         return ls.all_finite(tree), ls.max_magnitude(tree), is_nonfinite(x)
 
-    info, check = jnp.finfo(dtype), jax.jit(check)
+    info = jnp.finfo(dtype)
     extremes = [info.max, info.min, info.tiny, info.smallest_subnormal, -0.0]
     good = np.resize(np.array(extremes, dtype), (3, 17))
     with enable_x64(True):
@@ -50,19 +51,15 @@ MANY = np.ones(10_000, np.float32)
 NAN, ONE_INF = MANY.copy(), MANY.copy()
 NAN[77], ONE_INF[77] = np.nan, -np.inf
 BEYOND = np.complex64([1, 3e38 + 3e38j])
+KEY, FLOAT0 = jax.random.wrap_key_data(np.zeros(2, np.uint32)), jax.dtypes.float0
 # Leaves that cannot hold a NaN, and a number.
-OTHERS = {
-    **{"int": jnp.int32(100), "bool": np.bool_(True), "int4": np.ones(2, jnp.int4)},
-    **{"float0": np.zeros(2, jax.dtypes.float0), "none": None, "python": 1},
-    **{"key": jax.random.wrap_key_data(np.zeros(2, np.uint32)), "number": -0.5},
-    **{"masked": optax.MaskedNode(), "empty": np.zeros((0, 3))},
-    **{"function": jax.nn.relu, "string": "relu"},
-}
+OTHERS = [np.int32(100), np.bool_(True), np.ones(2, jnp.int4), np.zeros(2, FLOAT0), KEY]
+OTHERS += [None, optax.MaskedNode(), np.zeros((0, 3)), 1, jax.nn.relu, "relu", -0.5]
 MAGNITUDES = [
     *((empty, 0.0) for empty in ({}, None, [], optax.MaskedNode())),
     (OTHERS, 0.5),
-    ({**OTHERS, "python": float("nan")}, np.nan),
-    ({**OTHERS, "numpy": np.float32(np.inf)}, np.inf),
+    ([*OTHERS, float("nan")], np.nan),
+    ([*OTHERS, np.float32(np.inf)], np.inf),
     # XLA on CPU drops a NaN from a maximum of floats.
     ([MANY * np.inf, NAN], np.nan),
     ([MANY, -NAN], np.nan),
