@@ -40,6 +40,11 @@ def test_objects_are_leaves_that_are_updated_in_place():
     assert internals.with_finite_overwrites(old) is old
 
 
+def test_overwrite_that_is_not_finite_keeps_the_old_value():
+    _, pull = jax.vjp(internals.finite_overwrite, jnp.array([1.0, 2.0]))
+    assert pull(jnp.array([jnp.nan, 5.0]))[0].tolist() == [1, 5]
+
+
 def test_variables_hold_arrays():
     arrays = jax.tree.leaves(internals.unwrap(nnx.state(Counter())))
     assert [type(x) for x in arrays] == [type(jnp.ones(2))] * 2

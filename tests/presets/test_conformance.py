@@ -3,6 +3,7 @@
 ``tests/data/peer_traces.json.xz`` says in its own ``format`` what it holds.
 """
 
+import functools
 import json
 
 import jax
@@ -32,38 +33,24 @@ def flags(text):
     return np.array([*text]) == "1"
 
 
-def apex_kernel(current_scale, **arguments):
-    limits = {"min_scale": SMALLEST, "max_scale": LARGEST}
-    return ls.DynamicLossScale(current_scale, **limits, **arguments)
-
-
-def keras(initial_scale, dynamic_growth_steps, **others):
-    return presets.keras_loss_scale(initial_scale, dynamic_growth_steps)
-
-
-def mindspore(scale_factor, scale_window, **first):
-    [init_loss_scale] = first.values()  # each of these systems has its own name for it
-    return presets.mindspore_dynamic(init_loss_scale, scale_factor, scale_window)
-
-
-def apex_before_amp(init_scale, scale_factor, scale_window):
-    return presets.tf_dynamic_loss_scale(init_scale, scale_window, scale_factor)
-
-
 PRESETS = {
     "apex.amp.scaler.LossScaler": presets.apex_amp,
-    # MindSpore's manager has the same rule, but refuses a first scale below 1.
-    "apex.fp16_utils.loss_scaler.DynamicLossScaler": apex_before_amp,
-    "amp_C.update_scale_hysteresis (Apex kernel)": apex_kernel,
+    # DeepSpeed has made its own of this one.
+    "apex.fp16_utils.loss_scaler.DynamicLossScaler": functools.partial(
+        presets.deepspeed, delayed_shift=1
+    ),
+    "amp_C.update_scale_hysteresis (Apex kernel)": functools.partial(
+        ls.DynamicLossScale, min_scale=SMALLEST, max_scale=LARGEST
+    ),
     "deepspeed.DynamicLossScaler": presets.deepspeed,
     "jmp.DynamicLossScale": presets.jmp_dynamic,
     "mpx.DynamicLossScaling": presets.mpx_dynamic,
     "flax.training.dynamic_scale.DynamicScale": presets.flax_dynamic_scale,
-    "keras.optimizers.LossScaleOptimizer": keras,
+    "keras.optimizers.LossScaleOptimizer": presets.keras_loss_scale,
     "megatron.core.optimizer.grad_scaler.DynamicGradScaler": presets.megatron,
-    "mindspore.amp.DynamicLossScaleManager": mindspore,
-    "mindspore.nn.DynamicLossScaleUpdateCell": mindspore,
-    "mindspore.amp.DynamicLossScaler": mindspore,
+    "mindspore.amp.DynamicLossScaleManager": presets.mindspore_dynamic,
+    "mindspore.nn.DynamicLossScaleUpdateCell": presets.mindspore_dynamic,
+    "mindspore.amp.DynamicLossScaler": presets.mindspore_dynamic,
     "tf.contrib.mixed_precision.ExponentialUpdateLossScaleManager": (
         presets.tf_contrib_exponential_update
     ),
@@ -73,12 +60,19 @@ PRESETS = {
 }
 
 
+# Other names of one argument, and what is none.
+RENAMED = dict.fromkeys(["loss_scale_value", "scale_value"], "init_loss_scale")
+RENAMED |= {"current_scale": "init_scale", "inner_optimizer": None, "applied": None}
+
+
 def rule_of(case):
-    system, arguments = case["system"], dict(case["native_arguments"])
-    if system.startswith("jmp"):
+    native = case["native_arguments"].items()
+    arguments = {RENAMED.get(name, name): value for name, value in native}
+    arguments.pop(None, None)
+    if case["system"].startswith("jmp"):
         # jmp forgets its floor under jit; recorded is what took effect.
         arguments["min_loss_scale"] = case["hyperparameters"]["min_scale"]
-    return PRESETS[system](**arguments)
+    return PRESETS[case["system"]](**arguments)
 
 
 def test_all_that_was_recorded_is_compared():
