@@ -29,7 +29,7 @@ NO_NUMBERS = [math.nan, True, np.True_, None, "2", [2.0], 2j, np.ones(1)]
 SCALES = [0, 2.0**-127, 2.0**127, math.inf, *NO_NUMBERS]
 SHARES = [1e-6, 1 - 1e-6], [0, 1, 1e-50, 1 - 1e-9, *NO_NUMBERS]
 COUNTS = [1, MOST, 3.0, np.int64(7), jnp.int32(7)], [0, 1.5, MOST + 1, *NO_NUMBERS]
-FLAGS = [True, np.True_, jnp.bool_(False)], [1, None, 0.0, np.ones(1, bool)]
+FLAGS = [True, np.True_, jnp.bool_(0)], [1, None, 0.0, jnp.int32(1), np.ones(1, bool)]
 TYPES = ["float16", jnp.bfloat16, np.float64], ["int8", "half a float", None, 3]
 # The function, its argument, what passes, what is refused. Open bounds are excluded
 # in float32, too, in which rules compute.
@@ -108,6 +108,7 @@ def test_any_kind_of_number_becomes_pythons_own(number):
     fixed, counting = FIXED(number), DYNAMIC(hysteresis=number)
     assert fixed == FIXED() and hash(fixed) == hash(FIXED())
     assert (type(fixed.loss_scale), type(counting.hysteresis)) == (float, int)
+    assert HEADROOM(dtype=jnp.float16) == HEADROOM()
 
 
 DESCRIBED = [
