@@ -3,6 +3,8 @@
 Mend `_flax_internals.py`.
 """
 
+import sys
+
 import flax.linen as nn
 import haiku as hk
 import jax
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+import optax_lossscale as ls
 from optax_lossscale import _flax_internals as internals
 
 
@@ -84,3 +87,11 @@ def test_keys_of_a_haiku_model_are_read_and_written():
 
     model, key = hk.transform(draws), jax.random.key(0)
     assert model.apply(model.init(key), key) and seen == [True, False]
+
+
+def test_programs_without_flax_and_haiku_are_as_good(monkeypatch):
+    for name in ("flax.nnx", "flax.linen", "haiku"):
+        monkeypatch.delitem(sys.modules, name)
+    state, loss_fn = ls.FixedLossScale().init(), ls.autocast(lambda x: x @ x)
+    _, grads, _ = ls.value_and_grad_with_retries(loss_fn, state)(jnp.ones(2))
+    assert grads.tolist() == [2, 2]
