@@ -1,4 +1,4 @@
-"""get_loss_scale and get_loss_scale_state."""
+"""get_loss_scale and get_loss_scale_state: which states have a scale."""
 
 import dataclasses
 
@@ -12,15 +12,10 @@ from flax.training.train_state import TrainState
 
 import optax_lossscale as ls
 
-PARAMS = {"w": jnp.ones(2)}
-TX = ls.with_loss_scaling(optax.adam(1e-3), ls.FixedLossScale(64.0))
-READ = (ls.get_loss_scale_state, ls.was_applied)
-SCALE = (
-    lambda state: ls.grad(jnp.sum, state)(1.0),
-    lambda state: ls.value_and_grad_with_retries(jnp.sum, state)(1.0),
-    lambda state: ls.scale_loss(1.0, state),
-    lambda state: ls.unscale_grads(1.0, state),
-)
+PARAMS = {"w": np.ones(2, np.float32)}
+RULE, SCALED = ls.FixedLossScale(64.0), ls.with_loss_scaling
+ADAM, CLIP = optax.adamw(1e-3), optax.clip(1.0)
+TX = SCALED(ADAM, RULE)
 
 
 @dataclasses.dataclass
@@ -30,110 +25,91 @@ class Trainer:
     opt_state: object
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass
-class Hiding:
-    """A pytree that does not show what it holds."""
-
-    opt_state: object
+def train_state(opt_state):
+    state = TrainState.create(apply_fn=None, params=PARAMS, tx=TX)
+    return state.replace(opt_state=opt_state)
 
 
-def test_the_scale_is_found_by_the_type_of_the_state():
-    state = TX.init(PARAMS)
-    train_state = TrainState.create(apply_fn=None, params=PARAMS, tx=TX)
-    for x in (state, state.scale_state, train_state, Trainer(state)):
-        assert float(ls.get_loss_scale(x)) == 64.0
-    assert float(jax.jit(ls.get_loss_scale)(state)) == 64.0
-    assert_same_bits(ls.get_loss_scale_state(state), ls.FixedLossScale(64.0).init())
+HOLDERS = [lambda state: state, lambda state: state.scale_state, train_state]
 
 
-def test_retries_lower_the_scale_of_what_they_are_given():
-    params = {"w": jnp.ones(2)}
-    start = TX.init(params)
-
-    def retry(state):
-        *_, new = ls.value_and_grad_with_retries(loss_in_float16, state)(params)
-        return new
-
-    def loss_in_float16(params):
-        return 2.0**11 * jnp.sum(params["w"].astype("float16")).astype("float32")
-
-    train_state = TrainState.create(apply_fn=None, params=params, tx=TX)
-    for state in (start, start.scale_state, train_state):
-        new = retry(state)
-        assert type(new) is type(state) and float(ls.get_loss_scale(new)) == 16.0
-    for state in (Trainer(start), Hiding(start)):
-        with pytest.raises(TypeError, match="must be a pytree .* Pass its `opt_state`"):
-            retry(state)
+@pytest.mark.parametrize("hold", [*HOLDERS, Trainer])
+def test_scale_is_found_by_the_type_of_the_state(hold):
+    state = hold(TX.init(PARAMS))
+    assert_same_bits(ls.get_loss_scale_state(state), RULE.init())
+    assert float(ls.get_loss_scale(state)) == 64.0
 
 
-RESTORED = {"scale_state": {"loss_scale": 1.0}, "inner_state": []}
+def retry(state):
+    """The gradient overflows at a scale of 32, and not at 16."""
+
+    def loss_fn(x):
+        return 2.0**11 * x.astype("float16").astype("float32")
+
+    return ls.value_and_grad_with_retries(loss_fn, state)(1.0)[-1]
 
 
-@pytest.mark.parametrize(
-    ("state", "advice"),
-    [
-        (optax.adam(1e-3).init(PARAMS), "`with_loss_scaling` around the whole"),
-        (TX, r"It is the optimizer: pass what its `init\(params\)` returns"),
-        (ls.DynamicLossScale(), r"It is not a state yet: pass what its `init\(\)`"),
-        (None, "`with_loss_scaling`"),
-        ((64.0, ()), "as the target, so that it has its types. Else put"),
-        (RESTORED, r"pass `init\(params\)` to the checkpointer as the target"),
-        (Trainer(RESTORED), r"pass `init\(params\)` to the checkpointer as the target"),
-        ((PARAMS, TX.init(PARAMS)), "got an object of type tuple. Put"),
-    ],
-)
-@pytest.mark.parametrize("use", [*READ, *SCALE])
-def test_what_is_no_state_is_refused(state, advice, use):
-    message = r"`state` must be what the `init\(params\)` of `with_loss_scaling` ret"
-    with pytest.raises(ValueError, match=f"{message}.*{advice}"):
-        use(state)
+@pytest.mark.parametrize("hold", HOLDERS)
+def test_retries_lower_the_scale_in_a_pytree(hold):
+    state = hold(TX.init(PARAMS))
+    new = retry(state)
+    assert type(new) is type(state) and float(ls.get_loss_scale(new)) == 16.0
+    with pytest.raises(TypeError, match="must be a pytree .* Pass its `opt_state`"):
+        retry(Trainer(TX.init(PARAMS)))
 
 
 @pytest.mark.parametrize("number", [8, np.float64(8), jnp.bfloat16(8)])
-def test_a_scale_of_any_type_is_read_as_float32(number):
+def test_scale_of_any_type_is_read_as_float32(number):
     state = optax.tree.set(TX.init(PARAMS), loss_scale=number)
-    scale = ls.get_loss_scale(state)
-    assert (float(scale), scale.dtype, scale.weak_type) == (8.0, jnp.float32, False)
+    for read in (ls.get_loss_scale, jax.jit(ls.get_loss_scale)):
+        assert_same_bits(scale := read(state), jnp.float32(8))
+        assert not scale.weak_type
+
+
+SCALE = [
+    lambda state: ls.grad(jnp.sum, state)(1.0),
+    lambda state: ls.value_and_grad_with_retries(jnp.sum, state)(1.0),
+    lambda state: ls.scale_loss(1.0, state),
+    lambda state: ls.unscale_grads(1.0, state),
+]
+NO_STATE = r"be what the `init\(params\)` of `with_loss_scaling` returned"
+WRAP = "ut `with_loss_scaling` around the whole"
+RESTORE = r"pass `init\(params\)` to the checkpointer as the target"
+RESTORED = {"scale_state": {"loss_scale": 1.0}, "inner_state": []}
+# Beside or around the scale, even where the state is empty, updates might change.
+OUTSIDE = [
+    optax.chain(SCALED(CLIP), ADAM),
+    optax.chain(SCALED(ADAM), optax.identity()),
+    optax.masked(SCALED(ADAM), {"w": True}),
+    optax.MultiSteps(SCALED(ADAM), 2),
+    optax.apply_if_finite(SCALED(ADAM), 3),
+    optax.inject_hyperparams(lambda a: SCALED(optax.adam(a)))(1e-3),
+    optax.named_chain(("a", SCALED(CLIP)), ("b", SCALED(ADAM))),
+]
+REFUSED = [
+    *((tx.init, f"{NO_STATE}.*got an object of type .*{WRAP}") for tx in OUTSIDE),
+    (ADAM.init, f"{NO_STATE}.*{WRAP}"),
+    (lambda _: TX, r"It is the optimizer: pass what its `init\(params\)` returns"),
+    (lambda _: RULE, r"It is not a state yet: pass what its `init\(\)` returns"),
+    (lambda _: None, f"got None. P{WRAP}"),
+    (lambda _: (64.0, ()), f"{RESTORE}, so that it has its types. Else p{WRAP}"),
+    (lambda _: RESTORED, RESTORE),
+    (lambda _: Trainer(RESTORED), RESTORE),
+    (lambda params: (params, TX.init(params)), f"of type tuple. P{WRAP}"),
+    (lambda params: jax.eval_shape(TX.init, params), "hold numbers, got a jax.Shape"),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), REFUSED)
+@pytest.mark.parametrize("use", [ls.get_loss_scale_state, ls.was_applied, *SCALE])
+def test_what_is_no_state_is_refused(make, words, use):
+    with pytest.raises(ValueError, match=f"^`state` must .*{words}"):
+        use(make(PARAMS))
 
 
 @pytest.mark.parametrize("use", SCALE)
-def test_states_of_no_run_and_of_many_do_not_scale(use):
-    abstract = jax.eval_shape(TX.init, PARAMS)
-    with pytest.raises(ValueError, match="`state` must hold numbers, got a jax.Shape"):
-        use(abstract)
-    ensemble = jax.vmap(TX.init)({"w": jnp.ones((3, 2))})
-    assert ls.get_loss_scale(ensemble).shape == (3,)
+def test_ensemble_has_scales_but_does_not_scale(use):
+    state = jax.vmap(TX.init)({"w": np.ones((3, 2), np.float32)})
+    assert ls.get_loss_scale(state).shape == (3,)
     with pytest.raises(ValueError, match="of one run, got .*inside `jax.vmap`"):
-        use(ensemble)
-
-
-SCALED, ADAM, CLIP = ls.with_loss_scaling, optax.adamw(1e-3), optax.clip(1.0)
-OUTSIDE = {
-    "after": optax.chain(SCALED(CLIP), ADAM),
-    "before": optax.chain(optax.trace(0.9), SCALED(CLIP)),
-    "identity": optax.chain(optax.identity(), SCALED(ADAM)),
-    "masked": optax.masked(SCALED(ADAM), {"w": True}),
-    "MultiSteps": optax.MultiSteps(SCALED(ADAM), 2),
-    "apply_if_finite": optax.apply_if_finite(SCALED(ADAM), 3),
-    "injected": optax.inject_hyperparams(lambda a: SCALED(optax.adam(a)))(1e-3),
-    "named": optax.named_chain(("clip", CLIP), ("adam", SCALED(ADAM))),
-    "two": optax.named_chain(("a", SCALED(CLIP)), ("b", SCALED(ADAM))),
-    # Of a user, whose state is empty: it would move the weights of a skipped step.
-    "own decay": optax.chain(
-        SCALED(ADAM), optax.stateless(lambda g, p: jax.tree.map(jnp.add, g, p))
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OUTSIDE)
-@pytest.mark.parametrize("use", [*READ, *SCALE])
-def test_nothing_can_be_around_the_scale_or_beside_it(name, use):
-    state = OUTSIDE[name].init(PARAMS)
-    with pytest.raises(ValueError, match="ut `with_loss_scaling` around the"):
         use(state)
-
-
-def test_all_may_be_inside():
-    state = SCALED(optax.chain(CLIP, ADAM, optax.identity())).init(PARAMS)
-    jax.eval_shape(ls.grad(lambda params: jnp.sum(params["w"] ** 2), state), PARAMS)

@@ -16,10 +16,10 @@ import optax_lossscale as ls
 
 MODULES = (ls, ls.presets, ls.plots)
 FUNCTIONS = [
-    getattr(module, name)
+    function
     for module in (ls, ls.plots)
-    for name in module.__all__
-    if inspect.isfunction(getattr(module, name))
+    for name, function in inspect.getmembers(module, inspect.isfunction)
+    if not name.startswith("_")
 ]
 
 
@@ -44,7 +44,7 @@ def test_every_argument_is_documented(function):
 
 
 @pytest.mark.parametrize("name", ls.presets.__all__)
-def test_every_preset_says_whose_rule_it_is_and_where_that_is_written(name):
+def test_preset_says_whose_rule_it_is_and_where_that_is_written(name):
     docstring = inspect.getdoc(getattr(ls.presets, name))
     assert docstring.startswith("Return the rule of ")
     assert re.search(r"\n\nSource: https://\S+$", docstring)
@@ -99,12 +99,6 @@ SIGNATURES = {
     **dict.fromkeys(("get_loss_scale", "get_loss_scale_state", "was_applied"), "state"),
     "WithLossScalingState": "scale_state inner_state",
     "MasterWeightsState": "master_weights inner_state",
-    "FixedLossScale": "loss_scale=128.0 skip_nonfinite=True",
-    "DynamicLossScale": "init_scale=2.0**15 * growth_factor=2.0 backoff_factor=0.5 "
-    "growth_interval=2000 min_scale=2.0**-14 max_scale=2.0**24 hysteresis=1 "
-    "hysteresis_refill=finite",
-    "HeadroomLossScale": "init_scale=2.0**15 * headroom=3.0 dtype=float16 "
-    "half_life=1000 backoff_factor=0.25 min_scale=2.0**-14 max_scale=2.0**24",
     "apex_amp": "loss_scale=dynamic init_scale=2.0**16 scale_window=2000 "
     "min_loss_scale max_loss_scale=2.0**24",
     "deepspeed": "init_scale=2.0**16 scale_factor=2.0 scale_window=1000 min_scale=1.0 "
@@ -132,28 +126,26 @@ SIGNATURES = {
 }
 
 
-def test_the_contract_has_every_function_rule_and_preset():
-    functions = {name for name in ls.__all__ if inspect.isfunction(getattr(ls, name))}
-    assert SIGNATURES.keys() >= {*ls.presets.__all__} | functions
+def test_contract_has_every_function_and_preset():
+    functions = {f.__name__ for f in FUNCTIONS if f.__module__ == ls.__name__}
+    assert SIGNATURES.keys() >= functions.union(ls.presets.__all__)
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
-def test_the_signature_is_the_contract(name):
+def test_signature_is_the_contract(name):
     """With defaults that are no objects, and a star before arguments to be named."""
-    function = getattr(ls, name, None) or getattr(ls.presets, name)
-    words = []
+    function, words = getattr(ls, name, None) or getattr(ls.presets, name), []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind == parameter.KEYWORD_ONLY and "*" not in words:
             words.append("*")
         is_plain = isinstance(parameter.default, int | float | str)
-        default = f"={parameter.default}" if is_plain else ""
-        words.append(parameter.name + default)
+        words.append(parameter.name + f"={parameter.default}" * is_plain)
     power = re.compile(r"2\.0\*\*(-?\d+)")
     contract = power.sub(lambda found: str(2.0 ** int(found[1])), SIGNATURES[name])
     assert " ".join(words) == contract
 
 
-def test_importing_needs_neither_extras_nor_test_packages_and_starts_no_backend():
+def test_import_needs_no_extras_and_starts_no_backend():
     """So that a user may still set XLA flags or initialize jax.distributed."""
     program = (
         "import sys, optax_lossscale, jax._src.xla_bridge as bridge\n"
@@ -162,4 +154,4 @@ def test_importing_needs_neither_extras_nor_test_packages_and_starts_no_backend(
     output = subprocess.check_output([sys.executable, "-c", program], text=True)
     started, *modules = output.split()
     assert started == "False"
-    assert not {"matplotlib", "flax", "equinox", "pytest"} & set(modules)
+    assert {"matplotlib", "flax", "equinox", "pytest"}.isdisjoint(modules)

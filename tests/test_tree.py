@@ -1,4 +1,4 @@
-"""select."""
+"""select, and how trees are compared and cast."""
 
 import jax
 import jax.numpy as jnp
@@ -6,80 +6,87 @@ import numpy as np
 import optax
 import pytest
 from asserts import assert_same_bits
+from jax.sharding import PartitionSpec as P
+from meshes import EXPLICIT, make_mesh, set_mesh
 
 import optax_lossscale as ls
 from optax_lossscale._tree import at_paths_of, cast_like, mismatch
 
 
-@pytest.mark.parametrize("jit", [False, True])
-def test_select_is_where_on_every_kind_of_leaf(jit):
-    select = jax.jit(ls.select) if jit else ls.select
+def tree(n):
+    return {
+        "f16": jnp.array([n, np.nan, -np.nan, np.inf, -0.0], jnp.float16),
+        "int": jnp.int32(n),
+        "key": jax.random.key(n),
+        "none": None,
+        "nested": (optax.MaskedNode(), [jnp.full((2, 2), n * 1j)]),
+    }
 
-    def tree(n):
-        return {
-            "f16": jnp.array([n, np.nan, -np.nan, np.inf, -0.0], jnp.float16),
-            "int": jnp.int32(n),
-            "key": jax.random.key(n),
-            "none": None,
-            "nested": (optax.MaskedNode(), [jnp.full((2, 2), n * 1j)]),
-        }
 
+@pytest.mark.parametrize("select", [ls.select, jax.jit(ls.select)])
+def test_select_is_where_on_every_kind_of_leaf(select):
     assert_same_bits(select(jnp.bool_(True), tree(1), tree(2)), tree(1))
     assert_same_bits(select(jnp.bool_(False), tree(1), tree(2)), tree(2))
 
 
-def test_the_derivative_of_select_is_that_of_the_chosen_tree():
+def test_derivative_of_select_is_that_of_the_chosen_tree():
     assert jax.grad(lambda x: ls.select(True, x**2, x**3))(3.0) == 6.0
-
-
-@pytest.mark.parametrize("pred", [1, None, jnp.ones(2, bool)])
-def test_select_refuses_what_is_not_one_boolean(pred):
-    with pytest.raises(ValueError, match="`pred` must be one boolean"):
-        ls.select(pred, 1.0, 2.0)
 
 
 def test_select_passes_on_what_is_no_array():
     tree = {"f": jax.nn.relu, "name": "relu", "n": 1}
     equal = {**tree, "name": "".join(["re", "lu"]), "n": 2}
-    result = ls.select(False, equal, tree)
-    assert result["f"] is jax.nn.relu and result["name"] == "relu"
-    assert int(result["n"]) == 1
+    assert ls.select(False, equal, tree) == tree
 
 
-@pytest.mark.parametrize(
-    ("t", "f"),
-    [(jnp.ones(()), jnp.ones(1)), ("relu", "tanh"), (jax.nn.relu, jnp.ones(()))],
-)
-def test_select_refuses_trees_that_do_not_match(t, f):
-    with pytest.raises(ValueError, match=r"the same shapes.* at \['a'\]\. Select"):
-        ls.select(True, {"a": t}, {"a": f})
-    with pytest.raises(ValueError, match="must have the same structure"):
-        ls.select(True, {"a": t}, {"b": t})
+def test_result_of_select_is_sharded_like_the_new_tree():
+    with set_mesh(make_mesh(EXPLICIT, d=2)):
+        x = np.ones(4, np.float32)
+        whole, split = (jax.sharding.reshard(x, P(axis)) for axis in (None, "d"))
+        for new, old in ((whole, split), (split, whole), (split, split), (split, x)):
+            for pred in (True, False):
+                result = ls.select(pred, new, old)
+                assert jax.typeof(result).sharding == jax.typeof(new).sharding
 
 
-MISMATCHES = [
-    ({"a": jnp.ones(2)}, {"a": jnp.ones(2)}, None),
-    ({"a": jnp.ones(2)}, {"a": jnp.ones(3)}, "['a']"),
-    ({"a": 1.0, "b": jnp.ones(1)}, {"a": 2, "b": 1.0}, "['b']"),
-    ({"a": 1.0}, {"a": 1.0, "c": 1.0}, "['c']"),
-    ({"a": 1.0}, [1.0], "[0]"),
-    # The same arrays at the same paths, in other containers.
-    ((1.0,), [1.0], "the root"),
+SHAPES, STRUCTURE = r"the same shapes.* at \['a'\]\. Select", "the same structure"
+REFUSED = [
+    ({"a": np.ones(())}, {"a": np.ones(1)}, SHAPES),
+    ({"a": "relu"}, {"a": "tanh"}, SHAPES),
+    ({"a": jax.nn.relu}, {"a": np.ones(())}, SHAPES),
+    ({"a": 1.0}, {"b": 1.0}, STRUCTURE),
+    ([1.0], (1.0,), STRUCTURE),
 ]
 
 
-@pytest.mark.parametrize(("new", "old", "where"), MISMATCHES)
-def test_a_mismatch_is_where_shapes_or_containers_differ(new, old, where):
-    found = mismatch(new, old)
-    assert found is None if where is None else found[0] == where
-    assert found is None or found[1] != found[2]
+@pytest.mark.parametrize(("new", "old", "words"), REFUSED)
+def test_select_refuses_trees_that_do_not_match(new, old, words):
+    with pytest.raises(ValueError, match=f"`on_true` and `on_false` must have {words}"):
+        ls.select(True, new, old)
+
+
+MISMATCHES = [
+    ({"a": np.ones(2)}, {"a": np.ones(2)}, None, None),
+    ({"a": np.ones(2)}, {"a": np.ones(3)}, "['a']", "['a']"),
+    ({"a": 1.0, "b": np.ones(1)}, {"a": 2, "b": 1.0}, "['b']", "['b']"),
+    ({"a": 1.0}, {"a": 1.0, "c": 1.0}, "['c']", "['c']"),
+    ({"a": 1.0}, [1.0], "[0]", "[0]"),
+    # The same arrays at the same paths, in other containers.
+    ((1.0,), [1.0], "the root", None),
+]
+
+
+@pytest.mark.parametrize(("new", "old", "where", "of_shapes"), MISMATCHES)
+def test_mismatch_is_where_shapes_or_containers_differ(new, old, where, of_shapes):
+    for only_shapes, expected in ((False, where), (True, of_shapes)):
+        place, *texts = mismatch(new, old, only_shapes=only_shapes) or (None, 1, 2)
+        assert place == expected and texts[0] != texts[1]
 
 
 def test_leaves_are_cast_unless_they_have_the_type_strongly():
     x, key = jnp.ones(2), jax.random.key(0)
     tree = [x, 1.0, jnp.asarray(1.0), jnp.float16(1), "text", key]
-    like = [x, x, x, x, "text", key]
-    same, *cast, text, other = cast_like(tree, like)
+    same, *cast, text, other = cast_like(tree, [x, x, x, x, "text", key])
     assert same is x and text == "text" and other is key
     assert [(y.dtype, y.weak_type) for y in cast] == [(jnp.float32, False)] * 3
 

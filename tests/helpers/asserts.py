@@ -75,14 +75,6 @@ def without_keys(tree: Any) -> Any:
     return jax.tree.map(leaf, tree)
 
 
-def assert_holds(statement, otherwise):
-    """Assert that a function returns True, and say the same if it raises."""
-    try:
-        assert statement(), otherwise
-    except Exception as error:
-        raise AssertionError(f"{otherwise}: {error!r}") from error
-
-
 @contextlib.contextmanager
 def noted(*notes: Any) -> Iterator[None]:
     """Say, where an error is shown, in what it happened: pytest prints its notes."""

@@ -14,41 +14,38 @@ class Simulated:
     """The state of a rule, in Python numbers."""
 
     rule: Any
-    scale: float = 0.0
-    growth: int = 0
-    hysteresis: int | None = None  # of a rule that does not count
     skipped: int = 0
     in_a_row: int = 0
     skip_rate: float = 0.0
-    largest: float = 0.0
     was_fixed: bool = False
 
     def __post_init__(self):
+        self._begin()
+
+    def _begin(self) -> None:
+        """As at the start, but for the counts of skipped steps."""
         self.scale = getattr(self.rule, "init_scale", None) or self.rule.loss_scale
-        self.hysteresis = getattr(self.rule, "hysteresis", None)
+        # None for a rule that does not count.
+        self.hysteresis: int | None = getattr(self.rule, "hysteresis", None)
+        self.growth, self.largest = 0, 0.0
 
     def assert_is(self, state: ls.LossScaleState) -> None:
         """Assert the numbers of a state; rules that count differently count alone."""
-        numbers = (state.loss_scale, state.skipped_steps, state.consecutive_skips)
-        numbers += (state.skip_rate,)
-        expected = [self.scale, self.skipped, self.in_a_row, self.skip_rate]
+        expected = {"loss_scale": self.scale, "skip_rate": self.skip_rate}
+        expected |= {"skipped_steps": self.skipped, "consecutive_skips": self.in_a_row}
         if self.hysteresis is not None:
-            numbers += state.growth_tracker, state.hysteresis_tracker
-            expected += self.growth, self.hysteresis
-        np.testing.assert_allclose(numbers, expected, rtol=1e-5)
+            expected |= {"growth_tracker": self.growth}
+            expected |= {"hysteresis_tracker": self.hysteresis}
+        for name, number in expected.items():
+            np.testing.assert_allclose(getattr(state, name), number, 1e-5, 0, name)
         assert bool(state.applied) == (self.in_a_row == 0)
 
-    def _start(self) -> None:
-        """A fixed scale is not continued, and a fixed rule does not continue one."""
-        fixed = isinstance(self.rule, ls.FixedLossScale)
-        if fixed or self.was_fixed:
-            first = Simulated(self.rule)
-            self.scale, self.growth = first.scale, 0
-            self.hysteresis, self.largest = first.hysteresis, 0.0
-        self.was_fixed = fixed
-
     def record(self, applied: bool) -> None:
-        self._start()
+        fixed = isinstance(self.rule, ls.FixedLossScale)
+        # A fixed scale is not continued, and a fixed rule does not continue one.
+        if fixed or self.was_fixed:
+            self._begin()
+        self.was_fixed = fixed
         self.skipped += not applied
         self.in_a_row = 0 if applied else self.in_a_row + 1
         if self.in_a_row <= 25 or self.was_fixed:

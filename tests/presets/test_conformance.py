@@ -3,6 +3,7 @@
 ``tests/data/peer_traces.json.xz`` says in its own ``format`` what it holds.
 """
 
+import functools
 import json
 
 import jax
@@ -28,38 +29,28 @@ QUICK = TRACES[4::9]
 TRAININGS = recordings("torch_end_to_end")["cases"]
 
 
-def apex_kernel(current_scale, **arguments):
-    limits = {"min_scale": SMALLEST, "max_scale": LARGEST}
-    return ls.DynamicLossScale(current_scale, **limits, **arguments)
-
-
-def keras(initial_scale, dynamic_growth_steps, **others):
-    return presets.keras_loss_scale(initial_scale, dynamic_growth_steps)
-
-
-def mindspore(scale_factor, scale_window, **first):
-    [init_loss_scale] = first.values()  # each of these systems has its own name for it
-    return presets.mindspore_dynamic(init_loss_scale, scale_factor, scale_window)
-
-
-def apex_before_amp(init_scale, scale_factor, scale_window):
-    return presets.tf_dynamic_loss_scale(init_scale, scale_window, scale_factor)
+def flags(text):
+    return np.array([*text]) == "1"
 
 
 PRESETS = {
     "apex.amp.scaler.LossScaler": presets.apex_amp,
-    # MindSpore's manager has the same rule, but refuses a first scale below 1.
-    "apex.fp16_utils.loss_scaler.DynamicLossScaler": apex_before_amp,
-    "amp_C.update_scale_hysteresis (Apex kernel)": apex_kernel,
+    # DeepSpeed has made its own of this one.
+    "apex.fp16_utils.loss_scaler.DynamicLossScaler": functools.partial(
+        presets.deepspeed, delayed_shift=1
+    ),
+    "amp_C.update_scale_hysteresis (Apex kernel)": functools.partial(
+        ls.DynamicLossScale, min_scale=SMALLEST, max_scale=LARGEST
+    ),
     "deepspeed.DynamicLossScaler": presets.deepspeed,
     "jmp.DynamicLossScale": presets.jmp_dynamic,
     "mpx.DynamicLossScaling": presets.mpx_dynamic,
     "flax.training.dynamic_scale.DynamicScale": presets.flax_dynamic_scale,
-    "keras.optimizers.LossScaleOptimizer": keras,
+    "keras.optimizers.LossScaleOptimizer": presets.keras_loss_scale,
     "megatron.core.optimizer.grad_scaler.DynamicGradScaler": presets.megatron,
-    "mindspore.amp.DynamicLossScaleManager": mindspore,
-    "mindspore.nn.DynamicLossScaleUpdateCell": mindspore,
-    "mindspore.amp.DynamicLossScaler": mindspore,
+    "mindspore.amp.DynamicLossScaleManager": presets.mindspore_dynamic,
+    "mindspore.nn.DynamicLossScaleUpdateCell": presets.mindspore_dynamic,
+    "mindspore.amp.DynamicLossScaler": presets.mindspore_dynamic,
     "tf.contrib.mixed_precision.ExponentialUpdateLossScaleManager": (
         presets.tf_contrib_exponential_update
     ),
@@ -69,12 +60,19 @@ PRESETS = {
 }
 
 
+# Other names of one argument, and what is none.
+RENAMED = dict.fromkeys(["loss_scale_value", "scale_value"], "init_loss_scale")
+RENAMED |= {"current_scale": "init_scale", "inner_optimizer": None, "applied": None}
+
+
 def rule_of(case):
-    system, arguments = case["system"], dict(case["native_arguments"])
-    if system.startswith("jmp"):
+    native = case["native_arguments"].items()
+    arguments = {RENAMED.get(name, name): value for name, value in native}
+    arguments.pop(None, None)
+    if case["system"].startswith("jmp"):
         # jmp forgets its floor under jit; recorded is what took effect.
         arguments["min_loss_scale"] = case["hyperparameters"]["min_scale"]
-    return PRESETS[system](**arguments)
+    return PRESETS[case["system"]](**arguments)
 
 
 def test_all_that_was_recorded_is_compared():
@@ -94,10 +92,8 @@ def test_scale_takes_the_recorded_course(case):
             rule_of(case)
         return
     rule = rule_of(case)
-    flags = np.array([flag == "1" for flag in case["finite"]])
-    first = np.float32(first)
-    assert float(rule.init().loss_scale) == first
-    states = run_rule(rule, flags)
+    assert float(rule.init().loss_scale) == np.float32(first)
+    states = run_rule(rule, flags(case["finite"]))
 
     # Below our range a peer divides 0 by 0; above it the reciprocal is flushed to zero,
     # and at infinity every later step overflows. Ours stays in it.
@@ -105,11 +101,11 @@ def test_scale_takes_the_recorded_course(case):
     steps = np.cumprod((scale >= SMALLEST) & (scale <= LARGEST)).sum()
     np.testing.assert_allclose(states.loss_scale[:steps], scale[:steps], rtol=1e-5)
     if "growth_count" in case:
-        count = np.array(case["growth_count"][:steps])
+        count = case["growth_count"][:steps]
         np.testing.assert_array_equal(states.growth_tracker[:steps], count)
     if "applied" in case:
-        applied = np.array([flag == "1" for flag in case["applied"]])
-        np.testing.assert_array_equal(states.applied[:steps], applied[:steps])
+        applied = flags(case["applied"])[:steps]
+        np.testing.assert_array_equal(states.applied[:steps], applied)
 
 
 @pytest.mark.usefixtures("new_process")  # others train such a state otherwise
@@ -140,25 +136,17 @@ def test_training_takes_the_course_of_torch(case):
     np.testing.assert_array_equal(scale_used, steps["scale_used"])
     np.testing.assert_array_equal(states.loss_scale, steps["scale_after"])
     np.testing.assert_array_equal(states.growth_tracker, steps["growth_count_after"])
-    applied = [flag == "1" for flag in steps["applied"]]
-    np.testing.assert_array_equal(states.applied, applied)
+    np.testing.assert_array_equal(states.applied, flags(steps["applied"]))
     # optax corrects Adam's bias in float32, torch in float64.
     tolerance = {"rtol": 1e-5, "atol": 5e-7 if case["optimizer"] == "SGD" else 2e-5}
     np.testing.assert_allclose(params, steps["params"], **tolerance)
 
 
-SAVED_BY = {
-    "torch": presets.torch_grad_scaler,
-    "jmp": presets.jmp_dynamic,
-    "flax": presets.flax_dynamic_scale,
-    "megatron": presets.megatron,
-    "keras": presets.keras_loss_scale,
-}
 # What they save, by the names of our state. The rest of what jmp saves are arguments.
-SCALES = ("scale", "loss_scale", "3")
+FIELDS = dict.fromkeys(["scale", "loss_scale", "3"], "loss_scale")
 COUNTERS = ("growth_tracker", "_growth_tracker", "counter", "fin_steps", "2")
-FIELDS = {"loss_scale": SCALES, "growth_tracker": COUNTERS}
-FIELDS["hysteresis_tracker"] = ("hysteresis_tracker",)
+FIELDS |= dict.fromkeys(COUNTERS, "growth_tracker")
+FIELDS["hysteresis_tracker"] = "hysteresis_tracker"
 SAVED = json.loads((DATA / "saved_states.json").read_text())["cases"]
 
 
@@ -170,16 +158,15 @@ def array(value):
 @pytest.mark.parametrize("case", SAVED, ids=lambda case: case["system"])
 def test_saved_run_goes_on_as_recorded(case):
     """From the first state of its preset, with the saved scale and counters in it."""
-    system = case["system"].partition(".")[0]
+    system, arguments = case["system"], case["arguments"]
     saved = {key: array(value) for key, value in case["saved"].items()}
-    arguments = case["arguments"]
-    if system == "jmp":
+    if system.startswith("jmp"):
         arguments = {k: v for k, v in saved.items() if k != "counter"}
-    rule = SAVED_BY[system](**arguments)
+    rule = PRESETS[system](**arguments)
     state = rule.init()
-    for ours, names in FIELDS.items():
-        for theirs in saved.keys() & names:
-            number = jnp.asarray(saved[theirs], getattr(state, ours).dtype)
-            state = state._replace(**{ours: number.reshape(())})
-    states = run_rule(rule, [flag == "1" for flag in case["then"]], state=state)
+    for theirs in saved.keys() & FIELDS:
+        ours = FIELDS[theirs]
+        number = jnp.asarray(saved[theirs], getattr(state, ours).dtype)
+        state = state._replace(**{ours: number.reshape(())})
+    states = run_rule(rule, flags(case["then"]), state=state)
     np.testing.assert_allclose(states.loss_scale, case["scale"], rtol=1e-6)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from asserts import assert_holds
+from asserts import noted
 from shared import slow_but
 from simulated_rules import Simulated
 from training import run_rule
@@ -38,7 +38,8 @@ def test_rule_does_as_documented(rule):
     for step, (finite, largest) in enumerate(zip(flags, magnitudes, strict=True)):
         simulated.update(finite, np.float32(largest))
         state = jax.tree.map(operator.itemgetter(step), states)
-        assert_holds(lambda x=state: simulated.assert_is(x) is None, f"step {step}")
+        with noted(f"step {step}"):
+            simulated.assert_is(state)
     if isinstance(rule, ls.DynamicLossScale):
         assert {*LIMITS.values()} < {*states.loss_scale.tolist()}, "it meets both"
 
@@ -51,35 +52,25 @@ def test_shorter_interval_than_the_tracker_grows_at_once():
 
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
-
-
 DTYPES = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
 
 
-def around(top):
-    """Magnitudes right around the largest that each scale leaves below a bound."""
-    at = [top * 2.0**-k for k in range(-126, 127, 3)]
-    at = np.float32([x for x in at if SMALLEST < x < 2.0**127])
-    near = [at]
-    for end in np.float32([0, np.inf]):
-        near += [once := np.nextafter(at, end), np.nextafter(once, end)]
-    return np.concatenate(near)
-
-
+@pytest.mark.parametrize("headroom", [0.0, 3.0, 10.0, 0.5, 6.3])
 @pytest.mark.parametrize("dtype", slow_but(("float16",), DTYPES))
-def test_scale_is_the_largest_power_of_two_within_the_bound(dtype):
-    headrooms = [0.0, 3.0, 10.0, 0.5, 6.3]
+def test_scale_is_the_largest_power_of_two_within_the_bound(dtype, headroom):
+    """For magnitudes right around the largest that each scale leaves below it."""
     limits = {"dtype": dtype, "min_scale": SMALLEST, "max_scale": LARGEST}
-    tops = [float(jnp.finfo(dtype).max) / 2.0**x for x in headrooms]
-    magnitudes = [around(top) for top in tops]
-    for headroom, top, m in zip(headrooms, tops, magnitudes, strict=True):
-        rule = ls.HeadroomLossScale(headroom=headroom, **limits)
-        state = jax.jit(jax.vmap(lambda m, r=rule: r.update(r.init(), True, m)))(m)
-        # Exact: a power of two times a float32.
-        m, scale = np.float64(m), np.float64(state.loss_scale)
-        bound = top * (1 + 2.0**-23)  # a float32
-        assert np.all((scale * m <= bound) | (scale == SMALLEST)), headroom
-        assert np.all((2 * scale * m > top) | (scale == LARGEST)), headroom
+    rule = ls.HeadroomLossScale(headroom=headroom, **limits)
+    top = float(jnp.finfo(dtype).max) / 2.0**headroom
+    at = [x for k in range(-126, 127, 3) if SMALLEST < (x := top * 2.0**-k) < 2.0**127]
+    bits = np.float32(at).view(np.int32)[:, None] + np.arange(-2, 3, dtype=np.int32)
+    magnitudes = bits.ravel().view(np.float32)
+    state = jax.jit(jax.vmap(lambda m: rule.update(rule.init(), True, m)))(magnitudes)
+    # Exact: a power of two times a float32.
+    scaled, scale = magnitudes * np.float64(state.loss_scale), state.loss_scale
+    bound = top * (1 + 2.0**-23)  # a float32
+    assert np.all((scaled <= bound) | (scale == SMALLEST))
+    assert np.all((2 * scaled > top) | (scale == LARGEST))
 
 
 def test_rule_keeps_a_scale_that_retries_lowered():

@@ -6,12 +6,11 @@ import json
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import optax
 import pytest
 from asserts import assert_same_bits, assert_same_types
-from every_rule import PRESETS, RULES, every_rule
+from every_rule import DEFAULTS, PRESETS, RULES, every_rule
 
 import optax_lossscale as ls
 from optax_lossscale import presets
@@ -39,38 +38,30 @@ def test_loaded_scale_out_of_range_is_clipped(rule):
 
 @every_rule
 def test_counters_saturate(rule):
-    most = np.iinfo(np.int32).max
-    full = jax.tree.map(
-        lambda x: jnp.int32(most) if x.dtype == jnp.int32 else x, rule.init()
-    )
-    for flag in (True, False):
-        for leaf in jax.tree.leaves(step(rule, full, flag, 1.0)):
-            assert leaf.dtype != jnp.int32 or int(leaf) >= 0
-    state = step(rule, full, False, 1.0)
-    assert int(state.skipped_steps) == int(state.consecutive_skips) == most
+    most, first = jnp.int32(2**31 - 1), rule.init()
+    full = jax.tree.map(lambda x: most if x.dtype == jnp.int32 else x, first)
+    good, bad = (step(rule, full, flag, 1.0) for flag in (True, False))
+    counts = [x for x in jax.tree.leaves((good, bad)) if x.dtype == jnp.int32]
+    assert min(counts) >= 0 and bad.skipped_steps == bad.consecutive_skips == most
 
 
 @every_rule
 def test_numbers_of_other_types_are_converted(rule):
     @jax.jit
     def steps(first):
-        states = [
-            optax.tree.set(first, loss_scale=value, skipped_steps=7.0)
-            for value in (8, np.float64(8), jnp.bfloat16(8))
+        given = [
+            optax.tree.set(first, loss_scale=scale, skipped_steps=7.0)
+            for scale in (8, np.float64(8), jnp.bfloat16(8))
         ]
-        states = [step(rule, state, True, 2.0**-10) for state in states]
-        for dtype in (jnp.float16, jnp.float32, None):
-            cast = jax.tree.map(lambda x, t=dtype: x.astype(t or x.dtype), states[2])
-            states.append(step(rule, cast, True, 2.0**-10))
-        return states
+        for dtype in (jnp.float16, jnp.float32):
+            given.append(jax.tree.map(lambda x, t=dtype: jnp.asarray(x, t), given[0]))
+        return [step(rule, state, True, 2.0**-10) for state in given]
 
     first = rule.init()
-    states = steps(first)
-    for state in states:
+    for state in (states := steps(first)):
         assert_same_types(state, first)
-        assert int(state.skipped_steps) == 7
-        assert all(np.isfinite(x) for x in jax.tree.leaves(state))
-    assert_same_bits(*states[-2:])
+        assert_same_bits(state, states[0])
+    assert state.skipped_steps == 7
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
@@ -85,22 +76,20 @@ def test_configuration_goes_through_json_and_comes_back_equal(rule):
         rule.loss_scale = 4.0
 
 
-def test_rules_are_equal_by_class_and_numbers():
-    rule = ls.FixedLossScale(8.0)
-    assert repr(rule) == "FixedLossScale(loss_scale=8.0, skip_nonfinite=True)"
+SHOWN = """
+FixedLossScale(loss_scale=128.0, skip_nonfinite=True)
+DynamicLossScale(init_scale=32768.0, growth_factor=2.0, backoff_factor=0.5, \
+growth_interval=2000, min_scale=6.103515625e-05, max_scale=16777216.0, hysteresis=1, \
+hysteresis_refill='finite')
+HeadroomLossScale(init_scale=32768.0, headroom=3.0, dtype='float16', half_life=1000, \
+backoff_factor=0.25, min_scale=6.103515625e-05, max_scale=16777216.0)
+"""
+
+
+def test_rule_shows_its_class_and_its_numbers_and_is_equal_by_them():
+    assert {*map(repr, DEFAULTS.values())} == {*SHOWN.strip().splitlines()}
     distinct = {repr(rule): rule for rule in RULES.values()}.values()
     assert len(set(distinct)) == len(distinct)
-
-
-NUMBERS = [128, np.float32(128), np.asarray(128.0), ml_dtypes.bfloat16(128)]
-
-
-@pytest.mark.parametrize("number", [*NUMBERS, *map(jnp.asarray, NUMBERS)])
-def test_any_kind_of_number_becomes_pythons_own(number):
-    fixed, counting = ls.FixedLossScale(number), ls.DynamicLossScale(hysteresis=number)
-    assert fixed == ls.FixedLossScale() and hash(fixed) == hash(ls.FixedLossScale())
-    kinds = type(fixed.loss_scale), type(counting.hysteresis)
-    assert kinds == (float, int)
 
 
 @pytest.mark.parametrize("rule", [ls.DynamicLossScale(), ls.HeadroomLossScale()])
@@ -108,16 +97,6 @@ def test_eager_update_moves_nothing_between_host_and_device(rule):
     args = rule.init(), jnp.bool_(False), *[jnp.float32(1)] * rule.uses_max_magnitude
     with jax.transfer_guard("disallow"):
         rule.update(*args)
-
-
-CONSTANT = [ls.FixedLossScale(), ls.FixedLossScale(128.0, skip_nonfinite=False)]
-
-
-@pytest.mark.parametrize("constant", CONSTANT, ids=repr)
-def test_scale_of_a_constant_rule_may_be_a_constant(constant):
-    state = constant.update(ls.DynamicLossScale().init(), True)
-    loss, _ = jax.jit(ls.value_and_grad(lambda x: x**2, state))(3.0)
-    assert float(loss) == 9.0
 
 
 MEASURING = [rule for rule in RULES.values() if rule.uses_max_magnitude]

@@ -38,16 +38,12 @@ def test_users_rule_is_restored_by_itself_and_by_the_base():
         ls.FixedLossScale.from_config(config)
 
 
-def define_twin():
-    @dataclasses.dataclass(frozen=True)
-    class Twin(Halving):
-        """Two levels below the base."""
-
-    return Twin
-
-
 def test_base_restores_the_newest_of_a_class_but_asks_which_of_two():
-    former, newest = define_twin(), define_twin()
+    """Also two levels below it."""
+    former, newest = (
+        dataclasses.make_dataclass("Twin", [], bases=(Halving,), frozen=True)
+        for _ in range(2)
+    )
     config = former().get_config()
     assert type(ls.LossScale.from_config(config)) is newest
     former.__qualname__ = "Other"
@@ -57,12 +53,8 @@ def test_base_restores_the_newest_of_a_class_but_asks_which_of_two():
 
 
 def test_rule_without_a_hash_is_refused():
-    @dataclasses.dataclass(frozen=True)
-    class Unhashable(Halving):
-        limits: list = dataclasses.field(default_factory=list)
-
     with pytest.raises(TypeError, match=r"`rule` must be hashable.*frozen=True"):
-        ls.with_loss_scaling(optax.sgd(0.1), Unhashable())
+        ls.with_loss_scaling(optax.sgd(0.1), Halving([64.0]))
 
 
 GRADS = np.zeros(2, np.float32)
