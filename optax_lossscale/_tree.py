@@ -74,7 +74,7 @@ def where(pred: Any, new: Any, old: Any) -> jax.Array:
 def as_sharded(x: Any, like: Any) -> Any:
     """Reshard an array as another is, on a mesh with explicit axes."""
     old, new = jax.typeof(x).sharding, jax.typeof(like).sharding
-    if old.mesh.empty or old.spec == new.spec:
+    if old.mesh.empty or new.mesh.empty or old.spec == new.spec:
         return x
     return jax.sharding.reshard(x, new)
 

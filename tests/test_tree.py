@@ -47,6 +47,9 @@ def test_result_of_select_is_sharded_like_the_new_tree():
             for pred in (True, False):
                 result = ls.select(pred, new, old)
                 assert jax.typeof(result).sharding == jax.typeof(new).sharding
+        # NumPy's arrays have no sharding.
+        result = ls.select(True, x, split)
+        assert jax.typeof(result).sharding == jax.typeof(split).sharding
 
 
 SHAPES, STRUCTURE = r"the same shapes.* at \['a'\]\. Select", "the same structure"
