@@ -1,4 +1,7 @@
-"""Losses in float32: random ones, those of models, and those that float16 ruins."""
+"""Functions of two float32 matrices: products, what is no product, what is around them.
+
+Each product is a function of a way to cast, which is ``plain`` or ``by_hand``, too.
+"""
 
 import collections
 import functools
@@ -8,54 +11,101 @@ import flax.linen as nn
 import haiku as hk
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
-from jax.scipy.spatial.transform import Rotation
+from jax.sharding import PartitionSpec as P
+from meshes import make_mesh
 from training import normal
 
-F16, F32 = jnp.float16, jnp.float32
+from optax_lossscale._programs.rewrite import equations
+
 N = 8  # a product of fewer numbers is not cast
-X = jnp.asarray(normal(N, N))
-
-
-PRIMITIVES = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
-
-
-def products(program, found=None):
-    """How many products a program holds, by the type of their operands."""
-    found = collections.Counter() if found is None else found
-    for eqn in program.eqns:
-        if eqn.primitive.name in PRIMITIVES:
-            found[eqn.invars[0].aval.dtype.name] += 1
-        for inner in jax.tree.leaves(list(eqn.params.values())):
-            if isinstance(inner, ClosedJaxpr | Jaxpr):
-                products(getattr(inner, "jaxpr", inner), found)
-    return found
+X, W = normal(N, N), normal(N, N, seed=1)
 
 
 def products_of(fun, *args, **kwargs):
-    return products(jax.make_jaxpr(fun)(*args, **kwargs).jaxpr)
-
-
-# A product is a function of a product in some type: plain, or cast by hand.
+    """How many products a function has, by the type of their operands."""
+    names = ("dot_general", "conv_general_dilated", "ragged_dot")
+    found = equations(jax.make_jaxpr(fun)(*args, **kwargs))
+    found = (x.invars[0] for x in found if x.primitive.name.startswith(names))
+    return collections.Counter(x.aval.dtype.name for x in found)
 
 
 def plain(product):
     return product
 
 
-def by_hand(product):
+def by_hand(product, dtype="float16"):
     def cast(x, w):
-        return product(x.astype(F16), w.astype(F16)).astype(F32)
+        return product(x.astype(dtype), w.astype(dtype)).astype("float32")
 
     return cast
 
 
-def convolved(cast):
-    def convolve(image, kernel):
-        return jax.lax.conv_general_dilated(image, kernel, (1, 1), "SAME")
+def einsum(indices):
+    return functools.partial(jnp.einsum, indices)
 
-    return lambda x, w: cast(convolve)(x[None, None], w[None, None, :3, :3])[0, 0]
+
+def convolve(image, kernel):
+    return jax.lax.conv_general_dilated(image, kernel, (1, 1), "SAME")
+
+
+def ragged(x, experts):
+    """The product of a mixture of experts: each takes some of the rows."""
+    return jax.lax.ragged_dot(x, experts, jnp.array([2, 0, N - 2], jnp.int32))
+
+
+def one_in_float16(cast, x, w):
+    half = w.astype("float16")
+    return cast(jnp.matmul)(x, half) + cast(jnp.matmul)(half, x)
+
+
+def masked_attention(cast, x, w):
+    scores = jnp.where(jnp.tri(N, dtype=bool), cast(jnp.matmul)(x, w.T), -1e9)
+    return cast(jnp.matmul)(jax.nn.softmax(scores), w)
+
+
+def small_norm(cast, x, w):
+    x = 1e-5 * cast(jnp.matmul)(x, w)
+    return x / jnp.sqrt(jnp.sum(x**2, 1, keepdims=True) + 1e-8)
+
+
+def log_of_a_difference(cast, x, w):
+    return jnp.log(1 - jnp.tanh(cast(jnp.matmul)(x, w)) ** 2 + 1e-6)
+
+
+def long_sum(cast, x, w):
+    return cast(jnp.matmul)(x, w) / jnp.sum(jnp.ones(70_000, x.dtype))
+
+
+def one_row(cast, x, w):
+    return jnp.sum(cast(jnp.matmul)(x, w)[jnp.zeros(10_000, int)]) / 3
+
+
+PRODUCTS = {
+    "product": lambda cast, *xw: cast(jnp.matmul)(*xw),
+    "einsum": lambda cast, *xw: cast(einsum("ij,kj->ki"))(*xw),
+    "batched": lambda cast, x, w: cast(einsum("ij,ijk->ik"))(x, jnp.stack([w] * N)),
+    "vector": lambda cast, x, w: x + cast(jnp.matmul)(x, w[0])[None],
+    "two axes": lambda cast, *xw: cast(einsum("abi,abj->ij"))(
+        *(y.reshape(2, 4, N) for y in xw)
+    ),
+    "convolution": lambda cast, x, w: cast(convolve)(
+        x[None, None], w[None, None, :3, :3]
+    )[0, 0],
+    "experts": lambda cast, x, w: cast(ragged)(x, jnp.stack([w, 0.5 * w, -w])),
+    "one operand in float16": one_in_float16,
+    # In float16, they would be wrong around the product.
+    "attention with a mask": masked_attention,
+    "norm with a small epsilon": small_norm,
+    "logarithm of a small difference": log_of_a_difference,
+    "long sum": long_sum,
+    "lookup of one row": one_row,
+}
+
+
+def some_products(cast, x, w):
+    for i, name in enumerate(["product", "vector", "convolution"]):
+        x = jnp.tanh(PRODUCTS[name](cast, x, jnp.roll(w, i)))
+    return x
 
 
 @jax.custom_jvp
@@ -78,57 +128,29 @@ def own_vjp(x, w):
 own_vjp.defvjp(lambda x, w: (x @ w, (x, w)), lambda r, g: (g @ r[1].T, r[0].T @ g))
 
 
-def in_bfloat16(x, w):
-    return (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(F32)
-
-
 def highest(x, w):
     with jax.default_matmul_precision("highest"):
         return x @ w
 
 
-def einsum(indices):
-    return lambda x, w: jnp.einsum(indices, x, w)
-
-
-def ragged(x, experts):
-    """The product of a mixture of experts: each takes some of the rows."""
-    return jax.lax.ragged_dot(x, experts, jnp.array([2, 0, N - 2], jnp.int32))
-
-
-PRODUCTS = {
-    "product": lambda cast: cast(jnp.matmul),
-    "einsum": lambda cast: cast(einsum("ij,kj->ki")),
-    "batched": lambda cast: (
-        lambda x, w: cast(einsum("ij,ijk->ik"))(x, jnp.stack([w] * N))
-    ),
-    "vector": lambda cast: lambda x, w: x + cast(jnp.matmul)(x, w[0])[None],
-    "contracted twice": lambda cast: (
-        lambda x, w: (
-            x + cast(einsum("abi,abj->ij"))(*(y.reshape(2, 4, N) for y in (x, w)))
-        )
-    ),
-    "convolution": convolved,
-}
 # They are left as they are.
 OTHERS = {
     "own jvp": own_jvp,
     "own vjp": own_vjp,
-    "bfloat16": in_bfloat16,
+    "bfloat16": by_hand(jnp.matmul, "bfloat16"),
     "highest": highest,
     "HIGH": functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGH),
-    # Of `x` with itself: under `vmap`, a sum of products with `w` is a matrix product.
-    "dot": lambda x, w: x + jnp.dot(x[0], x[1]),
-    "vdot": lambda x, w: x + jnp.vdot(x, x),
-    "vecdot": lambda x, w: x + einsum("ij,ij->i")(x, w)[None],
-    "column": lambda x, w: x + x[:1] @ x[:, :1],
+    "vdot": jnp.vdot,
+    "sums of products": einsum("ij,ij->i"),
+    "sums over two axes": lambda x, w: einsum("bij,bij->b")(
+        x.reshape(N, 2, 4), w.reshape(N, 2, 4)
+    ),
+    "column": lambda x, w: x[:1] @ w[:, :1],
     "outer": lambda x, w: einsum("i,j->ij")(x[0], w[0]),
     "matrices of 1": lambda x, w: x[:, :1] @ w[:1],
     "elementwise": einsum("ij,ij->ij"),
     "few": lambda x, w: x[:, :7] @ w[:7],
-    "batch of few": lambda x, w: (
-        (x.reshape(N, 2, 4) @ w.reshape(N, 4, 2)).reshape(N, 4).repeat(2, 1)
-    ),
+    "batch of few": lambda x, w: (x.reshape(N, 2, 4) @ w.reshape(N, 4, 2))[:, 0, :1],
     "add": jnp.add,
     "where": lambda x, w: jnp.where(x > w, x, 0.5 * w),
     "softmax": lambda x, w: jax.nn.softmax(4 * x) + w[:1],
@@ -136,85 +158,42 @@ OTHERS = {
     "relu": lambda x, w: jax.nn.relu(x) + w,
     "sum": lambda x, w: x + jnp.sum(w * x, axis=0, keepdims=True),
     "lookup": lambda x, w: w[jnp.argmax(x, axis=1)],
-    "tanh": lambda x, w: jnp.tanh(x),
 }
+
+
+def scanned(f):
+    def body(x, w):
+        return f(x, w), x[0]
+
+    return lambda x, w: jax.lax.scan(body, x, jnp.stack([w, 0.5 * w]))[0]
+
+
+def in_shard_map(f):
+    def mean(x, w):
+        return jax.lax.pmean(f(x, w), "d")
+
+    specs = {"in_specs": (P("d"), P()), "out_specs": P()}
+    mapped = jax.shard_map(mean, mesh=make_mesh(d=2), **specs)
+    return lambda x, w: mapped(jnp.concatenate([x, -x]), w)
+
+
 BLOCKS = {
     "jit": lambda f: jax.jit(f),
     "checkpoint": lambda f: jax.checkpoint(f),
     "dots saveable": lambda f: jax.checkpoint(
         f, policy=jax.checkpoint_policies.dots_saveable
     ),
-    "scan": lambda f: (
-        lambda x, w: jax.lax.scan(
-            lambda x, w: (f(x, w), x[0]), x, jnp.stack([w, 0.5 * w])
-        )[0]
-    ),
+    "scan": scanned,
+    "remat in scan": lambda f: scanned(jax.checkpoint(f)),
     "cond": lambda f: lambda x, w: jax.lax.cond(x[0, 0] > 0, f, jnp.add, x, w),
     "while": lambda f: lambda x, w: jax.lax.fori_loop(0, 2, lambda _, x: f(x, w), x),
     "vmap": lambda f: lambda x, w: jax.vmap(f, (0, None))(jnp.stack([x, w]), w)[0],
     "closure": lambda f: lambda x, w: jax.jit(lambda x: f(x, w))(x),
-    "remat in scan": lambda f: BLOCKS["scan"](BLOCKS["checkpoint"](f)),
+    "shard_map": in_shard_map,
 }
 
 
-def random_program(rng, others, depth=2):
-    """What its steps are, and a function of a way to cast.
-
-    That returns a function of two matrices.
-    """
-    names = [rng.choice([*PRODUCTS, *others, *BLOCKS]) for _ in range(3)]
-    said, steps = [], []
-    for name in [rng.choice([*PRODUCTS]), *names]:
-        if name in BLOCKS and depth:
-            inside, inner = random_program(rng, others, depth - 1)
-            steps.append(lambda cast, name=name, inner=inner: BLOCKS[name](inner(cast)))
-            said.append(f"{name} of ({inside})")
-            continue
-        if name in PRODUCTS:
-            steps.append(PRODUCTS[name])
-        else:
-            name = name if name in OTHERS else "add"
-            steps.append(lambda cast, name=name: OTHERS[name])
-        said.append(name)
-
-    def program(cast):
-        def run(x, w):
-            for i, step in enumerate(steps):
-                x = jnp.tanh(step(cast)(x, jnp.roll(w, i)))
-            return x
-
-        return run
-
-    return ", ".join(said), program
-
-
-def loss_of(program, cast):
-    """A loss with all that arguments and results may be."""
-
-    def loss_fn(params, x, *, flag=None, name="a string", steps=3):
-        y = program(cast)(x, params["w"]) + params["b"][None]
-        loss = jnp.mean(jnp.square(y)) + jnp.sum(jnp.asarray(steps, F32) * params["b"])
-        return loss, {"y": y, "steps": steps, "none": flag, "name": name}
-
-    return loss_fn
-
-
-def squares(params, x):
-    """Matrix products and a convolution, to be differentiated twice."""
-    y = jnp.tanh(convolved(plain)(jnp.tanh(x @ params["w"]), params["w"]))
-    return jnp.mean((y @ params["w"]) ** 2)
-
-
-def squares_by_hand(params, x):
-    y = jnp.tanh(by_hand(jnp.matmul)(x, params["w"]))
-    y = jnp.tanh(convolved(by_hand)(y, params["w"]))
-    return jnp.mean(by_hand(jnp.matmul)(y, params["w"]) ** 2)
-
-
-# Models of the frameworks: all products, forward and backward, are float16.
-
-
-def flax_linen():
+def linen():
     class Model(nn.Module):
         @nn.compact
         def __call__(self, x):
@@ -249,73 +228,5 @@ def equinox():
     return params, loss_fn
 
 
-# What is wrong in float16, and right where only products are.
-
-
-def attention(x, cast):
-    with np.errstate(over="ignore"):
-        scores = jnp.where(jnp.zeros((N, N), bool), x @ x.T, cast(-1e9))
-    return jnp.sum(jax.nn.softmax(scores) @ x)
-
-
-def small_norm(x, cast):
-    x = cast(1e-5) * (x @ x)
-    return jnp.sum(x / jnp.sqrt(jnp.sum(x**2, 1, keepdims=True) + cast(1e-8)))
-
-
-def log_of_tanh(x, cast):
-    return jnp.sum(jnp.log(1 - jnp.tanh(4 * (x @ x)) ** 2 + cast(1e-6)))
-
-
-def counted(x, cast):
-    return jnp.sum(x @ x) / jnp.sum(jnp.ones(70_000, x.dtype))
-
-
-def lookup(x, cast):
-    table = x @ x
-    return jnp.sum(table[jnp.zeros(10_000, int)] * cast(1 / 3))
-
-
-RUINED = [attention, small_norm, log_of_tanh, counted, lookup]
-
-
-# No matrix product, and wrong in float16.
-
-
-def dice(x):
-    """A share of two sums over the elements of two images."""
-    image = jnp.tile(jnp.abs(x) + 1, (48, 48)).ravel()
-    return -2 * jnp.dot(image, image) / (jnp.vdot(image, image) + image @ image)
-
-
-def weight_decay(x):
-    weights = jnp.tile(x, (40, 40)).ravel()
-    return jnp.vdot(weights, weights)
-
-
-def log_density(x):
-    far = 100 * x[:, :2]
-    covariance = jnp.array([[2.0, 1.0], [1.0, 2.0]])
-    return jnp.sum(jax.scipy.stats.multivariate_normal.logpdf(far, far[0], covariance))
-
-
-def rotary_angles(x):
-    positions = 4096 * jnp.abs(x[0]) + jnp.arange(N)
-    angles = jnp.einsum("i,j->ij", positions, 1 / 10_000 ** jnp.linspace(0, 1, N))
-    outer = jnp.outer(positions, jnp.ones(N))
-    return jnp.sum(jnp.sin(angles)) + jnp.sum(outer)
-
-
-def weighted_pixels(x):
-    images = 300 * jnp.broadcast_to(x, (2, 3, N, N))
-    return jnp.sum(jnp.einsum("bkwh,bkwh->bk", images, images))
-
-
-def rotated(x):
-    """Three coordinates of large numbers."""
-    turn = Rotation.from_euler("z", 0.3).as_matrix()
-    return jnp.sum((1e5 * x[:, :3]) @ turn)
-
-
-STAY_FLOAT32 = [dice, weight_decay, log_density, rotary_angles, weighted_pixels]
-STAY_FLOAT32 += [rotated]
+# They return parameters and a loss.
+MODELS = {"haiku": haiku, "linen": linen, "equinox": equinox}
