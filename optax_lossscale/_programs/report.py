@@ -157,8 +157,11 @@ class _Place(NamedTuple):
     reason: Left | None = None
 
     def inside(self, eqn: JaxprEqn) -> "_Place":
-        scopes = f"{self.scopes}/{eqn.source_info.name_stack}"
-        return _Place(scopes, reason_inside(eqn, self.reason))
+        # JAX names the backward pass of a checkpoint twice, as in
+        # `transpose(jvp(decoder))/layers_3/jvp(decoder)/layers_3`.
+        stack = str(eqn.source_info.name_stack)
+        stack = re.sub(r"(transpose\(.*?)/jvp\(.*", r"\1", stack)
+        return _Place(f"{self.scopes}/{stack}", reason_inside(eqn, self.reason))
 
 
 class _Measured(NamedTuple):

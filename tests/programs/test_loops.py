@@ -187,9 +187,10 @@ def around(f):
     return body
 
 
-# All but those of which nothing is computed again, and what fails in jax 0.7.0 under a
-# checkpoint where the parameters are not differentiated.
-LEFT = {"own vjp", "while", "checkpoint", "dots saveable", "remat in scan", "shard_map"}
+# All but those of which nothing is computed again.
+LEFT = {"own vjp", "while", "checkpoint", "dots saveable", "remat in scan"}
+if not hasattr(jax, "memory"):  # jax 0.7.0 fails if parameters are not differentiated
+    LEFT.add("shard_map")
 AMONG = OTHERS | {n: functools.partial(f, plain) for n, f in PRODUCTS.items()}
 AMONG |= {name: block(jnp.matmul) for name, block in BLOCKS.items()}
 AMONG = {name: around(f) for name, f in AMONG.items() if name not in LEFT}

@@ -104,8 +104,14 @@ def test_layers_of_one_line_are_told_by_their_scopes():
             with jax.named_scope("mlp"):
                 return jnp.sum(jax.vmap(layer)(x))
 
-    found = report(jax.grad(jax.checkpoint(loss_fn)), X)
-    assert {x.scope for x in found} == {"attention", "attention/mlp"}
+    # A checkpoint around scopes, and one inside of a scope.
+    named = jax.named_scope("attention")(jax.checkpoint(layer))
+    for fun, scopes in (
+        (jax.checkpoint(loss_fn), {"attention", "attention/mlp"}),
+        (lambda x: jnp.sum(named(x)), {"attention"}),
+    ):
+        assert {x.scope for x in report(jax.grad(fun), X)} == scopes
+    found = report(jax.grad(loss_fn), X)
     assert len({x.line.removesuffix(", backward") for x in found}) == 1
     assert "  attention/mlp  " in repr(found)
 
