@@ -95,48 +95,44 @@ def figures(name, header, first):
     return [float(x.replace(",", "")) for x in numbers]
 
 
-def casts(name, header="device, program"):
-    """Memory traffic and memory in float32, and with `autocast`."""
+def cast(name, beside="", header="device, program"):
+    """Memory traffic and memory of `autocast`, as shares of those in float32."""
     numbers = figures("start/casts", header, name)
-    return np.array(numbers[:2]), np.array(numbers[4:])
+    return np.divide(numbers[4:], figures("start/casts", header, beside or name)[:2])
 
 
 def test_figures_in_the_text_are_those_of_the_tables():
     """In README, and below the table of casts."""
-    gpu, step, cpu = "H100 and T4", "H100, whole step", "16.8 million"
-    costs = functools.partial(figures, "what_it_costs")
+    t4, h100, tpu = (f"{x}, transformer in a `scan`" for x in ("T4", "H100", "TPU v5e"))
+    again, again_h100 = (f"{x}, the same with `jax.checkpoint`" for x in ("T4", "H100"))
+    cpu = functools.partial(figures, "what_it_costs", "16.8 million")
+    gpu = functools.partial(figures, "what_it_costs", first="adamw")
     trained = functools.partial(figures, "start/do_i_need_it", "trained in")
-    t4, cast = casts("T4, transformer in a `scan`")
-    dropout, cast_dropout = casts("T4, the same with relu and dropout")
-    recomputed, _ = casts("T4, the same with `jax.checkpoint`")
-    h100, cast_h100 = casts("H100, transformer in a `scan`")
-    recomputed_h100, _ = casts("H100, the same with `jax.checkpoint`")
-    bfloat16 = "TPU v5e, transformer in a `scan`", "device, program in bfloat16"
-    tpu, cast_tpu = casts(*bfloat16)
-    assert np.all(t4 - recomputed > recomputed - cast)  # "most of the saving"
-    (least, least_memory), (most, most_memory) = cast / t4, cast_dropout / dropout
-    said = {
-        "moves {:.1f} to {:.1f} of the memory traffic": (least, most),
-        "in {:.1f} to {:.1f} of its temporary memory": (least_memory, most_memory),
-        "has {:.2f} of the memory traffic and {:.2f} of": cast / recomputed,
-        "has {:.2f} of the memory traffic on a T4": cast / recomputed,
-        "and {:.2f} on an H100": cast_h100 / recomputed_h100,
-        "an H100 and on a TPU v5e, the transformer in a `scan` then moves {:.2f}": (
-            cast_h100 / h100
+    in_bfloat16 = "TPU v5e, the transformer in a `scan` then moves {:.2f} of the memory"
+    said = [
+        (
+            "moves {0:.1f} to {2:.1f} of the memory traffic of float32, in {1:.1f} to "
+            "{3:.1f} of its",
+            [*cast(t4), *cast("T4, the same with relu and dropout")],
         ),
-        "TPU v5e, the transformer in a `scan` then moves {:.2f}": cast_tpu / tpu,
-        "adds {:.0f} % memory": [100 * costs(gpu, "adamw")[0] - 100],
-        "that is {:.0f} % (counted": [100 * costs(step, "adamw")[0] - 100],
-        "float16 step takes {:.2f} times": costs(
-            cpu, "whole step of a small transformer, float16"
-        ),
-        "adamw update alone {:.2f} times": costs(cpu, "adamw")[1:],
-        "held-out loss is {}.": trained("float16, no scale"),
-        "{:.0f} % of the gradients": trained("float16, no scale")[2:],
-        "the loss is {} ": trained("float32"),
-    }
-    found = [words.format(*numbers) for words, numbers in said.items()]
+        ("has {:.2f} of the memory traffic and {:.2f} of the memory", cast(t4, again)),
+        ("has {:.2f} of the memory traffic on a T4", cast(t4, again)),
+        ("and {:.2f} on an H100", cast(h100, again_h100)),
+        (in_bfloat16, cast(h100)),
+        (in_bfloat16, cast(tpu, header="device, program in bfloat16")),
+        ("adds {:.0f} % memory", [100 * gpu("H100 and T4")[0] - 100]),
+        ("that is {:.0f} % (counted", [100 * gpu("H100, whole step")[0] - 100]),
+        ("step takes {:.2f} times", cpu("whole step of a small transformer, float16")),
+        ("adamw update alone {1:.2f} times", cpu("adamw")),
+        ("{2:.0f} % of the gradients", trained("float16, no scale")),
+        ("held-out loss is {}.", trained("float16, no scale")),
+        ("the loss is {} ", trained("float32")),
+    ]
+    found = [words.format(*numbers) for words, numbers in said]
     assert [x for x in found if x not in README + page("start/casts")] == []
+    plain, _, _, _, autocast, _ = figures("start/casts", "device, program", t4)
+    recomputed, *_ = figures("start/casts", "device, program", again)
+    assert plain - recomputed > recomputed - autocast  # "most of the saving"
 
 
 def test_versions_and_addresses_agree():
