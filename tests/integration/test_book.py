@@ -1,12 +1,15 @@
 """README and book are complete, and their tables and numbers are those of the code."""
 
 import ast
+import functools
 import importlib
 import re
 import tomllib
 
+import numpy as np
 import pytest
 from book import PAGES, README, code_blocks, headings, page, table, text_of
+from every_rule import PRESETS
 from flax import nnx
 from shared import ROOT
 
@@ -17,7 +20,7 @@ METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TEXTS = {path: path.read_text() for path in [*PAGES.rglob("*.md"), ROOT / "README.md"]}
 
 
-def test_the_readme_has_the_program_of_the_start_page():
+def test_readme_has_the_program_of_the_start_page():
     for language in ("python", "text"):
         assert code_blocks(README, language) == code_blocks(page("index"), language)
 
@@ -35,7 +38,7 @@ def test_links_lead_to_files_and_headings(path):
 
 
 @pytest.mark.skipif(not hasattr(nnx, "capture"), reason="names of today")
-def test_the_names_in_the_prose_exist():
+def test_names_in_the_prose_exist():
     modules = {
         **{"ls": "optax_lossscale", "jnp": "jax.numpy", "nnx": "flax.nnx"},
         **{"eqx": "equinox", "hk": "haiku", "jax": "jax", "optax": "optax"},
@@ -78,43 +81,58 @@ def test_every_public_name_is_in_the_reference_once():
     assert sorted(in_table) == sorted(names)
 
 
-def test_the_readmes_figures_are_those_of_the_book():
-    costs = page("what_it_costs")
-    for figure, said in (("1.03", "1.03 times"), ("1.27", "1.27 times")):
-        assert said in README and f"| {figure} |" in costs
-    for figure, said in (("1.143", "14 % memory"), ("1.013", "that is 1 %")):
-        assert said in README and f"| {figure} |" in costs
-    rows = {row[0]: row for row in table(page("start/do_i_need_it"), "trained in")}
-    _, loss, *_, flushed = rows["float16, no scale"]
-    assert f"{float(flushed[:-2]):.0f} % of the gradients" in README
-    assert f"loss is {loss}" in README
-    assert f"the loss is {rows['float32'][1]}" in README
+def test_every_preset_is_in_the_table_of_systems_with_rules_that_exist():
+    cells = " ".join(row[1] for row in table(page("coming_from/index"), "system"))
+    assert sorted(re.findall(r"presets\.(\w+)", cells)) == sorted(PRESETS)
+    for expression in re.findall(r"`(ls\.[^`]+)`", cells):
+        assert isinstance(eval(expression, {"ls": ls}), ls.LossScale)
 
 
-def test_what_autocast_saves_is_that_of_its_table():
-    text = page("start/casts")
-    cells = {
-        name: [[float(x.replace(",", "")) for x in c.split(" / ")] for c in row if c]
-        for name, *row in table(text, "device, program")
-    }
-    for name, ratios in {
-        "transformer in a `scan`": [0.3, 0.2],
-        "the same with relu and dropout": [0.5, 0.4],
-    }.items():
-        float32, _, autocast = cells[f"T4, {name}"]
-        found = [round(x / y, 1) for x, y in zip(autocast, float32, strict=True)]
-        assert found == ratios  # as README says
-    rows = table(text, "device, program in bfloat16")
-    [tpu] = [row for row in rows if row[0] == "TPU v5e, transformer in a `scan`"]
-    tpu = [float(x.split(" / ")[0].replace(",", "")) for x in tpu[1:]]
-    h100 = [x[0] for x in cells["H100, transformer in a `scan`"]]
-    assert {f"{x[2] / x[0]:.2f}" for x in (tpu, h100)} == {"0.30"}  # and so README
-    for device in ("T4", "H100"):
-        plain = cells[f"{device}, transformer in a `scan`"]
-        recomputed = cells[f"{device}, the same with `jax.checkpoint`"]
-        moved = plain[0][0], recomputed[0][0], plain[2][0]
-        assert f"{moved[2] / moved[1]:.2f} " in text.partition("Beside that")[2]
-        assert moved[0] - moved[1] > moved[1] - moved[2]  # "most of the saving"
+def figures(name, header, first):
+    """The numbers of a row of a table."""
+    (row,) = [x for x in table(page(name), header) if x[0] == first]
+    numbers = re.findall(r"[\d,.]*\d", " ".join(row[1:]))
+    return [float(x.replace(",", "")) for x in numbers]
+
+
+def cast(name, beside="", header="device, program"):
+    """Memory traffic and memory of `autocast`, as shares of those in float32."""
+    numbers = figures("start/casts", header, name)
+    return np.divide(numbers[4:], figures("start/casts", header, beside or name)[:2])
+
+
+def test_figures_in_the_text_are_those_of_the_tables():
+    """In README, and below the table of casts."""
+    t4, h100, tpu = (f"{x}, transformer in a `scan`" for x in ("T4", "H100", "TPU v5e"))
+    again, again_h100 = (f"{x}, the same with `jax.checkpoint`" for x in ("T4", "H100"))
+    cpu = functools.partial(figures, "what_it_costs", "16.8 million")
+    gpu = functools.partial(figures, "what_it_costs", first="adamw")
+    trained = functools.partial(figures, "start/do_i_need_it", "trained in")
+    in_bfloat16 = "TPU v5e, the transformer in a `scan` then moves {:.2f} of the memory"
+    said = [
+        (
+            "moves {0:.1f} to {2:.1f} of the memory traffic of float32, in {1:.1f} to "
+            "{3:.1f} of its",
+            [*cast(t4), *cast("T4, the same with relu and dropout")],
+        ),
+        ("has {:.2f} of the memory traffic and {:.2f} of the memory", cast(t4, again)),
+        ("has {:.2f} of the memory traffic on a T4", cast(t4, again)),
+        ("and {:.2f} on an H100", cast(h100, again_h100)),
+        (in_bfloat16, cast(h100)),
+        (in_bfloat16, cast(tpu, header="device, program in bfloat16")),
+        ("adds {:.0f} % memory", [100 * gpu("H100 and T4")[0] - 100]),
+        ("that is {:.0f} % (counted", [100 * gpu("H100, whole step")[0] - 100]),
+        ("step takes {:.2f} times", cpu("whole step of a small transformer, float16")),
+        ("adamw update alone {1:.2f} times", cpu("adamw")),
+        ("{2:.0f} % of the gradients", trained("float16, no scale")),
+        ("held-out loss is {}.", trained("float16, no scale")),
+        ("the loss is {} ", trained("float32")),
+    ]
+    found = [words.format(*numbers) for words, numbers in said]
+    assert [x for x in found if x not in README + page("start/casts")] == []
+    plain, _, _, _, autocast, _ = figures("start/casts", "device, program", t4)
+    recomputed, *_ = figures("start/casts", "device, program", again)
+    assert plain - recomputed > recomputed - autocast  # "most of the saving"
 
 
 def test_versions_and_addresses_agree():

@@ -12,7 +12,9 @@ from book import PAGES
 from processes import CACHE_WARNINGS, worker_environment
 from shared import ROOT
 
-METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+SOURCE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"][
+    "Source"
+]
 every_notebook = pytest.mark.parametrize(
     "path", sorted(PAGES.glob("*.ipynb")), ids=lambda path: path.stem
 )
@@ -27,6 +29,8 @@ TOLERANCES = {"float16_or_bfloat16": 0.4}
 # The few numbers that round differently make the first two up: a factor of 4 between
 # them. The others are times.
 UNSTABLE = ("of the letters differ", "same operations:", "ms a step", "times as long")
+# The digits of float16 and 2^15 belong to words.
+NUMBER = re.compile(r"(?<![\w^.])[\d,]*\d(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
 def read(path):
@@ -35,18 +39,26 @@ def read(path):
     return notebook
 
 
+def shown(cell):
+    """The pictures and words that a cell shows, and the numbers that are stable."""
+    outputs = cell.get("outputs", [])
+    pictures = ["image/png" in x.get("data", {}) for x in outputs]
+    texts = [x.get("text") or x.get("data", {}).get("text/plain", "") for x in outputs]
+    lines = "".join(texts).splitlines()
+    stable = [x for x in lines if not any(name in x for name in UNSTABLE)]
+    numbers = [x.replace(",", "") for x in NUMBER.findall("\n".join(stable))]
+    words = [NUMBER.sub("#", line).split() for line in lines]
+    return pictures, words, np.array(numbers, float)
+
+
 @pytest.mark.slow
 @every_notebook
-def test_a_notebook_runs_and_shows_what_it_says(path, tmp_path):
-    notebook = read(path)
-    notebook.cells.append(
-        nbformat.v4.new_code_cell(
-            "import types, notebook_claims\n"
-            f"notebook_claims.{path.stem}(types.SimpleNamespace(**globals()))"
-        )
-    )
-    copy = tmp_path / path.name
-    nbformat.write(notebook, copy)
+def test_notebook_runs_and_shows_what_it_says(path, tmp_path):
+    program, copy = read(path), tmp_path / path.name
+    claims = f"notebook_claims.{path.stem}(types.SimpleNamespace(**globals()))"
+    cell = nbformat.v4.new_code_cell(f"import types, notebook_claims\n{claims}")
+    program.cells.append(cell)
+    nbformat.write(program, copy)
     run = subprocess.run(
         [sys.executable, PAGES / "refresh.py", copy],
         env=worker_environment(PYTHONWARNINGS=",".join(CACHE_WARNINGS)),
@@ -54,49 +66,22 @@ def test_a_notebook_runs_and_shows_what_it_says(path, tmp_path):
         text=True,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    tolerance = TOLERANCES.get(path.stem, TOLERANCE)
     for stored, now in zip(read(path).cells, read(copy).cells, strict=False):
         assert stored.source == now.source, "the badge is another"
-        assert_same_outputs(stored, now, tolerance)
-
-
-def assert_same_outputs(stored, now, tolerance):
-    """Words must be equal, numbers as close as the tolerance says."""
-    refresh = f"`python notebooks/refresh.py` stores what this shows:\n{now.source}"
-    assert has_picture(stored) == has_picture(now), refresh
-    lines = printed(stored).splitlines(), printed(now).splitlines()
-    assert len(lines[0]) == len(lines[1]), refresh
-    for pair in zip(*lines, strict=True):
-        words, numbers = zip(*map(words_and_numbers, pair), strict=True)
-        assert words[0] == words[1], refresh
-        if not any(name in pair[0] for name in UNSTABLE):
-            np.testing.assert_allclose(*numbers, rtol=tolerance, err_msg=refresh)
-
-
-def printed(cell):
-    outputs = cell.get("outputs", [])
-    texts = [x.get("text") or x.get("data", {}).get("text/plain", "") for x in outputs]
-    return "".join(texts)
-
-
-def has_picture(cell):
-    return any("image/png" in x.get("data", {}) for x in cell.get("outputs", []))
-
-
-def words_and_numbers(line):
-    """Split a line. The digits of float16 and 2^15 belong to words."""
-    number = r"(?<![\w^.])[\d,]*\d(?:\.\d+)?(?:e[+-]?\d+)?"
-    numbers = [float(x.replace(",", "")) for x in re.findall(number, line)]
-    return re.sub(number, "#", line).split(), numbers
+        refresh = f"`python notebooks/refresh.py` stores what this shows:\n{now.source}"
+        (*words, numbers), (*new_words, new_numbers) = shown(stored), shown(now)
+        assert words == new_words, refresh
+        rtol = TOLERANCES.get(path.stem, TOLERANCE)
+        np.testing.assert_allclose(new_numbers, numbers, rtol, err_msg=refresh)
 
 
 @every_notebook
-def test_a_notebook_installs_the_package_and_is_stored_with_its_outputs(path):
+def test_notebook_installs_the_package_and_is_stored_with_its_outputs(path):
     install, *cells = (x for x in read(path).cells if x.cell_type == "code")
-    package = f"optax_lossscale[plots] @ git+{METADATA['urls']['Source']}"
+    package = f"optax_lossscale[plots] @ git+{SOURCE}"
     assert install.source == f'%pip install -q "{package}"'
-    assert any(map(has_picture, cells))
+    assert any(any(shown(cell)[0]) for cell in cells)
     outputs = [output for cell in cells for output in cell.outputs]
-    assert not [
-        x for x in outputs if x.output_type == "error" or x.get("name") == "stderr"
-    ]
+    assert not any(
+        x.output_type == "error" or x.get("name") == "stderr" for x in outputs
+    )

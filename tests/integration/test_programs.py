@@ -11,19 +11,8 @@ from book import PAGES, code_blocks, page, run_blocks, run_page
 
 import optax_lossscale as ls
 
-FOLDER = PAGES / "frameworks"
-PROGRAMS = {
-    name: program
-    for names, file in (
-        (["plain_jax"], "index"),
-        (["flax_linen", "flax_nnx"], "flax"),
-        (["equinox"], "equinox"),
-        (["haiku"], "haiku"),
-    )
-    for name, program in zip(
-        names, code_blocks(page(f"frameworks/{file}"), "python"), strict=True
-    )
-}
+PAGE_OF = dict.fromkeys(["flax_linen", "flax_nnx"], "flax")
+PAGE_OF |= {"plain_jax": "index", "equinox": "equinox", "haiku": "haiku"}
 # What a program trains; that of the others is `state`.
 TRAINED = {
     "equinox": ("model", "opt_state", "kept"),
@@ -32,9 +21,29 @@ TRAINED = {
 slow = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=PROGRAMS)
+def block(name, language):
+    """The program of a framework, or how it differs from one without loss scaling."""
+    blocks = code_blocks(page(f"frameworks/{PAGE_OF[name]}"), language)
+    assert len(blocks) == [*PAGE_OF.values()].count(PAGE_OF[name])
+    return blocks[name == "flax_nnx"]
+
+
+@pytest.mark.parametrize("name", PAGE_OF)
+def test_program_has_three_places_and_the_lines_that_change(name):
+    program = block(name, "python")
+    places = re.findall(r"^(.*?)  # ([123])$", program, re.M)
+    assert [number for _, number in places] == ["1", "2", "3"]
+    assert places[0][0] == "tx = ls.with_loss_scaling(tx)"
+    assert "ls.value_and_grad(" in places[1][0]
+    assert re.search(r"(update|apply_gradients)\(", places[2][0])
+    lines, change = {*program.splitlines()}, block(name, "diff")
+    assert {*re.findall(r"^\+(.+)$", change, re.M)} <= lines
+    assert not {*re.findall(r"^-(.+)$", change, re.M)} & lines
+
+
+@pytest.fixture(scope="module", params=PAGE_OF)
 def framework(request):
-    namespace = run_blocks([PROGRAMS[request.param]], request.param, {})
+    namespace = run_blocks([block(request.param, "python")], request.param, {})
     return {**namespace, "name": request.param}
 
 
@@ -51,10 +60,9 @@ def step(framework, run, x, y):
 
 
 @slow
-def test_a_program_learns_logs_and_skips_the_broken_batch(framework):
+def test_program_learns_logs_and_skips_the_broken_batch(framework):
     line = r"step \d+: loss (0\.\d+), loss scale (\d+), (\d) skipped"
-    logged = np.array(re.findall(line, framework["printed"]), float)
-    losses, scales, skipped = logged.T
+    losses, scales, skipped = np.float64(re.findall(line, framework["printed"])).T
     assert losses[-1] < 0.25 < 0.3 < losses[0]
     assert list(scales) == [2**15] * 6  # the loss is not finite, so the scale stays
     assert list(skipped) == [0] * 2 + [1] * 4
@@ -62,19 +70,18 @@ def test_a_program_learns_logs_and_skips_the_broken_batch(framework):
 
 
 @slow
-def test_a_run_that_was_stopped_ends_with_the_same_bits(framework, tmp_path):
+def test_run_that_was_stopped_ends_with_the_same_bits(framework, tmp_path):
     whole = tuple(framework[x] for x in TRAINED.get(framework["name"], ("state",)))
     train(framework, tmp_path, 120)
     resumed = train(framework, tmp_path, 300)
     assert_same_bits(kept(resumed), kept(whole))
-    scales = (ls.get_loss_scale_state(state_in(run)) for run in (resumed, whole))
-    assert_same_bits(*scales)
+    assert_same_bits(*(ls.get_loss_scale_state(state_in(x)) for x in (resumed, whole)))
     # Of 300 batches one is dropped: the schedule counts 149 pairs of the others.
     assert int(optax.tree.get(resumed, "gradient_step")) == 149
 
 
 @slow
-def test_a_bad_batch_changes_nothing_that_is_kept(framework, tmp_path):
+def test_bad_batch_changes_nothing_that_is_kept(framework, tmp_path):
     run = train(framework, tmp_path, 2)
     x, y = framework["get_batch"](0)
     before = kept(run)
@@ -91,30 +98,10 @@ def test_a_bad_batch_changes_nothing_that_is_kept(framework, tmp_path):
     assert sum(not jnp.array_equal(new, old) for new, old in changed) > 10
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_three_places_are_marked(name):
-    marked = re.findall(r"^(.*?)  # ([123])$", PROGRAMS[name], re.M)
-    assert [number for _, number in marked] == ["1", "2", "3"]
-    assert marked[0][0] == "tx = ls.with_loss_scaling(tx)"
-    assert "ls.value_and_grad(" in marked[1][0]
-    assert re.search(r"(update|apply_gradients)\(", marked[2][0])
-
-
-@pytest.mark.parametrize("file", ["index", "flax", "equinox", "haiku"])
-def test_the_lines_that_change_are_those_of_the_program(file):
-    text = page(f"frameworks/{file}")
-    changes = code_blocks(text, "diff")
-    for change, program in zip(changes, code_blocks(text, "python"), strict=True):
-        added = re.findall(r"^\+(.+)$", change, re.M)
-        removed = re.findall(r"^-(.+)$", change, re.M)
-        lines = program.splitlines()
-        assert {*added} <= {*lines} and not {*removed} & {*lines}
-
-
 @slow
 def test_ppo_learns_and_loses_no_step():
-    ppo = run_page(FOLDER / "reinforcement_learning.md")
-    lengths = ppo["lengths"]
-    assert lengths[0] < 40 and np.mean(np.asarray(lengths[-40:])) > 400
+    ppo = run_page(PAGES / "frameworks/reinforcement_learning.md")
+    lengths = np.asarray(ppo["lengths"])
+    assert lengths[0] < 40 and np.mean(lengths[-40:]) > 400
     assert int(ppo["scale_state"].skipped_steps) == 0
     assert ls.all_finite(ppo["params"])

@@ -15,11 +15,13 @@ from asserts import assert_same_bits
 from book import PAGES, run_page
 from flax import jax_utils, nnx
 from flax.training.train_state import TrainState
+from training import normal
 
 import optax_lossscale as ls
 
 # Each compiles the steps of another trainer.
 pytestmark = pytest.mark.slow
+START = {"w": np.zeros((8, 1), np.float32), "b": np.zeros(1, np.float32)}
 
 
 @pytest.fixture(scope="module")
@@ -59,36 +61,32 @@ def test_peft_trainer_skips_a_bad_batch_and_counts_it(page, tmp_path):
     assert int(optax.tree.get(variables(trainer), "gradient_step")[...]) == 9
 
 
-def test_the_trainers_own_accumulation_is_refused_in_a_step_that_was_replaced(page):
-    tx = ls.with_loss_scaling(optax.adamw(3e-2))
+def test_replaced_step_refuses_the_accumulation_of_its_trainer(page):
     options = {"max_steps": 3, "gradient_accumulation_steps": 1}
     config = page["TrainingConfig"](eval_every_n_steps=100, **options)
+    tx = ls.with_loss_scaling(optax.adamw(3e-2))
     trainer = page["PeftTrainer"](page["net"](), tx, config)
-    trainer.with_loss_fn(page["nnx_loss"])
-    page["at_loss_scale"](trainer)
+    page["at_loss_scale"](trainer.with_loss_fn(page["nnx_loss"]))
     with pytest.raises(ValueError, match="turn off its accumulation"):
         trainer.train(page["batches"])
 
 
 def test_levanter_trains_at_the_scale_in_its_scan_over_microbatches(page):
-    def tiny_loss(half, x, y):
-        logits = x.astype(jnp.float16) @ half["w"] + half["b"]
-        losses = optax.sigmoid_binary_cross_entropy(logits.astype(jnp.float32), y)
-        return 2.0**-20 * losses.mean()  # without a scale all gradients are zero
+    def tiny_loss(half, x, y):  # without a scale all gradients are zero
+        return 2.0**-20 * jnp.float32(page["loss_fn"](half, (jnp.float16(x), y)))
 
     tx = ls.with_loss_scaling(optax.adam(3e-2))
     trainer = page["Float16Levanter"](tx, tiny_loss, microbatches=4)
-    state = trainer.initial_state({"w": jnp.zeros((8, 1)), "b": jnp.zeros(1)})
+    state = trainer.initial_state(START)
     for _ in range(50):
         state, _ = trainer.train_step(state, page["batch"])
     assert page["loss_fn"](state.model, page["batch"]) < 0.45
 
 
-def test_a_closed_fit_trains_at_a_fixed_scale_and_skips(page):
+def test_closed_fit_trains_at_a_fixed_scale_and_skips(page):
     assert page["loss_fn"](page["fitted"], page["batch"]) < 0.3
-    start = {"w": jnp.zeros((8, 1)), "b": jnp.zeros(1)}
     batches = [page["batch"]] * 3 + [bad(page["batch"])]
-    _, state = page["fit"](start, page["fit_tx"], page["fit_loss"], batches)
+    _, state = page["fit"](START, page["fit_tx"], page["fit_loss"], batches)
     assert int(ls.get_loss_scale_state(state).skipped_steps) == 1
 
 
@@ -136,61 +134,46 @@ def test_pmap_keeps_synchronized_statistics_through_a_bad_batch(page):
     assert np.all(ls.get_loss_scale_state(ours).loss_scale == 2.0**14)
 
 
-@pytest.mark.parametrize("remedy", [None, "average", "axis_name"])
-def test_under_pmap_scales_drift_apart_by_a_loss_that_is_not_averaged(remedy):
-    axis_name = "b" if remedy == "axis_name" else None
-    tx = ls.with_loss_scaling(optax.sgd(0.1), axis_name=axis_name)
-
-    def step(w, opt_state, x):
-        loss, grads = ls.value_and_grad(lambda w: jnp.mean((x @ w) ** 2), opt_state)(w)
-        grads = jax.lax.pmean(grads, "b")
-        value = jax.lax.pmean(loss, "b") if remedy == "average" else loss
-        return tx.update(grads, opt_state, w, value=value)[1]
-
-    w = jnp.ones(2)
-    batch = jnp.ones((8, 4, 2)).at[0, 0, 0].set(jnp.nan)
-    mapped = jax.pmap(step, axis_name="b", in_axes=(None, None, 0))
-    scales = ls.get_loss_scale(mapped(w, tx.init(w), batch))
-    others = 32768 if remedy else 16384
-    np.testing.assert_array_equal(scales, [32768] + 7 * [others])
+NAN_ROW, NAN_LOSS = "of the fifth device", "of its loss alone"
+NAMED, ALL, NONE = {"axis_name": "b"}, [*range(8)], []
+# What the devices do: who keeps its scale, who skips, and how many weights they have.
+PMAPS = [
+    ({"nan": NAN_ROW}, [5], ALL, 1),
+    ({"nan": NAN_ROW, "average": "both"}, ALL, ALL, 1),
+    ({"nan": NAN_ROW, **NAMED}, ALL, ALL, 1),
+    ({"nan": NAN_LOSS}, ALL, [5], 2),
+    ({"nan": NAN_LOSS, **NAMED}, ALL, ALL, 1),
+    (NAMED, ALL, NONE, 1),
+    ({"average": "loss", **NAMED}, ALL, NONE, 8),
+]
 
 
-@pytest.mark.parametrize("axis_name", [None, "b"])
-def test_under_pmap_weights_drift_apart_by_a_device_that_skips_alone(axis_name):
-    """A label out of range: the loss is NaN, and the gradients are finite."""
-    tx = ls.with_loss_scaling(optax.sgd(0.1), axis_name=axis_name)
+@pytest.mark.parametrize(("options", "kept", "skipped", "different"), PMAPS)
+def test_devices_under_pmap_drift_apart_without_the_advice(
+    options, kept, skipped, different
+):
+    """It is: average the gradients and the loss, and name the axis."""
+    nan, average = options.get("nan"), options.get("average", "gradients")
+    tx = ls.with_loss_scaling(optax.sgd(0.1), axis_name=options.get("axis_name"))
 
-    def step(w, opt_state, x):
-        loss, grads = ls.value_and_grad(lambda w: jnp.mean((x @ w) ** 2), opt_state)(w)
-        value = jnp.where(jax.lax.axis_index("b") == 5, jnp.nan, loss)
-        grads = jax.lax.pmean(grads, "b")
-        updates, _ = tx.update(grads, opt_state, w, value=value)
-        return optax.apply_updates(w, updates)
-
-    w, batch = jnp.ones(2), jnp.ones((8, 4, 2))
-    mapped = jax.pmap(step, axis_name="b", in_axes=(None, None, 0))
-    is_old = np.all(mapped(w, tx.init(w), batch) == 1, axis=1)
-    np.testing.assert_array_equal(
-        np.flatnonzero(is_old), range(8) if axis_name else [5]
-    )
-
-
-@pytest.mark.parametrize("where", ["loss", "gradients"])
-def test_under_pmap_replicas_train_apart_without_a_mean_of_the_gradients(where):
-    tx = ls.with_loss_scaling(optax.sgd(0.1), axis_name="b")
+    def mean(x, *where):
+        return jax.lax.pmean(x, "b") if average in where else x
 
     def step(w, opt_state, x):
         def loss_fn(w):
-            loss = jnp.mean((x @ w) ** 2)
-            return jax.lax.pmean(loss, "b") if where == "loss" else loss
+            return mean(jnp.mean((x @ w) ** 2), "loss")
 
-        grads = ls.grad(loss_fn, opt_state)(w)
-        if where == "gradients":
-            grads = jax.lax.pmean(grads, "b")
-        updates, _ = tx.update(grads, opt_state, w)
-        return optax.apply_updates(w, updates)
+        loss, grads = ls.value_and_grad(loss_fn, opt_state)(w)
+        is_bad = (jax.lax.axis_index("b") == 5) & (nan == NAN_LOSS)
+        value = mean(jnp.where(is_bad, jnp.nan, loss), "both")
+        grads = mean(grads, "gradients", "both")
+        updates, opt_state = tx.update(grads, opt_state, w, value=value)
+        return optax.apply_updates(w, updates), ls.get_loss_scale(opt_state)
 
-    w, batch = jnp.ones(2), jax.random.normal(jax.random.key(0), (8, 4, 2))
+    w, batch = np.ones(2, np.float32), normal(8, 4, 2)
+    batch[5, 0, 0] = np.nan if nan == NAN_ROW else 1.0
     mapped = jax.pmap(step, axis_name="b", in_axes=(None, None, 0))
-    weights = np.asarray(mapped(w, tx.init(w), batch))
-    assert len(np.unique(weights, axis=0)) == (8 if where == "loss" else 1)
+    weights, scales = map(np.asarray, mapped(w, tx.init(w), batch))
+    assert np.flatnonzero(scales == 2.0**15).tolist() == kept
+    assert np.flatnonzero(np.all(weights == 1, axis=1)).tolist() == skipped
+    assert len(np.unique(weights, axis=0)) == different

@@ -4,13 +4,14 @@ import functools
 import re
 from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from asserts import assert_same_bits, kept, state_in
-from book import code_blocks, page, run_blocks
+from book import PAGES, code_blocks, page, run_blocks, run_page
 from flax import serialization
 from flax.training import checkpoints
 
@@ -21,7 +22,7 @@ PARTS = {
     "pytorch": ["pytorch"],
     "keras_and_tensorflow": ["keras", "tensorflow"],
     "mindspore": ["mindspore"],
-    "flax_and_jmp": ["flax_dynamic_scale", "jmp", "mpx"],
+    "flax_and_jmp": ["flax", "jmp", "mpx"],
 }
 GUIDES = {
     name: text
@@ -32,13 +33,47 @@ GUIDES = {
         strict=True,
     )
 }
-MPX = GUIDES.pop("mpx")  # a step alone
-every_guide = pytest.mark.parametrize("guide", GUIDES)
+MPX = ["mpx", "mpx with its casts"]  # a step alone
+WHOLE = [name for name in GUIDES if name not in MPX]
+slow = pytest.mark.slow
 
 
 @functools.cache
-def run(guide):
-    return run_blocks(code_blocks(GUIDES[guide], "python"), guide, {})
+def run(guide, language="python"):
+    if guide in MPX:
+        return run_mpx(guide)
+    if guide == "megatron":
+        return run_page(PAGES / "coming_from/index.md")
+    return run_blocks(code_blocks(GUIDES[guide], language), guide, {})
+
+
+def run_mpx(guide):
+    """The step of the page, with a loss and a model."""
+
+    def loss_fn(model, x):
+        out = jax.vmap(model)(x).astype(jnp.float32)
+        return jnp.mean((out - x[:, :1]) ** 2)
+
+    def half_loss(model, x):
+        mpx = pytest.importorskip("mpx")
+        return loss_fn(*mpx.cast_to_half_precision((model, x)))
+
+    (block,) = code_blocks(GUIDES["mpx"], "python")
+    tx = ls.with_loss_scaling(optax.adam(1e-2), ls.presets.mpx_dynamic(2.0**15))
+    names = {"eqx": eqx, "ls": ls, "loss_fn": loss_fn, "tx": tx}
+    if guide != "mpx":
+        block = block.replace("ls.autocast(loss_fn)", "loss_fn")
+        names["loss_fn"] = half_loss
+    step = run_blocks([block], "mpx", names)["train_step"]
+    model, losses = eqx.nn.MLP(8, 1, 32, depth=1, key=jax.random.key(0)), []
+    x = jax.random.normal(jax.random.key(1), (1, 64, 8))
+    state = model, tx.init(eqx.filter(model, eqx.is_inexact_array))
+    for _ in range(100):
+        *state, loss = step(*state, x[0])
+        losses.append(loss)
+    model, opt_state = state
+    names = {"train_step": step, "x": x, "losses": losses}
+    return {**names, "model": model, "opt_state": opt_state}
 
 
 class Training(NamedTuple):
@@ -73,38 +108,40 @@ TRAININGS = [
     Training("keras", "network_step", ("trainable", "other", "network_state")),
     Training("tensorflow"),
     Training("mindspore"),
-    Training("flax_dynamic_scale", state=("state",), batch=("x",), backoff=1.0),
+    Training("flax", state=("state",), batch=("x",), backoff=1.0),
     Training("jmp", batch=("x",)),
+    *(Training(x, "train_step", ("model", "opt_state"), ("x",), 1.0) for x in MPX),
 ]
 
 
-@every_guide
+@pytest.mark.parametrize("guide", WHOLE)
 def test_their_programs_are_python(guide):
     compile("".join(code_blocks(GUIDES[guide], "python theirs")), guide, "exec")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("guide", ["flax_dynamic_scale", "jmp"])
+@slow
+@pytest.mark.parametrize("guide", ["flax", "jmp"])
 def test_their_program_and_ours_print_the_same_scale_and_loss(guide):
-    theirs = run_blocks(code_blocks(GUIDES[guide], "python theirs"), guide, {})
-    printed = [re.findall(r"[\d.]+", x["printed"]) for x in (theirs, run(guide))]
-    (their_loss, their_scale), (loss, scale) = printed
+    theirs, ours = (run(guide, x)["printed"] for x in ("python theirs", "python"))
+    (their_loss, their_scale), (loss, scale) = (
+        re.findall(r"[\d.]+", printed) for printed in (theirs, ours)
+    )
     assert their_scale == scale
     assert float(loss) == pytest.approx(float(their_loss), rel=0.02)
 
 
-@pytest.mark.slow
-@every_guide
+@slow
+@pytest.mark.parametrize("guide", [*WHOLE, *MPX])
 def test_every_program_trains(guide):
     losses = np.array(run(guide)["losses"])
     assert losses[-1] < 0.05 * losses[0]
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("training", TRAININGS, ids=lambda t: f"{t.guide} {t.state[0]}")
-def test_a_bad_batch_changes_the_scale_alone(training):
-    assert ls.was_applied(state_in(training.step(training.start(), training.data())))
+def test_bad_batch_changes_the_scale_alone(training):
     before = training.start()
+    assert ls.was_applied(state_in(training.step(before, training.data())))
     bad = training.step(before, training.data(bad=True))
     assert not ls.was_applied(state_in(bad))
     assert_same_bits(kept(bad), kept(before))
@@ -112,121 +149,55 @@ def test_a_bad_batch_changes_the_scale_alone(training):
     assert new.loss_scale == training.backoff * old.loss_scale
 
 
-@pytest.mark.slow
-@every_guide
-def test_a_run_begun_there_goes_on_here(guide):
-    """With the scale and the counter: the next finite step is one that grows."""
+@pytest.mark.parametrize(
+    "guide", ["megatron", *(pytest.param(guide, marks=slow) for guide in WHOLE)]
+)
+def test_run_begun_there_goes_on_here(guide):
+    """With the scale and the counters: the next step moves the scale, good or bad."""
     page = run(guide)
     state, rule = page["resumed_state"], page["rule"]
-    assert ls.get_loss_scale(state) == 16384.0
-    assert rule.update(state.scale_state, True).loss_scale == 32768.0
+    scales = [rule.update(state.scale_state, x).loss_scale for x in (False, True)]
+    assert scales[0] < ls.get_loss_scale(state) == 16384.0 < scales[1] == 32768.0
     assert_same_bits(state.inner_state, page.get("old_opt_state", state.inner_state))
+    if guide == "megatron":
+        weights = optax.tree.get(state, "master_weights")
+        assert_same_bits(weights, page["params"])
 
 
-@pytest.mark.slow
-def test_a_whole_train_state_is_kept_but_for_the_scale():
-    """By `keep_if_applied`; what does not know our states puts the old scale back."""
-    state = jax.tree.map(jnp.asarray, run("flax_dynamic_scale")["state"])
-    bad = jax.tree.map(lambda p: jnp.full_like(p, jnp.inf), state.params)
-    new_state = state.apply_gradients(grads=bad, value=1.0)
-    scale, applied = ls.get_loss_scale(state), ls.was_applied(new_state)
-    kept_state = ls.keep_if_applied(new_state, new_state, state)
-    assert ls.get_loss_scale(kept_state) == scale / 2
-    assert_same_bits(kept(kept_state), kept(state))
-    assert kept_state.step == state.step == new_state.step - 1
-    jmp = pytest.importorskip("jmp")
-    for select in (ls.select, jmp.select_tree, select_leaves):
-        assert ls.get_loss_scale(select(applied, new_state, state)) == scale
-
-
-def select_leaves(applied, new, old):
-    return jax.tree.map(functools.partial(jnp.where, applied), new, old)
-
-
-@pytest.mark.slow
-def test_a_checkpoint_of_flax_is_restored_into_its_own_state(tmp_path):
+@slow
+def test_checkpoint_of_flax_is_restored_into_its_own_state(tmp_path):
     """Into the new one, Flax restores the weights, and leaves Adam at its start."""
-    ours = run("flax_dynamic_scale")
-    blocks = code_blocks(GUIDES["flax_dynamic_scale"], "python theirs")
-    theirs = run_blocks(blocks, "flax", {})
+    ours, theirs = run("flax"), run("flax", "python theirs")
     old, tx = theirs["state"], ours["tx"]
     checkpoints.save_checkpoint(tmp_path, old, step=100)
-
-    fresh = old.replace(opt_state=tx.init(old.params))
-    restored = checkpoints.restore_checkpoint(tmp_path, fresh)
-    assert_same_bits(restored.opt_state, old.opt_state)
-    d = serialization.msgpack_restore(theirs["checkpoint"])
-    restored = serialization.from_state_dict(tx.init(old.params), d["opt_state"])
-    assert_same_bits(restored, old.opt_state)
+    fresh = tx.init(old.params)
+    raw = serialization.msgpack_restore(theirs["checkpoint"])["opt_state"]
+    for opt_state in (
+        checkpoints.restore_checkpoint(
+            tmp_path, old.replace(opt_state=fresh)
+        ).opt_state,
+        serialization.from_state_dict(fresh, raw),
+    ):
+        assert_same_bits(opt_state, old.opt_state)
 
     new = ours["state"].replace(opt_state=ours["state"].tx.init(old.params))
     reset = checkpoints.restore_checkpoint(tmp_path, new)
-    assert_same_bits(reset.params, old.params)
-    assert_same_bits(reset.opt_state, new.opt_state)
+    assert_same_bits((reset.params, reset.opt_state), (old.params, new.opt_state))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cast", ["scaled", "true"])
-def test_gradients_are_sent_in_float16_while_they_are_scaled(cast):
+def test_gradients_are_sent_in_float16_while_they_are_scaled():
     """As in Haiku's imagenet program; true gradients near 1e-8 become 0."""
-    state, x = ls.FixedLossScale(2.0**15).init(), jnp.linspace(1e-8, 2e-8, 8)
+    state, x = ls.FixedLossScale(2.0**15).init(), np.linspace(1e-8, 2e-8, 8)
 
     def sent(grads):
-        half = jax.tree.map(lambda g: g.astype(jnp.float16), grads)
-        return jax.tree.map(
-            lambda g: g.astype(jnp.float32), jax.lax.pmean(half, "batch")
-        )
+        return jax.lax.pmean(grads.astype(jnp.float16), "batch").astype(jnp.float32)
 
     def gradients(w, x):
-        def loss_fn(w):
-            return jnp.sum(w * x)
-
-        if cast == "true":
-            return sent(ls.grad(loss_fn, state)(w))
-        grads = jax.grad(lambda w: ls.scale_loss(loss_fn(w), state))(w)
-        return ls.unscale_grads(sent(grads), state)
+        scaled = jax.grad(lambda w: ls.scale_loss(jnp.sum(w * x), state))(w)
+        true = ls.grad(lambda w: jnp.sum(w * x), state)(w)
+        return ls.unscale_grads(sent(scaled), state), sent(true)
 
     mapped = jax.vmap(gradients, axis_name="batch", in_axes=(None, 0))
-    off = mapped(jnp.ones(3), x) / jnp.mean(x) - 1
-    np.testing.assert_allclose(off, 0 if cast == "scaled" else -1, atol=1e-3)
-
-
-@pytest.fixture(scope="module")
-def mpx_step():
-    """The step of the page, with a loss, and its first state."""
-    eqx = pytest.importorskip("equinox")
-
-    def loss_fn(model, x):
-        out = jax.vmap(model)(x).astype(jnp.float32)
-        return jnp.mean((out - x[:, :1]) ** 2)
-
-    tx = ls.with_loss_scaling(optax.adam(1e-2), ls.presets.mpx_dynamic(2.0**15))
-    names = {"eqx": eqx, "ls": ls, "loss_fn": loss_fn, "tx": tx}
-    names = run_blocks(code_blocks(MPX, "python"), "mpx", names)
-    model = eqx.nn.MLP(8, 1, 32, depth=1, key=jax.random.key(0))
-    start = model, tx.init(eqx.filter(model, eqx.is_inexact_array))
-    return names, start, jax.random.normal(jax.random.key(1), (64, 8))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("casts", ["autocast", "mpx"])
-def test_the_step_for_mpx_trains_and_skips(mpx_step, casts):
-    names, state, x = mpx_step
-    loss_fn = names["loss_fn"]
-    if casts == "mpx":
-        mpx = pytest.importorskip("mpx")
-
-        def half_loss(model, x):
-            return loss_fn(*mpx.cast_to_half_precision((model, x)))
-
-        (block,) = code_blocks(MPX, "python")
-        block = block.replace("ls.autocast(loss_fn)", "loss_fn")
-        names = run_blocks([block], "mpx", {**names, "loss_fn": half_loss})
-    losses = []
-    for _ in range(100):
-        *state, loss = names["train_step"](*state, x)
-        losses.append(loss)
-    assert losses[-1] < 0.05 * losses[0]
-    *after, _ = names["train_step"](*state, x.at[0, 0].set(1e6))
-    assert not ls.was_applied(after[1])
-    assert_same_bits(kept(after), kept(state))
+    right, wrong = mapped(jnp.ones(3), jnp.float32(x))
+    np.testing.assert_allclose(right, np.mean(x), rtol=1e-3)
+    assert not np.any(wrong)

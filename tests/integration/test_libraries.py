@@ -1,0 +1,119 @@
+"""Modules of Flax NNX and Equinox, in every way that scales a loss or a block."""
+
+import functools
+
+import chex
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from asserts import assert_same_bits
+from flax import nnx
+from training import normal
+
+import optax_lossscale as ls
+
+X, STATE = normal(16, 8), ls.DynamicLossScale(2.0**20).init()
+
+
+class Changing(nnx.Module):
+    """Its statistics and the counter of its keys change while it is called."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        # A bias before the norm has gradients that are rounding errors.
+        self.hidden = nnx.Linear(8, 16, use_bias=False, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, momentum=0.9, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+        self.out = nnx.Linear(16, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.dropout(self.norm(jnp.tanh(self.hidden(x)))))
+
+
+class Holding(eqx.Module):
+    """It holds a function."""
+
+    linear: eqx.nn.Linear
+    activation: callable
+
+    def __call__(self, x):
+        return self.activation(jax.vmap(self.linear)(x))
+
+    block = ls.scale_block(__call__)
+
+
+NNX, EQUINOX = (
+    (nnx.jit, nnx.value_and_grad),
+    (eqx.filter_jit, eqx.filter_value_and_grad),
+)
+MODULES = {
+    "changes": (Changing, *NNX),
+    "unchanged": (lambda: nnx.Linear(8, 1, rngs=nnx.Rngs(0)), *NNX),
+    "equinox": (
+        lambda: Holding(eqx.nn.Linear(8, 1, key=jax.random.key(0)), jax.nn.tanh),
+        *EQUINOX,
+    ),
+}
+
+
+def loss_fn(model, call=lambda model: model(X)):
+    return 2.0**-40 * jnp.sum(jnp.square(call(model)))
+
+
+def in_block(call):
+    return lambda differentiate: differentiate(lambda model: loss_fn(model, call))
+
+
+WAYS = {
+    "value_and_grad": lambda d: ls.value_and_grad(loss_fn, STATE, value_and_grad=d),
+    "retries": lambda d: ls.value_and_grad_with_retries(
+        loss_fn, STATE, value_and_grad=d
+    ),
+    "scale_backward": lambda d: d(ls.scale_backward(loss_fn, STATE)),
+    "block": in_block(lambda m: ls.scale_block(type(m).__call__)(m, X)),
+    "fixed block": in_block(
+        lambda m: ls.scale_backward(type(m).__call__, scale=2.0**30)(m, X)
+    ),
+    "closed over": in_block(lambda m: ls.scale_block(m.__call__)(X)),
+    "method": in_block(lambda m: m.block(X)),
+}
+CELLS = [
+    *((x, "changes") for x in [*WAYS][:5]),
+    ("closed over", "unchanged"),
+    *((x, "equinox") for x in WAYS),
+]
+
+
+@functools.cache
+def of_the_library(module):
+    make, jit, differentiate = MODULES[module]
+    model = make()
+    return jit(lambda model: differentiate(loss_fn)(model))(model), model
+
+
+@pytest.mark.parametrize(("way", "module"), CELLS)
+def test_gradients_and_changes_of_a_module_are_those_of_its_library(way, module):
+    make, jit, differentiate = MODULES[module]
+    model = make()
+    loss, grads, *_ = jit(lambda model: WAYS[way](differentiate)(model))(model)
+    (expected, their_grads), theirs = of_the_library(module)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    chex.assert_trees_all_close(grads, their_grads, rtol=1e-5, atol=2.0**-50)
+    assert all(np.any(x) for x in jax.tree.leaves(their_grads))
+    if module == "changes":
+        kinds = (nnx.BatchStat, nnx.RngState)
+        assert_same_bits(nnx.state(model, kinds), nnx.state(theirs, kinds))
+        assert np.all(model.norm.mean[...] != 0)
+
+
+def test_loss_of_an_equinox_module_may_return_a_function():
+    fun = ls.value_and_grad(
+        lambda model: (loss_fn(model), model.activation),
+        STATE,
+        has_aux=True,
+        value_and_grad=eqx.filter_value_and_grad,
+    )
+    (_, activation), grads = eqx.filter_jit(fun)(MODULES["equinox"][0]())
+    assert activation is jax.nn.tanh and grads.activation is None
