@@ -36,7 +36,7 @@ ARRAYS, PARAMETERS = (8, 2**14) if ON_CPU else (64, 2**26)
 TINY = transformer.Sizes(layers=1, width=64, vocabulary=64, batch=2, length=16)
 SIZES = TINY if ON_CPU else transformer.LARGE
 # What differs from device to device: rounding, fused checks, masks and loops.
-TESTS = ["test_finite.py", "transform/test_rounding.py", "transform/test_outcome.py"]
+TESTS = ["test_finite.py", "transform/test_rounding.py", "transform/test_steps.py"]
 if not ON_CPU:
     TESTS += ["transform", "gradients", "rules", "diagnostics"]
 NOTEBOOKS = ["quickstart"] if ON_CPU else ["quickstart", "how_the_scale_moves"]
