@@ -15,13 +15,13 @@ import pytest
 from asserts import assert_same_bits, noted
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import make_mesh, on_mesh
+from meshes import AUTO, EXPLICIT, make_mesh, on_mesh, set_mesh
 from shared import slow_but
 from training import normal
 
 import optax_lossscale as ls
 
-ROWS, MESH = 4, make_mesh(d=4)
+ROWS = 4
 DICT, NESTED = {"w": normal(4, 3), "b": normal(3)}, [normal(), (normal(8), None)]
 BFLOAT16 = normal(2, 2).astype(jnp.bfloat16), {"b": normal(2)}
 RATE, ADAM = optax.linear_schedule(1e-3, 5e-4, 5), optax.adam(1e-3)
@@ -56,7 +56,14 @@ STEPS = [
 ]
 
 
+def is_explicit(tree):
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree)]
+    return EXPLICIT in meshes[0].axis_types
+
+
 def loss_fn(params, batch):
+    if is_explicit(params):
+        params, batch = jax.sharding.reshard((params, batch), P())
     factor, slope, root, _, added = batch.T
     leaves = [x.astype(jnp.float32) for x in jax.tree.leaves(params)]
     smooth = sum(jnp.sum(jnp.sin(x + i)) for i, x in enumerate(leaves))
@@ -83,12 +90,25 @@ def beside_a_bad_one(step):
     return jax.jit(both)
 
 
-def on_shards(step):
-    def shard(x):
-        rows = x.ndim and x.shape[0] % ROWS == 0
-        return jax.device_put(x, NamedSharding(MESH, P("d") if rows else P()))
+def on_shards(axis_type, step):
+    """Rows are split along one axis of a mesh, and columns along the other."""
+    mesh = make_mesh(axis_type, d=2, e=2)
 
-    return lambda *args: jax.jit(step)(*jax.tree.map(shard, args))
+    def shard(x):
+        sizes = zip(x.shape, "de", strict=False)
+        names = [name if size % 2 == 0 else None for size, name in sizes]
+        return jax.device_put(x, NamedSharding(mesh, P(*names)))
+
+    def sharded(carry, batch):
+        carry, batch = jax.tree.map(shard, (carry, batch))
+        with set_mesh(mesh):
+            new = jax.jit(step, donate_argnums=0)(carry, batch)
+        for x, old in zip(*map(jax.tree.leaves, (new, carry)), strict=True):
+            kept = x.sharding.is_equivalent_to(old.sharding, x.ndim)
+            assert kept or axis_type == AUTO
+        return new
+
+    return sharded
 
 
 PLACES = {
@@ -96,8 +116,9 @@ PLACES = {
     "donation": lambda step: jax.jit(step, donate_argnums=0),
     "scan": in_scan,
     "vmap": beside_a_bad_one,
-    "shard_map": lambda step: on_mesh(step, (P(), P("d")), P(), MESH),
-    "mesh": on_shards,
+    "shard_map": lambda step: on_mesh(step, (P(), P("d")), P(), make_mesh(d=ROWS)),
+    "mesh": functools.partial(on_shards, AUTO),
+    "explicit mesh": functools.partial(on_shards, EXPLICIT),
     "eager": lambda step: step,
 }
 
