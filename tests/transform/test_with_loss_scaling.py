@@ -56,6 +56,14 @@ def test_skip_nonfinite_is_a_rule_fixed_at_1(options):
     assert step[1].scale_state.applied.tolist() == [options == {}, False]
 
 
+def test_headroom_is_that_of_the_largest_gradient_of_all_members():
+    rule, grads = ls.HeadroomLossScale(), np.float32([1.0, 2.0**-10])
+    tx = ls.with_loss_scaling(optax.identity(), rule, axis_name="i")
+    _, states = jax.vmap(tx.update, axis_name="i")(grads, jax.vmap(tx.init)(grads))
+    expected = rule.update(rule.init(), True, 1.0).loss_scale
+    assert ls.get_loss_scale(states).tolist() == [expected] * 2
+
+
 @pytest.mark.parametrize("tree", [{}, (), None])
 def test_empty_tree_is_a_step_like_any_other(tree):
     tx = ls.with_loss_scaling(ADAM)
