@@ -72,14 +72,11 @@ ARGUMENTS = {
 }
 
 RATES = {"learning_rate", "max_learning_rate"}
-
 LEFT_OUT = {
-    "optax.contrib.scale_by_muon": "wants dimension numbers, which muon makes",
-    "optax.inject_hyperparams": "takes a factory: see VARIANTS",
-    "optax.inject_stateful_hyperparams": "takes a factory",
-    "optax.measure_with_ema": "returns measurements in the place of updates",
+    "optax.contrib.scale_by_muon",  # wants dimension numbers, which muon makes
+    *("optax.inject_hyperparams", "optax.inject_stateful_hyperparams"),  # of factories
+    "optax.measure_with_ema",  # returns measurements in the place of updates
 }
-
 # More than the defaults of a factory show.
 VARIANTS = {
     "adafactor factored": optax.adafactor(0.1, min_dim_size_to_factor=2),
@@ -97,84 +94,96 @@ VARIANTS = {
 }
 
 
-def _factories():
-    for module in (optax, contrib):
-        for name, factory in inspect.getmembers(module, inspect.isfunction):
-            signature = inspect.signature(factory)
-            returns = str(signature.return_annotation)
-            transforms = "GradientTransformation" in returns
-            if not name.startswith("_") and (
-                transforms or RATES & signature.parameters.keys()
-            ):
-                yield f"{module.__name__}.{name}", factory
+def _parameters(factory):
+    return inspect.signature(factory).parameters
 
 
-FACTORIES = dict(_factories())
-NAMES = sorted((FACTORIES.keys() | VARIANTS.keys()) - LEFT_OUT.keys())
+def _transforms(name, function):
+    returns = str(inspect.signature(function).return_annotation)
+    is_factory = "GradientTransformation" in returns or RATES & {*_parameters(function)}
+    return is_factory and not name.startswith("_")
+
+
+FACTORIES = {
+    f"{module.__name__}.{name}": function
+    for module in (optax, contrib)
+    for name, function in inspect.getmembers(module, inspect.isfunction)
+    if _transforms(name, function)
+}
+NAMES = sorted((FACTORIES.keys() | VARIANTS.keys()) - LEFT_OUT)
 OPTIMIZERS = [
     name
     for name, factory in FACTORIES.items()
-    if RATES & inspect.signature(factory).parameters.keys() and "scale_by_" not in name
+    if RATES & {*_parameters(factory)} and "scale_by_" not in name
 ]
 
 
-def required(name):
-    """The parameters of a factory that have no default, or one that will not do."""
-    return [
-        p.name
-        for p in inspect.signature(FACTORIES[name]).parameters.values()
-        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-        and (p.default is p.empty or p.name in {*RATES, "key"})
-    ]
-
-
 def make(name):
+    chained = [optax.clip(0.1), optax.trace(0.9)]
     if name in VARIANTS:
         return VARIANTS[name]
-    chained = [optax.clip(0.1), optax.trace(0.9)]
     if name == "optax.chain":
         return optax.chain(*chained)
     if name == "optax.named_chain":
         return optax.named_chain(*zip("ab", chained, strict=True))
-    return FACTORIES[name](**{p: ARGUMENTS[p] for p in required(name)})
+    # The parameters that have no default, or one that will not do.
+    required = {
+        p.name: ARGUMENTS[p.name]
+        for p in _parameters(FACTORIES[name]).values()
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        and (p.default is p.empty or p.name in {*RATES, "key"})
+    }
+    return FACTORIES[name](**required)
 
 
 def params_for(name, dtype=jnp.float32):
     # SM3 has no accumulator for a scalar, and DoG's scaling makes an array of it.
     no_scalars = "sm3" in name or name.endswith("scale_by_distance_over_gradients")
-    kept = {k: v for k, v in PARAMS.items() if v.ndim or not no_scalars}
-    params = jax.tree.map(lambda x: x.astype(dtype), kept)
-    if name == "optax.lookahead":
-        return optax.LookaheadParams.init_synced(params)
-    return params
+    params = {k: v.astype(dtype) for k, v in PARAMS.items() if v.ndim or not no_scalars}
+    is_pair = name == "optax.lookahead"
+    return optax.LookaheadParams.init_synced(params) if is_pair else params
+
+
+def trained(name, params):
+    """The parameters that have gradients."""
+    return params.fast if name == "optax.lookahead" else params
 
 
 def grads_for(name, params):
     """True gradients, in the types of `ls.value_and_grad` and in the form that fits."""
-    params = params.fast if name == "optax.lookahead" else params
     # They take the gradients of each example.
     private = ("optax.contrib.dpsgd", "optax.contrib.differentially_private_aggregate")
-    return _grads(params, per_example=name in private)
+    return _grads(trained(name, params), per_example=name in private)
 
 
 @functools.partial(jax.jit, static_argnames="per_example")
 def _grads(params, per_example):
     grads = jax.grad(value_fn)(jax.tree.map(lambda x: x.astype(jnp.float32), params))
+    keeps = jnp.bfloat16
     grads = jax.tree.map(
-        lambda g, p: g.astype(p.dtype) if p.dtype == jnp.bfloat16 else g, grads, params
+        lambda g, p: g.astype(keeps) if p.dtype == keeps else g, grads, params
     )
-    if per_example:
-        grads = jax.tree.map(lambda g: jnp.stack([g, 2 * g]), grads)
-    return grads
+    return jax.tree.map(lambda g: jnp.stack([g, 2 * g]) if per_example else g, grads)
 
 
 def update(name, tx, grads, state, params):
     """Update with the extra arguments that the transformation may want."""
-    fast = params.fast if name == "optax.lookahead" else params
-    extra_args = {"value": value_fn(fast), "grad": grads, "value_fn": value_fn}
+    value = value_fn(trained(name, params))
+    extra_args = {"value": value, "grad": grads, "value_fn": value_fn}
     if "sophia" in name:
         extra_args["obj_fn"] = extra_args.pop("value_fn")
     if name == "optax.contrib.sam":  # refuses what it does not name
         extra_args = {}
     tx = optax.with_extra_args_support(tx)
     return tx.update(grads, state, params, **extra_args)
+
+
+def compiled_step(name, tx, wide=lambda params: params):
+    """A step; ``wide`` makes of the parameters what the optimizer is given."""
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = update(name, tx, grads, state, wide(params))
+        return optax.apply_updates(params, updates), state, updates
+
+    return step

@@ -1,5 +1,7 @@
 """What a skipped step keeps and costs, whatever the optimizer computes."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,20 +44,21 @@ def test_skipped_update_changes_no_bit_of_any_number():
 def test_effects_happen_once_in_a_step(check_updates):
     seen = []
 
+    def note(kind, m):
+        seen.append((kind, float(m[0])))
+        return m
+
     def update(g, m):
-        jax.debug.callback(lambda m: seen.append(("debug", float(m[0]))), m)
-        total = io_callback(
-            lambda m: seen.append(("io", float(m[0]))) or m, m, m, ordered=True
-        )
+        jax.debug.callback(functools.partial(note, "debug"), m)
+        total = io_callback(functools.partial(note, "io"), m, m, ordered=True)
         return g, (total + g,)
 
-    inner = transformation(update, ONE)
-    tx = ls.with_loss_scaling(inner, check_updates=check_updates)
+    tx = ls.with_loss_scaling(transformation(update, ONE), check_updates=check_updates)
     step = jax.jit(lambda g, state: tx.update(g, state)[1])
     step(BAD, step(ONE, step(BAD, tx.init(ONE))))
     jax.effects_barrier()
-    expected = [(kind, m) for m in (1.0, 1.0, 2.0) for kind in ("debug", "io")]
-    assert sorted(seen) == sorted(expected)
+    expected = [(kind, m) for kind in ("debug", "io") for m in (1.0, 1.0, 2.0)]
+    assert sorted(seen) == expected
 
 
 def test_two_leaves_of_one_value_keep_the_old_value_of_each():
@@ -65,10 +68,8 @@ def test_two_leaves_of_one_value_keep_the_old_value_of_each():
 
     tx = ls.with_loss_scaling(transformation(update, ONE, 2 * ONE))
     state = tx.init(ONE)
-    _, skipped = jax.jit(tx.update)(BAD, state)
-    assert_same_bits(skipped.inner_state, state.inner_state)
-    _, applied = jax.jit(tx.update)(ONE, state)
-    assert_same_bits(applied.inner_state, (4 * ONE, 4 * ONE))
+    for grads, new in ((BAD, (ONE, 2 * ONE)), (ONE, (4 * ONE, 4 * ONE))):
+        assert_same_bits(jax.jit(tx.update)(grads, state)[1].inner_state, new)
 
 
 @pytest.mark.parametrize("shape", [(2,), (3,), (4,), (2, 2), (3, 5)])
@@ -84,8 +85,8 @@ def test_placeholders_are_neither_zero_nor_their_mean(shape):
     bad = np.full(shape, np.nan, np.float32)
     tx.update(bad, tx.init(bad))
     [placeholders] = seen
-    assert np.all(np.float16(1e-3) * np.float16(placeholders) ** 2 > 0)
-    assert np.all(placeholders != placeholders.mean())
+    assert (np.float16(1e-3) * np.float16(placeholders) ** 2 > 0).all()
+    assert (placeholders != placeholders.mean()).all()
 
 
 SEARCHES = {
@@ -99,33 +100,28 @@ SEARCHES = {
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("search", slow_but(("backtracking",), SEARCHES))
 def test_line_search_evaluates_its_loss_once_in_a_skipped_step(search, around):
-    """Whatever it is given: it would go on to its last evaluation on NaN.
-
-    In the very first step it may take some more.
-    """
-    evaluated = []
+    """It would go on to its last evaluation on NaN. The very first step takes more."""
+    tx, evaluated = ls.with_loss_scaling(SEARCHES[search]), []
+    params, bad = jnp.array([1.0, 2.0]), jnp.array([1.0, np.nan])
 
     def value_fn(params, factor):
         jax.debug.callback(lambda: evaluated.append(1))
         return factor * jnp.sum(params**2)
 
-    tx = ls.with_loss_scaling(SEARCHES[search])
-    params, bad = np.float32([1.0, 2.0]), np.float32([1.0, np.nan])
+    @around
+    def step(grads, state, *numbers):
+        value, factor = map(jnp.asarray, numbers)
+        given = {"value": value, "grad": grads, "factor": factor}
+        return tx.update(grads, state, params, value_fn=value_fn, **given)
 
-    def step(grads, state, **extra_args):
-        return tx.update(grads, state, params, value_fn=value_fn, **extra_args)
-
-    first, step = tx.init(params), around(step)
-    good = {"value": np.float32(5.0), "grad": 2 * params, "factor": 1.0}
-    _, second = step(2 * params, first, **good)
-    for factor, value in np.float32([[1.0, 5.0], [1.0, np.nan], [np.nan, 5.0]]):
-        given = {"value": value, "grad": bad, "factor": factor}
-        given = jax.tree.map(jnp.asarray, given)
-        for state in (first, second):
+    first = tx.init(params)
+    _, second = step(2 * params, first, 5.0, 1.0)
+    for state in (first, second):
+        for numbers in ((5.0, 1.0), (np.nan, 1.0), (5.0, np.nan)):
             jax.effects_barrier()
             evaluated.clear()
-            updates, new_state = step(bad, state, **given)
+            updates, new_state = step(bad, state, *numbers)
             jax.effects_barrier()
-            assert len(evaluated) <= 1 or state is first, given
+            assert len(evaluated) <= 1 or state is first, numbers
             assert_no_update(updates)
             assert_same_bits(new_state.inner_state, state.inner_state)

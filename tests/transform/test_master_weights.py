@@ -1,6 +1,5 @@
 """Float32 copies of float16 parameters, in the state of the optimizer."""
 
-import functools
 import re
 
 import jax
@@ -27,14 +26,14 @@ def as_half(tree):
 
 
 def trained(inner, params):
-    tx = optax.with_extra_args_support(ls.with_loss_scaling(inner))
+    tx = ls.with_loss_scaling(inner)
 
     def step(carry, batch):
         params, state = carry
         value, grads = ls.value_and_grad(float16_loss, state)(params, batch)
-        extra_args = {"value": value, "grad": grads}
-        extra_args["value_fn"] = lambda params: float16_loss(params, batch)
-        updates, state = tx.update(grads, state, params, **extra_args)
+        given = {"value_fn": lambda params: float16_loss(params, batch)}
+        given |= {"value": value, "grad": grads}
+        updates, state = tx.update(grads, state, params, **given)
         return (optax.apply_updates(params, updates), state), None
 
     scan = jax.jit(lambda carry: jax.lax.scan(step, carry, BATCHES))
@@ -65,8 +64,8 @@ def test_master_weights_equal_float32_cast_in_the_loss(name):
     assert int(state.scale_state.skipped_steps) == 1
     if name == "line search":  # compiled with other fusions, it rounds otherwise
         # 2**-25 is half of the smallest float16.
-        close = functools.partial(np.testing.assert_allclose, rtol=1e-2, atol=2.0**-25)
-        jax.tree.map(close, half, params)
+        for x, y in zip(*map(jax.tree.leaves, (half, params)), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-2, atol=2.0**-25)
         return
     assert_same_bits(half, as_half(params))
     assert_same_bits(half_state.scale_state, state.scale_state)
@@ -102,11 +101,10 @@ def test_only_narrower_parameters_are_copied():
     inner = optax.masked(optax.sgd(1e-4), {k: k != "table" for k in MIXED})
     tx = ls.with_master_weights(inner)
     state = tx.init(MIXED)
-    copied = {k: getattr(x, "dtype", None) for k, x in state.master_weights.items()}
-    assert copied == {**dict.fromkeys(MIXED), "half": "float32", "bfloat16": "float32"}
-    assert state.master_weights["float"] == optax.MaskedNode()
+    copies = {**dict.fromkeys(MIXED, optax.MaskedNode()), "none": None}
+    copies |= {k: np.float32(MIXED[k]) for k in ("half", "bfloat16")}
+    assert_same_bits(state.master_weights, copies)
     grads = jax.tree.map(np.ones_like, MIXED)
-    grads["table"] = np.zeros_like(MIXED["table"])
     updates, state = jax.jit(tx.update)(grads, state, MIXED)
     for name in ("float", "complex"):
         assert_same_bits(updates[name], -1e-4 * grads[name])
@@ -124,43 +122,43 @@ def test_donated_state_may_keep_the_first_parameters():
 
 
 def test_gradients_that_are_none_leave_their_parameters_alone():
+    """And an optimizer without extra arguments gets none."""
     plain = optax.GradientTransformation(SGD.init, lambda u, s, p: SGD.update(u, s, p))
-    tx = ls.with_loss_scaling(ls.with_master_weights(plain))
-    grads = {**GRADS, "b": None}
+    tx, grads = ls.with_master_weights(plain), {**GRADS, "b": None}
     updates, state = jax.jit(tx.update)(grads, tx.init(HALF), HALF, value=1.0)
     assert updates["b"] is None
-    assert_same_bits(state.inner_state.master_weights["b"], FLOAT32["b"])
+    assert_same_bits(state.master_weights["b"], FLOAT32["b"])
 
 
-def test_moments_beside_the_copies_are_made_as_for_float32():
-    """What is not inside of `with_master_weights` is settled as without it."""
-    tx = ls.with_loss_scaling(
-        optax.partition(
-            {"copied": ls.with_master_weights(ADAM), "not": ADAM},
-            {"w": "copied", "b": "not"},
-        )
-    )
-    floats = {x.dtype.name for x in jax.tree.leaves(tx.init(HALF)) if x.ndim}
-    assert floats == {"float32"}
-
-
-def test_state_of_ones_own_may_stand_beside_master_weights():
-    masters = ls.with_master_weights(SGD)
-
+def beside_a_count(masters):
     def update(grads, state, params):
         updates, inner_state = masters.update(grads, state[0], params)
         return updates, (inner_state, state[1] + 1)
 
-    inner = optax.GradientTransformation(
+    return optax.GradientTransformation(
         lambda params: (masters.init(params), np.int32(0)), update
     )
-    state = ls.with_loss_scaling(inner).init(HALF).inner_state
-    assert int(jax.jit(inner.update)(HALF, state, HALF)[1][1]) == 1
 
 
-def test_chain_may_go_on_after_master_weights_of_no_parameters():
-    """Of float32 parameters there are no copies."""
-    inner = optax.chain(ls.with_master_weights(SGD), optax.scale(0.5))
+COPIED, LABELS = ls.with_master_weights(SGD), {"w": "copied", "b": "not"}
+
+
+@pytest.mark.parametrize(
+    ("inner", "params"),
+    [
+        (optax.partition({"copied": COPIED, "not": ADAM}, LABELS), HALF),
+        (beside_a_count(COPIED), HALF),
+        # Of float32 parameters there are no copies, so a chain may go on.
+        (optax.chain(COPIED, optax.scale(1.0)), FLOAT32),
+    ],
+    ids=["partition", "count", "float32"],
+)
+def test_master_weights_may_stand_beside_other_states(inner, params):
+    """Moments that are not inside are made as for float32."""
     tx = ls.with_loss_scaling(inner)
-    updates, _ = jax.jit(tx.update)(FLOAT32, tx.init(FLOAT32), FLOAT32)
-    np.testing.assert_allclose(updates["w"], -0.05 * FLOAT32["w"], rtol=1e-6)
+    state = tx.init(params)
+    assert {x.dtype.name for x in jax.tree.leaves(state) if x.ndim} <= {"float32"}
+    updates, _ = jax.jit(tx.update)(GRADS, state, params)
+    expected = FLOAT32["w"] - 0.1 * GRADS["w"]
+    new = optax.apply_updates(params, updates)["w"]
+    np.testing.assert_allclose(new, expected, rtol=2e-3, atol=1e-6)

@@ -1,6 +1,7 @@
 """Every optimizer that optax has: wrapped, it is itself, and a skip leaves no trace."""
 
 import functools
+import itertools
 import re
 
 import chex
@@ -16,6 +17,7 @@ from every_optimizer import (
     NAMES,
     OPTIMIZERS,
     VARIANTS,
+    compiled_step,
     grads_for,
     make,
     params_for,
@@ -37,30 +39,20 @@ USUAL = {
 ASKED = {"float32": NAMES, "float16": {*OPTIMIZERS, *VARIANTS}, "bfloat16": USUAL}
 # In float16 its line search may accept another step, as good as the unwrapped one's.
 CHOOSES_OTHERWISE = ("optax.lbfgs", "float16")
-
-
 # By default the usual optimizers in float32, and one of them otherwise.
-QUICK = [*((name, "float32") for name in USUAL)]
+QUICK = [(name, "float32") for name in USUAL]
 QUICK += [("clip + adamw", "float16"), ("clip + adamw", "bfloat16")]
 CASES = [(name, kind) for kind in ASKED for name in NAMES if name in ASKED[kind]]
 CASES.remove(CHOOSES_OTHERWISE)
 
 
-def compiled(name, tx, wide=lambda params: params):
-    """A step; ``wide`` makes of the parameters what the optimizer is given."""
-    traces = []
-
-    @jax.jit
-    def step(params, state, grads):
-        traces.append(1)
-        updates, state = update(name, tx, grads, state, wide(params))
-        return optax.apply_updates(params, updates), state, updates
-
-    return step, traces
-
-
-def types(tree):
-    return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+def bad_ones(grads):
+    """Gradients, of which each leaf is bad once."""
+    grads = jax.device_get(grads)
+    for leaf, bad in zip(grads, itertools.cycle([np.nan, np.inf, -np.inf])):
+        array = grads[leaf].copy()
+        array[(-1,) * array.ndim] = bad
+        yield {**grads, leaf: array}
 
 
 @pytest.mark.parametrize("case", slow_but(QUICK, CASES), ids="-".join)
@@ -74,40 +66,31 @@ def test_wrapped_optimizer_is_itself_and_skips_without_trace(case):
         wider = jnp.float32 if kind == "float16" else kind
         return jax.tree.map(lambda p: p.astype(wider), params)
 
-    (step, traces), (plain_step, _) = compiled(name, tx), compiled(name, inner, wide)
+    step, plain_step = compiled_step(name, tx), compiled_step(name, inner, wide)
     params = plain_params = params_for(name, jnp.dtype(kind))
-    plain_state = inner.init(wide(params))
-    plain_state = jax.tree.map(jnp.asarray, plain_state)
-    state = tx.init(params)
-    assert types(state.inner_state) == types(plain_state)
-
-    def skip(params, state):
-        good = jax.device_get(grads_for(name, params))
-        for leaf in good:
-            for bad in (np.nan, np.inf, -np.inf):
-                grads = {**good, leaf: good[leaf].copy()}
-                grads[leaf][(-1,) * grads[leaf].ndim] = bad
-                new_params, new_state, updates = step(params, state, grads)
-                assert_no_update(updates)
-                assert_same_bits(new_params, params)
-                assert_same_bits(new_state.inner_state, state.inner_state)
-                assert_same_types(new_state, state)
-                assert not new_state.scale_state.applied
-        return new_params, new_state
-
-    for bad_ones_first in (False, False, True):
-        if bad_ones_first:  # when no state is still zero
-            params, state = skip(params, state)
+    states = tx.init(params), inner.init(wide(params))
+    # Some hold the parameters, which are arrays of numpy.
+    state, plain_state = jax.tree.map(jnp.asarray, states)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state.inner_state, plain_state)
+    for t in range(3):
         grads = grads_for(name, params)
+        for bad in bad_ones(grads) if t == 2 else ():  # when no state is still zero
+            new_params, new_state, updates = step(params, state, bad)
+            assert not new_state.scale_state.applied
+            assert_no_update(updates)
+            assert_same_bits(new_params, params)
+            assert_same_bits(new_state.inner_state, state.inner_state)
+            state = new_state
         if not ls.all_finite(grads):
             break  # injected into bfloat16, Adam's decay is 1, and Optax's own step NaN
-        params, state, updates = step(params, state, grads)
+        params, new_state, updates = step(params, state, grads)
+        assert_same_types(new_state, state)  # so one program serves all steps
+        state = new_state
         plain = plain_step(plain_params, plain_state, grads)
         plain_params, plain_state, _ = plain
         actual, plain = map(without_keys, ((params, state.inner_state, updates), plain))
         rtol = 2.0**-7 if kind == "bfloat16" else 2e-5
         chex.assert_trees_all_close(actual, plain, rtol=rtol, atol=2e-6)
-    assert len(traces) == 1
 
 
 # They divide 0 by 0 in float32, too.
@@ -147,12 +130,13 @@ REFUSED = {
 }
 
 
+def is_fast(name):
+    tx, params = make(name), params_for(name)
+    args = grads_for(name, params), jax.eval_shape(tx.init, params), params
+    program = jax.make_jaxpr(functools.partial(update, name, tx))(*args)
+    return tolerates_nan(program.jaxpr)
+
+
 def test_optimizers_without_branches_and_loops_are_fast():
-    refused = set()
-    for name in NAMES:
-        tx, params = make(name), params_for(name)
-        args = grads_for(name, params), jax.eval_shape(tx.init, params), params
-        program = jax.make_jaxpr(lambda *args, n=name, tx=tx: update(n, tx, *args))
-        if not tolerates_nan(program(*args).jaxpr):
-            refused.add(name)
+    refused = {name for name in NAMES if not is_fast(name)}
     assert refused == REFUSED & {*NAMES} and {*NAMES} >= USUAL

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.dynamic_scale import DynamicScale
+from jax.random import wrap_key_data
 from training import transformation
 
 import optax_lossscale as ls
@@ -16,7 +17,7 @@ LONG, NO_B, NONE_B = {**GRADS, "b": np.ones(4)}, {"w": GRADS["w"]}, {**GRADS, "b
 HALF = jax.tree.map(np.float16, PARAMS)
 FLOAT8 = {"w": np.ones(2, jnp.float8_e5m2), "b": np.ones(2, np.float32)}
 ADAM, SGD = optax.adamw(0.1), optax.sgd(1.0)
-ONE, TWO = np.float32([0]), np.float32([1, 1])
+KEY, ONE, TWO = wrap_key_data(np.uint32([0, 0])), np.float32([0]), np.float32([1, 1])
 NEVER_SKIPS = ls.FixedLossScale(skip_nonfinite=False)
 make, masters, masked = ls.with_loss_scaling, ls.with_master_weights, ls.skip_nonfinite
 AROUND = pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -106,10 +107,11 @@ SCALED, COPIED, SKIPS = make(ADAM), masters(ADAM), ls.DynamicLossScale()
 APART = r"`{}` and `params` must belong together.*\['b'\].*keep the scale".format
 TYPES, SHAPES = r"must keep the types of .* at \[0\]", "must keep the structure and"
 FLAG, VALUE = "`grads_finite` must be one boolean", "`value` must be one real number"
-KEPT, ALIKE = (
-    "an `update` that keeps",
-    "`optax.apply_updates.*`eqx.apply_updates` makes",
-)
+KEPT = "an `update` that keeps"
+ALIKE = "`optax.apply_updates.*`eqx.apply_updates` makes"
+NO_FLAGS = 1.0, "yes", TWO > 0
+CHANGES = [(np.int32(0), 0.3, TYPES), (0.0, 0.5j, TYPES), (KEY, 0.3, TYPES)]
+CHANGES += [(ONE, TWO, SHAPES), (ONE, (), SHAPES)]
 # The transformation, gradients, parameters, extra arguments.
 UPDATES = [
     *((SCALED, x, PARAMS, {}, APART("updates")) for x in (NO_B, LONG, NONE_B)),
@@ -117,18 +119,13 @@ UPDATES = [
     (SCALED, LONG, {**PARAMS, "b": LONG["b"]}, {}, APART("state")),
     (SCALED, GRADS["w"], PARAMS, {}, "of one model and one optimizer"),
     (SCALED, np.float32(0.5), PARAMS, {}, "the loss first: `loss, grads = "),
-    *(
-        (SCALED, GRADS, PARAMS, {"grads_finite": x}, FLAG)
-        for x in (1.0, "yes", TWO > 0)
-    ),
+    *((SCALED, GRADS, PARAMS, {"grads_finite": x}, FLAG) for x in NO_FLAGS),
     *((SCALED, GRADS, PARAMS, {"value": x}, VALUE) for x in (TWO, True, 1j)),
     *(
-        (changing(np.int32(0), 0.3, x), GRADS, None, {}, TYPES)
-        for x in (SKIPS, NEVER_SKIPS)
+        (changing(old, new, rule), GRADS, None, {}, words)
+        for rule in (SKIPS, NEVER_SKIPS)
+        for old, new, words in CHANGES
     ),
-    *((changing(0.0, 0.5j, x), GRADS, None, {}, TYPES) for x in (SKIPS, NEVER_SKIPS)),
-    *((changing(ONE, TWO, x), GRADS, None, {}, SHAPES) for x in (SKIPS, NEVER_SKIPS)),
-    *((changing(ONE, (), x), GRADS, None, {}, SHAPES) for x in (SKIPS, NEVER_SKIPS)),
     *((rule_changing(x), GRADS, PARAMS, {}, KEPT) for x in ((), TWO)),
     (COPIED, GRADS, None, {}, r"`params` must .*tx.update\(grads, state, params\)"),
     *((COPIED, GRADS, x, {}, ALIKE) for x in ({**HALF, "w": PARAMS["w"]}, PARAMS)),

@@ -1,4 +1,7 @@
-"""Train steps wherever they run: good ones are Optax's, bad ones leave no trace."""
+"""What decides whether a step is applied, what it leaves, and what the scale learns.
+
+Wherever train steps run: good ones are Optax's, and bad ones leave no trace.
+"""
 
 import functools
 import pickle
@@ -10,83 +13,113 @@ import numpy as np
 import optax
 import pytest
 from asserts import assert_same_bits, noted
-from devices import vary
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from meshes import make_mesh, on_mesh
+from meshes import AUTO, EXPLICIT, make_mesh, on_mesh, set_mesh
 from shared import slow_but
-from simulated_rules import Simulated
 from training import normal
 
 import optax_lossscale as ls
 
-ROWS, MESH = 4, make_mesh(d=4)
+ROWS = 4
 DICT, NESTED = {"w": normal(4, 3), "b": normal(3)}, [normal(), (normal(8), None)]
 BFLOAT16 = normal(2, 2).astype(jnp.bfloat16), {"b": normal(2)}
 RATE, ADAM = optax.linear_schedule(1e-3, 5e-4, 5), optax.adam(1e-3)
 LION = optax.chain(optax.clip_by_global_norm(1.0), optax.lion(RATE), optax.ema(0.9))
 DYNAMIC = ls.DynamicLossScale(2.0**9, growth_interval=2, hysteresis=2)
 QUICK = ls.DynamicLossScale(2.0**8, growth_interval=1, min_scale=2.0**7)
-HEADROOM, FIXED = ls.HeadroomLossScale(2.0**8, headroom=3), ls.FixedLossScale(2.0**7)
-# The optimizer, parameters, the rule, and another one for the last steps.
+# The optimizer, its parameters, and the rule.
 RUNS = {
-    "adam": (ADAM, DICT, DYNAMIC, QUICK),
-    "MultiSteps": (optax.MultiSteps(ADAM, 2), NESTED, QUICK, FIXED),
-    "lion": (LION, DICT, HEADROOM, HEADROOM),
-    "copies": (ls.with_master_weights(ADAM), BFLOAT16, FIXED, DYNAMIC),
+    "adam": (ADAM, DICT, DYNAMIC),
+    "MultiSteps": (optax.MultiSteps(ADAM, 2), NESTED, QUICK),
+    "lion": (LION, DICT, ls.HeadroomLossScale(2.0**8)),
+    "copies": (ls.with_master_weights(ADAM), BFLOAT16, ls.FixedLossScale(2.0**7)),
 }
-# What a row of a batch is: slopes overflow in float16 at a large scale.
-GOOD, FLAG = (0, 0.5), (2, 0.0)
-NUMBERS = [
-    GOOD,
-    (1, 256),
-    (0, np.nan),
-    (1, 16),
-    GOOD,
-    FLAG,
-    GOOD,
-    (1, 1024),
-    (0, np.inf),
+INF, NAN, GOOD = np.inf, np.nan, (0.5, 1, 1, 1, 0)
+# What happens, and the row of a batch that makes it happen: its factor; its slope in
+# float16, where gradients overflow; the root whose gradient is NaN at 0; its flag; and
+# what is added to the loss.
+STEPS = [
+    ("applied", GOOD),
+    *(("overflow", (0.5, x, 1, 1, 0)) for x in (2.0**12, -(2.0**12))),
+    ("overflow", (0.5, 1, 0, 1, 0)),
+    ("applied", (0.5, 16, 1, 1, 0)),
+    ("overflow", (0.5, 1, 1, 0, 0)),
+    ("applied", GOOD),
+    # No scale cures a loss that is not finite.
+    *(("skipped", (0.5, 1, 1, 1, x)) for x in (NAN, INF, -INF)),
+    ("skipped", (NAN, 1, 1, 1, 0)),
+    ("applied", GOOD),
+    ("skipped", (0.5, 2.0**12, 1, 1, NAN)),
+    ("skipped", (0.5, 1, 1, 0, NAN)),
+    ("applied", GOOD),
 ]
-BATCHES = np.float32([[[0.5, 1, 1]] * ROWS] * len(NUMBERS))
-for t, (column, number) in enumerate(NUMBERS):
-    BATCHES[t, t % ROWS, column] = number
+
+
+def is_explicit(tree):
+    meshes = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree)]
+    return EXPLICIT in meshes[0].axis_types
 
 
 def loss_fn(params, batch):
-    """Each row has a factor, and a slope in float16 that overflows at a high scale."""
+    if is_explicit(params):
+        params, batch = jax.sharding.reshard((params, batch), P())
+    factor, slope, root, _, added = batch.T
     leaves = [x.astype(jnp.float32) for x in jax.tree.leaves(params)]
     smooth = sum(jnp.sum(jnp.sin(x + i)) for i, x in enumerate(leaves))
     one = jnp.broadcast_to(leaves[0].ravel()[0], len(batch))
-    half = one.astype(jnp.float16) * batch[:, 1].astype(jnp.float16)
-    return jnp.sum(smooth * batch[:, 0] + half.astype(jnp.float32))
+    half = one.astype(jnp.float16) * slope.astype(jnp.float16)
+    rest = half.astype(jnp.float32) + jnp.sqrt(jnp.abs(one) * root) + added
+    return jnp.sum(smooth * factor + rest)
 
 
-def in_scan(step, carry, batch):
-    return jax.lax.scan(lambda *x: (step(*x), None), carry, batch[None])[0]
+def in_scan(step):
+    def scan(carry, batch):
+        return jax.lax.scan(lambda *x: (step(*x), None), carry, batch[None])[0]
+
+    return jax.jit(scan)
 
 
-def beside_a_bad_one(step, *args):
-    bad = jax.tree.map(
-        lambda x: x * jnp.nan if jnp.isdtype(x.dtype, "real floating") else x, args
-    )
-    both = jax.tree.map(lambda *x: jnp.stack(x), args, bad)
-    return jax.tree.map(lambda x: x[0], jax.vmap(step)(*both))
+def beside_a_bad_one(step):
+    def both(*args):
+        is_real = functools.partial(jnp.isdtype, kind="real floating")
+        bad = jax.tree.map(lambda x: x * jnp.nan if is_real(x.dtype) else x, args)
+        both = jax.vmap(step)(*jax.tree.map(lambda *x: jnp.stack(x), args, bad))
+        return jax.tree.map(lambda x: x[0], both)
+
+    return jax.jit(both)
 
 
-def shard(x):
-    rows = x.ndim and x.shape[0] % ROWS == 0
-    return jax.device_put(x, NamedSharding(MESH, P("d") if rows else P()))
+def on_shards(axis_type, step):
+    """Rows are split along one axis of a mesh, and columns along the other."""
+    mesh = make_mesh(axis_type, d=2, e=2)
+
+    def shard(x):
+        sizes = zip(x.shape, "de", strict=False)
+        names = [name if size % 2 == 0 else None for size, name in sizes]
+        return jax.device_put(x, NamedSharding(mesh, P(*names)))
+
+    def sharded(carry, batch):
+        carry, batch = jax.tree.map(shard, (carry, batch))
+        with set_mesh(mesh):
+            new = jax.jit(step, donate_argnums=0)(carry, batch)
+        for x, old in zip(*map(jax.tree.leaves, (new, carry)), strict=True):
+            kept = x.sharding.is_equivalent_to(old.sharding, x.ndim)
+            assert kept or axis_type == AUTO
+        return new
+
+    return sharded
 
 
 PLACES = {
     "jit": jax.jit,
-    "eager": lambda step: step,
     "donation": lambda step: jax.jit(step, donate_argnums=0),
-    "scan": lambda step: jax.jit(functools.partial(in_scan, step)),
-    "vmap": lambda step: jax.jit(functools.partial(beside_a_bad_one, step)),
-    "shard_map": lambda step: on_mesh(step, (P(), P("d")), P(), MESH),
-    "mesh": lambda step: lambda *args: jax.jit(step)(*jax.tree.map(shard, args)),
+    "scan": in_scan,
+    "vmap": beside_a_bad_one,
+    "shard_map": lambda step: on_mesh(step, (P(), P("d")), P(), make_mesh(d=ROWS)),
+    "mesh": functools.partial(on_shards, AUTO),
+    "explicit mesh": functools.partial(on_shards, EXPLICIT),
+    "eager": lambda step: step,
 }
 
 
@@ -94,59 +127,74 @@ PLACES = {
 # Told where Optax turns a bfloat16 average into float32.
 @pytest.mark.filterwarnings("ignore:Every update rounds the state")
 @pytest.mark.parametrize("run", slow_but(["adam"], RUNS))
-@pytest.mark.parametrize("place", slow_but([*PLACES][:1] + [*PLACES][2:], PLACES))
+@pytest.mark.parametrize("place", slow_but([*PLACES][:-1], PLACES))
 def test_step_is_the_optimizers_or_leaves_no_trace(place, run):
-    inner, params, *rules = RUNS[run]
-    is_mapped = place == "shard_map"
+    """After each step the run goes on from a pickled state."""
+    inner, params, rule = RUNS[run]
+    axis_name = "d" if place == "shard_map" else None
+    options = {"axis_name": axis_name, "check_updates": run != "lion"}
+    tx = ls.with_loss_scaling(inner, rule, **options)
 
-    def local(grads, _):
-        return jax.lax.psum(grads, "d") if is_mapped else grads
-
-    def step(tx, carry, batch):
+    def step(carry, batch):
         params, state = carry
-        fun = ls.value_and_grad(functools.partial(loss_fn, batch=batch), state)
-        value, grads = fun(vary(params, "d") if is_mapped else params)
-        given = {"value": value, "grads_finite": (batch[:, 2] > 0).all()}
+        value, grads = ls.value_and_grad(loss_fn, state)(params, batch)
+        given = {"value": value, "grads_finite": (batch[:, 3] > 0).all()}
         updates, state = tx.update(grads, state, params, **given)
         return optax.apply_updates(params, updates), state
 
     @jax.jit
     def plain_step(params, state, batch):
-        rows = batch[:, None] if is_mapped else batch[None]
-        grads = jax.vmap(jax.grad(loss_fn), (None, 0))(params, rows)
-        largest = [jnp.max(jnp.abs(g).astype(float)) for g in jax.tree.leaves(grads)]
-        grads = jax.tree.map(lambda g: jnp.sum(g, 0), grads)
+        grads = jax.grad(loss_fn)(params, batch)
         updates, state = inner.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), jnp.stack(largest).max()
+        return (optax.apply_updates(params, updates), state), ls.max_magnitude(grads)
 
-    options = {"axis_name": "d" if is_mapped else None, "check_updates": run != "lion"}
-    both = optax.chain(optax.stateless(local), inner)
-    wrapped = [ls.with_loss_scaling(both, rule, **options) for rule in rules]
-    steps = [PLACES[place](functools.partial(step, tx)) for tx in wrapped]
-    carry, simulated = (params, wrapped[0].init(params)), Simulated(rules[0])
+    carry, step = (params, tx.init(params)), PLACES[place](step)
     rtol = 2.0**-7 if params is BFLOAT16 else 2e-5
-    for t, batch in enumerate(BATCHES):
-        simulated.rule = rules[t > 4]
-        old = carry[0], carry[1].inner_state[1]
-        carry = jax.tree.map(
-            jnp.array, pickle.loads(pickle.dumps(jax.device_get(carry)))
-        )
-        carry = jax.device_get(steps[t > 4](carry, jnp.array(batch)))
-        new, (expected, largest) = (
-            (carry[0], carry[1].inner_state[1]),
-            plain_step(*old, batch),
-        )
-        x, slope, flags = batch.T
-        with np.errstate(over="ignore"):
-            half = np.float16(simulated.scale) * np.float16(slope)
-        applied = np.isfinite([half, x]).all() and flags.all()
+    for t, (what, numbers) in enumerate(STEPS):
+        batch = np.float32([GOOD] * ROWS)
+        batch[t % ROWS] = numbers
+        carry = pickle.loads(pickle.dumps(jax.device_get(carry)))
+        old, old_scale = (carry[0], carry[1].inner_state), carry[1].scale_state
+        carry = step(jax.tree.map(jnp.array, carry), jnp.array(batch))
+        new, scale = (carry[0], carry[1].inner_state), carry[1].scale_state
+        expected, largest = plain_step(*old, batch)
+        largest = (largest,) if rule.uses_max_magnitude else ()
         with noted(f"step {t}"):
-            if np.isfinite(x).all():
-                simulated.update(applied, float(largest))
+            if what == "skipped":
+                assert_same_bits(scale, old_scale.record(False))
             else:
-                simulated.record(False)
-            simulated.assert_is(carry[1].scale_state)
-            if applied:
+                expected_scale = rule.update(old_scale, what == "applied", *largest)
+                chex.assert_trees_all_close(scale, expected_scale, rtol=1e-5)
+            if what == "applied":
                 chex.assert_trees_all_close(new, expected, rtol=rtol, atol=2e-6)
             else:
-                assert_same_bits(new, jax.device_get(old))
+                assert_same_bits(new, old)
+
+
+def stepped(around, tx, params, grads, **extra_args):
+    """The updates and the state after one step."""
+    return around(tx.update)(grads, tx.init(params), params, **extra_args)
+
+
+AROUND = pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
+
+
+@AROUND
+@pytest.mark.parametrize("given", [{}, {"grads_finite": None, "value": None}])
+def test_gradients_alone_may_decide(given, around):
+    tx, bad = ls.with_loss_scaling(ADAM), {**DICT, "b": np.float32([1, NAN, 1])}
+    assert ls.was_applied(stepped(around, tx, DICT, DICT, **given)[1])
+    assert not ls.was_applied(stepped(around, tx, DICT, bad, **given)[1])
+
+
+@AROUND
+@pytest.mark.parametrize("grads_finite", [np.True_, np.False_])
+def test_rule_that_never_skips_decides_nothing(grads_finite, around):
+    """Neither by the gradients nor by the flag and the loss."""
+    rule = ls.FixedLossScale(8.0, skip_nonfinite=False)
+    bad = jax.tree.map(lambda p: p * np.float32(NAN), DICT)
+    given = {"grads_finite": grads_finite, "value": np.float32(NAN)}
+    tx = ls.with_loss_scaling(ADAM, rule)
+    updates, state = stepped(around, tx, DICT, bad, **given)
+    assert_same_bits((updates, state.inner_state), stepped(around, ADAM, DICT, bad))
+    assert_same_bits(state.scale_state, rule.init())

@@ -54,6 +54,10 @@ NO_W, INTEGERS = {**MASKED, "b": GRADS["b"]}, {"w": np.arange(8), "b": None}
 HALF_W, SOME = {**GRADS, "w": HALF["w"]}, {"w": HALF["w"], "b": None}
 COPIED = ls.with_master_weights(SGD)
 YES = np.bool_(True)
+DECIDING = [("value=loss", "loss", 1.0), ("value=values", "values", 1.0)]
+DECIDING += [("grads_finite=~found_inf", "found_inf", ~YES)]
+for name in ("is_fin", "is_finite", "grads_are_finite"):
+    DECIDING.append((f"grads_finite={name}", name, YES))
 # The arguments of one update, and what it warns of, if of anything.
 UPDATES = [
     # Gradients narrower than their parameters, whose small elements are zero.
@@ -80,13 +84,7 @@ UPDATES = [
     *(
         (given(inner=inner, **{name: value}), f"Pass `{way}` if it should")
         for inner in (SGD, COPIED)
-        for name, value, way in (
-            ("loss", 1.0, "value=loss"),
-            ("values", 1.0, "value=values"),
-            *((x, YES, f"grads_finite={x}") for x in ("is_fin", "is_finite")),
-            ("grads_are_finite", YES, "grads_finite=grads_are_finite"),
-            ("found_inf", ~YES, "grads_finite=~found_inf"),
-        )
+        for way, name, value in DECIDING
     ),
     *((given(inner=inner, loss=1.0, value=1.0), None) for inner in (SGD, COPIED)),
     (given(is_finite=YES, grads_finite=YES), None),

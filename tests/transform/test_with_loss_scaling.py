@@ -1,11 +1,13 @@
 """`with_loss_scaling` and `skip_nonfinite`: the state, and every kind of leaf."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from asserts import assert_no_update, assert_same_bits
+from asserts import assert_same_bits
+from optax import contrib
 
 import optax_lossscale as ls
 
@@ -32,6 +34,16 @@ def test_optimizer_wrapped_in_a_run_keeps_its_moments():
     assert_same_bits((updates, new_state.inner_state), expected)
 
 
+def test_accessor_of_optax_takes_the_inner_state():
+    inner, accessor = contrib.schedule_free_sgd(0.1), contrib.schedule_free_eval_params
+    tx = ls.with_loss_scaling(inner)
+    _, expected = jax.jit(inner.update)(GRADS, inner.init(PARAMS), PARAMS)
+    _, state = jax.jit(tx.update)(GRADS, tx.init(PARAMS), PARAMS)
+    # Two programs: their sums may round differently.
+    actual = accessor(state.inner_state, PARAMS)
+    chex.assert_trees_all_close(actual, accessor(expected, PARAMS), rtol=1e-6)
+
+
 @pytest.mark.parametrize("options", [{}, {"axis_name": "i"}, {"check_updates": True}])
 def test_skip_nonfinite_is_a_rule_fixed_at_1(options):
     grads, inner = np.float32([[0.5, 3e38], [0.5, np.nan]]), optax.scale(2.0)
@@ -44,6 +56,14 @@ def test_skip_nonfinite_is_a_rule_fixed_at_1(options):
     assert step[1].scale_state.applied.tolist() == [options == {}, False]
 
 
+def test_headroom_is_that_of_the_largest_gradient_of_all_members():
+    rule, grads = ls.HeadroomLossScale(), np.float32([1.0, 2.0**-10])
+    tx = ls.with_loss_scaling(optax.identity(), rule, axis_name="i")
+    _, states = jax.vmap(tx.update, axis_name="i")(grads, jax.vmap(tx.init)(grads))
+    expected = rule.update(rule.init(), True, 1.0).loss_scale
+    assert ls.get_loss_scale(states).tolist() == [expected] * 2
+
+
 @pytest.mark.parametrize("tree", [{}, (), None])
 def test_empty_tree_is_a_step_like_any_other(tree):
     tx = ls.with_loss_scaling(ADAM)
@@ -51,26 +71,24 @@ def test_empty_tree_is_a_step_like_any_other(tree):
     assert updates == tree and ls.was_applied(state)
 
 
-def test_integer_leaves_have_no_gradient():
+@pytest.mark.parametrize("factor", [1.0, np.nan])
+def test_integer_leaves_have_no_gradient(factor):
     """With ``allow_int`` it is of type float0, and so is the update."""
     params = {"w": np.ones(2, np.float32), "table": np.arange(3, dtype=np.int32)}
     tx = ls.with_loss_scaling(optax.masked(ADAM, {"w": True, "table": False}))
     state = tx.init(params)
 
     @jax.jit
-    def step(params, state, factor):
+    def step(factor):
         def loss_fn(params):
             return factor * jnp.sum(params["w"] ** 2) * params["table"][1]
 
         _, grads = ls.value_and_grad(loss_fn, state, allow_int=True)(params)
-        updates, state = tx.update(grads, state, params)
+        updates, new_state = tx.update(grads, state, params)
         assert grads["table"].dtype == updates["table"].dtype == jax.dtypes.float0
-        return updates["w"], state
+        return ls.was_applied(new_state)
 
-    for factor in (1.0, jnp.nan):
-        update, state = step(params, state, factor)
-    assert_no_update(update)
-    assert int(state.scale_state.skipped_steps) == 1
+    assert step(factor) == np.isfinite(factor)
 
 
 def test_closures_hold_nothing_that_cannot_be_hashed():
