@@ -16,12 +16,34 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import AUTO, EXPLICIT, make_mesh, on_mesh
 from processes import WARNINGS_ARE_ERRORS, worker_environment
-from report_oracle import host, oracle
 from shared import enable_x64
 
 import optax_lossscale as ls
 
 LARGEST = np.finfo(np.float32).max
+
+
+def host(report):
+    return jax.tree.map(lambda x: x.item(), jax.device_get(report))
+
+
+def oracle(x, scale, dtype):
+    """What numpy and ml_dtypes make of the scaled elements."""
+    x = np.ravel(x).astype(np.complex128)
+    with np.errstate(over="ignore"):
+        rounded = (abs(x) * scale).astype(jnp.dtype(dtype)).astype(np.float64)
+    finite = np.isfinite(x)
+    flags = {
+        "nan": np.isnan(x),
+        "inf": np.isinf(x) & ~np.isnan(x),
+        "zero": x == 0,
+        "underflow": (rounded == 0) & (x != 0),
+        "subnormal": (rounded > 0) & (rounded < float(jnp.finfo(dtype).tiny)),
+        "overflow": finite & ~np.isfinite(rounded),
+    }
+    counts = {name: flag.sum().item() for name, flag in flags.items()}
+    max_abs = min(abs(x[finite]).max(initial=0), np.finfo(np.float32).max)
+    return {**counts, "max_abs": float(np.float32(max_abs)), "size": x.size}
 
 
 @pytest.mark.parametrize(("wide", "scale"), [(np.float32, 8.0), (np.float64, 1.0)])

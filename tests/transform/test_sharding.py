@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from asserts import assert_same_bits
-from devices import vary
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from meshes import AUTO, EXPLICIT, make_mesh, on_mesh, set_mesh
@@ -17,6 +16,7 @@ from shared import slow_but
 from training import make_step, normal, train, transformation
 
 import optax_lossscale as ls
+from optax_lossscale._jax_internals import varying_like
 
 ADAM, RULE = optax.adam(1e-2), ls.DynamicLossScale(growth_interval=2)
 ONES = np.ones(3, np.float32)
@@ -120,7 +120,7 @@ def test_devices_that_update_their_own_rows_equal_one_device():
 
     def step(params, state, x):
         whole = {"w": jax.lax.all_gather(params["w"], "d", tiled=True)}
-        whole["b"] = vary(params["b"], "d")
+        whole["b"] = varying_like(params["b"], whole["w"])
         _, grads = ls.value_and_grad(loss_fn, state)(whole, x)
         own = jax.lax.psum_scatter(grads["w"], "d", tiled=True) / 8
         grads = {"w": own, "b": jax.lax.pmean(grads["b"], "d")}
