@@ -254,6 +254,8 @@ def test_suggestion_has_a_scale_within_bounds_and_shares(bounds, grads, expected
 def test_suggestion_shows_a_table():
     shown = repr(suggest(np.float32([0.0, 2e-5, 2e-2, 1e-9, 2e-6, 2e-3])))
     assert shown.startswith("loss_scale   2**18\nrescued      0.2\nlost ")
+    shown = repr(ls.suggest_loss_scale(np.float32([1.0]), max_scale=100.0))
+    assert shown.startswith("loss_scale   100.0\n")
 
 
 FIRST = {"w": np.full((30, 30), 1e-9), "b": np.ones(30)}
