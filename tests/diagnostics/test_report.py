@@ -60,7 +60,7 @@ def test_elements_at_the_limits_are_counted_as_rounding_has_it(dtype, wide, scal
     limits = np.float32(limits[(limits > 2.0**-126) & (limits < LARGEST)])
     around = [np.nextafter(limits, np.float32(0)), np.nextafter(limits, LARGEST)]
     for x in np.concatenate([limits, *around, np.float32([0, np.nan, np.inf])]):
-        with enable_x64(wide is np.float64):
+        with enable_x64(wide is np.float64), jax.numpy_dtype_promotion("strict"):
             grads = np.array([x, -x], wide) / wide(scale)
             report = host(ls.gradient_report(grads, loss_scale=scale, dtype=dtype))
         assert report._asdict() == oracle(grads, scale, dtype), x

@@ -58,8 +58,9 @@ TABLE += [
         dynamic(2.0**12, 5, 4.0, hysteresis=3),
     ),
     (
-        P.fairseq,  # the scale stays above the minimum
-        dict(init_scale=8.0, scale_factor=4.0, scale_window=5, min_loss_scale=2.0**-5),
+        P.fairseq,  # the scale stays above the minimum, also if that is the threshold
+        dict(init_scale=8.0, scale_factor=4.0, scale_window=5)
+        | dict(min_loss_scale=2.0**-5, threshold=2.0**-5),
         dynamic(8.0, 5, 2.0**-3, growth_factor=4.0, backoff_factor=0.25),
     ),
     (P.fairseq, {"threshold": 3.0}, dynamic(2.0**15, 2000, 3.0)),

@@ -86,6 +86,12 @@ def test_rule_keeps_a_scale_that_retries_lowered():
     assert float(rule.update(raised, True, 1.0).loss_scale) == scale
 
 
+def test_rule_backs_off_from_a_scale_whose_gradients_no_float32_holds():
+    rule = ls.HeadroomLossScale(min_scale=SMALLEST)
+    state = rule.init()._replace(loss_scale=jnp.float32(2.0**-120))
+    assert float(rule.update(state, False).loss_scale) == 2.0**-122
+
+
 def test_rule_with_less_headroom_raises_the_scale_slowly():
     """It takes the lower scale for one that retries have lowered."""
     careful = ls.HeadroomLossScale(headroom=6)

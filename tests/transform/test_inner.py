@@ -100,14 +100,15 @@ def test_types_of_the_state_never_change(rule, around):
 
 
 @AROUND
-def test_leaves_that_are_no_arrays_pass_through(around):
+@pytest.mark.parametrize("check_updates", [False, True])
+def test_leaves_that_are_no_arrays_pass_through(check_updates, around):
     """Such as the functions of an Equinox module, and names."""
     model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
     inner = optax.GradientTransformation(
         lambda params: ("name", model, np.zeros(2, np.float32)),
         lambda updates, state, params=None: (updates, (*state[:2], state[2] + updates)),
     )
-    tx = ls.with_loss_scaling(inner)
+    tx = ls.with_loss_scaling(inner, check_updates=check_updates)
     update = eqx.filter_jit(tx.update) if around is jax.jit else tx.update
     for number, expected in ((1.0, 1.0), (np.nan, 0.0)):
         grads = np.full(2, number, np.float32)
