@@ -41,6 +41,13 @@ collect_ignore = ["benchmarks", "helpers"]
 chex.set_n_cpu_devices(8)
 
 
+def pytest_addoption(parser, pluginmanager):
+    """Without xdist, its options in pyproject.toml change nothing."""
+    if not pluginmanager.hasplugin("xdist"):
+        for name in ("--numprocesses", "--dist", "--no-loadscope-reorder"):
+            parser.addoption(name, nargs="?")
+
+
 @pytest.fixture
 def new_process():
     """As if the package had just been imported."""
