@@ -81,6 +81,7 @@ SIGNATURES = {
     "with_master_weights": "inner * dtype",
     **dict.fromkeys(("value_and_grad", "grad"), f"fun state * {OPTIONS}"),
     "value_and_grad_with_retries": f"fun state * {RETRIES} {OPTIONS}",
+    "FixedLossScale": "loss_scale=128.0 skip_nonfinite=True",
     "scale_backward": "fun scale",
     "scale_block": "fun * dtype headroom=6.0 axis_name",
     "scale_loss": "loss state",

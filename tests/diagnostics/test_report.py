@@ -343,7 +343,12 @@ def test_diagnostics_are_constants_to_derivatives():
     second_derivative = jax.jit(jax.hessian(jax.checkpoint(loss)))
     assert float(second_derivative(2.0**-26)) == 2 * (1 + 2.0**-25 * 2.0**24)
     jax.effects_barrier()
-    assert str(errors[0]).startswith("The last 7 steps were")
+    error = str(errors[0])
+    assert error.startswith("The last 7 steps were")
+    x = np.float32(2.0**-26)
+    grads = {"w": x * np.float32([1, 2]), "complex": np.complex64(x + x * 1j)}
+    report = ls.gradient_report(grads, loss_scale=x)
+    assert error.endswith(f"The last gradients:\n{ls.format_report(report)}")
 
 
 if __name__ == "__main__":

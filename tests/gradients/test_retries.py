@@ -33,8 +33,9 @@ def loss_fn(w, slope, shift=0.0):
 
 
 def at_scale(scale):
-    numbers = {"loss_scale": jnp.float32(scale), "growth_tracker": jnp.int32(3)}
-    return ls.DynamicLossScale().init()._replace(**numbers)
+    numbers = {"growth_tracker": jnp.int32(3), "hysteresis_tracker": jnp.int32(2)}
+    state = ls.DynamicLossScale().init()
+    return state._replace(loss_scale=jnp.float32(scale), **numbers)
 
 
 @functools.partial(jax.jit, static_argnames=("max_retries", "backoff_factor"))

@@ -100,6 +100,7 @@ TRANSFORMATIONS = {
         lambda x, w: optax.tree.norm(jax.grad(f)(x, w), squared=True), 1
     ),
     "linearize": lambda f: lambda x, w: jax.linearize(f, x, w)[1](x, w),
+    "vmap": lambda f: lambda x, w: jax.vmap(f, (0, None))(jnp.stack([x, -x]), w),
     "vmap of grad": lambda f: (
         lambda x, w: jax.vmap(jax.grad(f), (0, None))(jnp.stack([x, -x]), w)
     ),
@@ -124,6 +125,20 @@ COMPILED = {
 def test_transformation_takes_it_like_any_function(name):
     ours, theirs = (COMPILED[name](f)(X, W) for f in two_casts(some_products))
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["linearize", "vmap"])
+def test_transformation_takes_a_loop(name):
+    both = [TRANSFORMATIONS[name](f) for f in two_casts(PROGRAMS["in scan"])]
+    assert products_of(both[0], X, W) == products_of(both[1], X, W)
+    jax.tree.map(assert_close_in_float16, *(jit(f)(X, W) for f in both))
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+def test_precision_keeps_a_product_in_float32_beside_one_that_is_cast(block):
+    fun = block(lambda x, w: OTHERS["highest"](jnp.tanh(x @ w), w))
+    count = products_of(fun, X, W)["float32"] // 2
+    assert products_of(ls.autocast(fun), X, W) == {"float16": count, "float32": count}
 
 
 def test_bfloat16_products_are_those_that_are_cast_by_hand():

@@ -104,11 +104,15 @@ def test_layers_of_one_line_are_told_by_their_scopes():
             with jax.named_scope("mlp"):
                 return jnp.sum(jax.vmap(layer)(x))
 
-    # A checkpoint around scopes, and one inside of a scope.
-    named = jax.named_scope("attention")(jax.checkpoint(layer))
+    def loop(x):
+        return jax.lax.scan(lambda x, _: (layer(x), None), x, length=2)[0]
+
+    named = jax.named_scope("attention")
+    # A checkpoint around scopes, and what is inside of one.
     for fun, scopes in (
         (jax.checkpoint(loss_fn), {"attention", "attention/mlp"}),
-        (lambda x: jnp.sum(named(x)), {"attention"}),
+        (lambda x: jnp.sum(named(jax.checkpoint(layer))(x)), {"attention"}),
+        (lambda x: jnp.sum(named(loop)(x)), {"attention"}),
     ):
         assert {x.scope for x in report(jax.grad(fun), X)} == scopes
     found = report(jax.grad(loss_fn), X)
