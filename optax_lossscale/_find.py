@@ -59,7 +59,10 @@ def get_loss_scale(state: Any) -> jax.Array:
 
 def find_state(state: Any) -> WithLossScalingState | LossScaleState:
     """Return a state, or that of an object with an ``opt_state``, or raise."""
-    found = state if isinstance(state, _STATES) else getattr(state, "opt_state", state)
+    found = state
+    # The state of `optax.contrib.sam` has a field `opt_state`, but is no train state.
+    if not (isinstance(state, _STATES) or type(state).__module__.startswith("optax.")):
+        found = getattr(state, "opt_state", state)
     if isinstance(found, _STATES):
         return found
     raise ValueError(

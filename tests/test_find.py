@@ -82,6 +82,7 @@ OUTSIDE = [
     optax.chain(SCALED(ADAM), optax.identity()),
     optax.masked(SCALED(ADAM), {"w": True}),
     optax.MultiSteps(SCALED(ADAM), 2),
+    optax.contrib.sam(SCALED(ADAM), optax.sgd(0.1)),
     optax.apply_if_finite(SCALED(ADAM), 3),
     optax.inject_hyperparams(lambda a: SCALED(optax.adam(a)))(1e-3),
     optax.named_chain(("a", SCALED(CLIP)), ("b", SCALED(ADAM))),

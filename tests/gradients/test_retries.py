@@ -252,7 +252,11 @@ def test_nnx_arguments_may_share_variables_and_come_back():
     assert np.array_equal(jax.tree.leaves(grad)[0], [64, 64, 64])
 
 
-@pytest.mark.parametrize("make", [once, by_nnx])
+def backward(fun, optimizer):
+    return nnx.value_and_grad(ls.scale_backward(fun, optimizer))
+
+
+@pytest.mark.parametrize("make", [once, by_nnx, backward])
 def test_kept_function_follows_an_nnx_optimizer(make):
     model = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)

@@ -107,5 +107,9 @@ def test_whole_train_state_is_new_or_old_but_the_scale_moves_on(grads, stats):
     expected, scale_state = new if grads is stats is GOOD else old, new.opt_state[0]
     opt_state = expected.opt_state._replace(scale_state=scale_state)
     assert_same_bits(kept, expected.replace(opt_state=opt_state))
+    # `select` puts the old scale back.
+    assert_same_bits(
+        ls.select(ls.was_applied(new), new, old), new if ls.was_applied(new) else old
+    )
     with pytest.warns(UserWarning, match="same arrays"):
         ls.keep_if_applied(new, new, new)

@@ -155,17 +155,20 @@ def test_devices_may_not_decide_differently(axis_name, axes, through):
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_devices_with_models_of_their_own_skip_alone(check_vma):
+@pytest.mark.parametrize("in_loop", [True, False])  # outside, masks are in place
+def test_devices_with_models_of_their_own_skip_alone(in_loop, check_vma):
     """And all of them reach a collective, even in a loop of the optimizer.
 
     A leaf of the state that they share differs after the step.
     """
 
+    def along(_, x):
+        return 0 * x + jax.lax.pmax(x, "d")
+
     def update(g, own, shared):
-        count = own[0].astype(int)
-        largest = jax.lax.fori_loop(
-            0, count, lambda i, x: 0 * x + jax.lax.pmax(x, "d"), jnp.sum(own)
-        )
+        largest = jnp.sum(own)
+        if in_loop:
+            largest = jax.lax.fori_loop(0, own[0].astype(int), along, largest)
         return g * largest, (own + 1, shared + 1)
 
     tx = ls.with_loss_scaling(transformation(update, ONES, ONES))

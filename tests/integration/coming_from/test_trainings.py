@@ -162,6 +162,10 @@ def test_run_begun_there_goes_on_here(guide):
     if guide == "megatron":
         weights = optax.tree.get(state, "master_weights")
         assert_same_bits(weights, page["params"])
+        for factor, scale in ((1.0, 2.0**15), (np.inf, 2.0**13)):
+            grads = jax.tree.map(lambda p, x=factor: jnp.full_like(p, x), weights)
+            _, new = page["tx"].update(grads, state, page["half_params"])
+            assert ls.get_loss_scale(new) == scale
 
 
 @slow
