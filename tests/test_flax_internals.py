@@ -44,8 +44,12 @@ def test_objects_are_leaves_that_are_updated_in_place():
 
 
 def test_overwrite_that_is_not_finite_keeps_the_old_value():
-    _, pull = jax.vjp(internals.finite_overwrite, jnp.array([1.0, 2.0]))
-    assert pull(jnp.array([jnp.nan, 5.0]))[0].tolist() == [1, 5]
+    """That of a parameter is a gradient, and stays NaN."""
+    name, old, new = "_overwrite_with_gradient", [1.0, 2.0], [jnp.nan, 5.0]
+    old, new = ({name: x, "w": x} for x in map(jnp.array, (old, new)))
+    [grads] = jax.vjp(internals.with_finite_overwrites, old)[1](new)
+    assert grads[name].tolist() == [1, 5]
+    assert jnp.isnan(grads["w"]).tolist() == [True, False]
 
 
 def test_variables_hold_arrays():
