@@ -6,6 +6,7 @@ import math
 import numbers
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -140,7 +141,7 @@ _check_limit = functools.partial(
     advice="Beyond, the scale or its reciprocal is no normal float32 number.",
 )
 # The arguments that are fields of rules. Each check takes the name and the value.
-_CHECKS = {
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "loss_scale": functools.partial(
         check_number,
         least=1,
@@ -193,8 +194,7 @@ _CHECKS = {
 
 def check_field(name: str, value: Any) -> Any:
     """Return the value of a field of a rule as a plain Python value, or raise."""
-    check: Any = _CHECKS[name]
-    return check(name, value)
+    return _CHECKS[name](name, value)
 
 
 def check_concrete(name: str, tree: Any, advice: str) -> None:

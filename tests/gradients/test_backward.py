@@ -141,7 +141,8 @@ def test_block_that_is_not_differentiated_costs_nothing():
 def test_float16_at_the_border_warns_where_it_is_differentiated(wrap):
     half, block = W.astype(jnp.float16), wrap(layer)
     gradient = jax.jit(jax.grad(lambda w: jnp.sum(block(w, X.astype(jnp.float16)))))
-    jax.jit(block)(half, X), gradient(W)  # warnings are errors
+    jax.jit(block)(half, X)  # warnings are errors
+    gradient(W)
     with pytest.warns(UserWarning, match="takes an array of dtype float16") as warned:
         assert gradient(half).dtype == jnp.float16
     assert warned[0].filename == __file__

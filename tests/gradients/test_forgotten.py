@@ -239,7 +239,8 @@ def state_of_retries(net, way):
         _, grads, state = ls.value_and_grad_with_retries(loss_fn, state)(params, x)
         return net.apply(params, state, grads)
 
-    step(*net.args), jax.eval_shape(step, *net.args)
+    step(*net.args)
+    jax.eval_shape(step, *net.args)
 
 
 def beside_others(net, way):
@@ -269,7 +270,12 @@ def at_a_scale_alone(net, way, read=ls.get_loss_scale_state):
 def one_step_late(net, way):
     """As in pipelines: the gradients of a step are applied in the next one."""
     late = [way(*net.args)]
-    eager(net, lambda *args: late.append(way(*args)) or late.pop(0), times=2)
+
+    def one_late(*args):
+        late.append(way(*args))
+        return late.pop(0)
+
+    eager(net, one_late, times=2)
 
 
 def train_state(net, way):

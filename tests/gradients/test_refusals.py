@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from shared import new_ref
 
 import optax_lossscale as ls
 
@@ -20,7 +21,6 @@ TX = ls.with_loss_scaling(optax.sgd(0.1))
 MLP = eqx.nn.MLP(3, "scalar", 4, 1, key=jax.random.wrap_key_data(np.zeros(2, "uint32")))
 LINEAR = nnx.Linear(3, 1, use_bias=False, rngs=nnx.Rngs(0))
 BATCH_NORM = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
-new_ref = getattr(jax, "new_ref", None) or jax.experimental.mutable_array
 CALLS = new_ref(np.float32(0))
 retries = functools.partial(ls.value_and_grad_with_retries, state=STATE)
 backward = functools.partial(ls.scale_backward, scale=8.0)
@@ -71,7 +71,7 @@ def test_loss_without_gradients_is_refused(make, fun, options, args, words):
 
 
 CHANGED = r"must not change its .*`\(args, kwargs\)\[0\]\[1\]\[0\]`"
-REFUSED = {
+ERRORS = {
     TypeError: [
         (lambda: ls.scale_loss(jnp.int32(1), STATE), "The loss must be a floating"),
         (lambda: ls.scale_block(3), "`fun` must be a function, got 3.* `scale_block"),
@@ -99,11 +99,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("error", REFUSED)
-def test_call_is_refused(error):
-    for use, words in REFUSED[error]:
-        with pytest.raises(error, match=words):
-            use()
+REFUSED = [(error, *row) for error, rows in ERRORS.items() for row in rows]
+
+
+@pytest.mark.parametrize(("error", "call", "words"), REFUSED)
+def test_call_is_refused(error, call, words):
+    with pytest.raises(error, match=words):
+        call()
     assert float(CALLS[...]) == 0
 
 

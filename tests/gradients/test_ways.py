@@ -12,7 +12,7 @@ import optax
 import pytest
 from asserts import assert_same_bits
 from flax.linen.fp8_ops import Fp8DirectDotGeneralOp
-from shared import enable_x64, slow_but
+from shared import enable_x64, new_ref, slow_but
 from training import normal
 
 import optax_lossscale as ls
@@ -192,8 +192,7 @@ def test_scale_is_a_constant_to_derivatives():
 
 def test_function_is_called_as_jax_does():
     """What a traced program would refuse: branches, prints and stores on the host."""
-    seen, new_ref = [], getattr(jax, "new_ref", None) or jax.experimental.mutable_array
-    calls = new_ref(jnp.float32(0))
+    seen, calls = [], new_ref(jnp.float32(0))
 
     def fun(w, x):
         if x[0] < 9:

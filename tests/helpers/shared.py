@@ -9,8 +9,9 @@ import jax
 import jax.experimental
 import pytest
 
-# A newer name, and that of the oldest supported jax.
+# Newer names, and those of the oldest supported jax.
 enable_x64 = (jax if hasattr(jax, "enable_x64") else jax.experimental).enable_x64
+new_ref = getattr(jax, "new_ref", None) or jax.experimental.mutable_array
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data"

@@ -22,7 +22,7 @@ pytestmark = [
 jmp, mpx = pytest.importorskip("jmp"), pytest.importorskip("mpx")
 
 COLUMNS = ["this package", "Flax", "jmp", "mpx", "`apply_if_finite`"]
-OURS, FLAX, JMP, MPX, OPTAX = COLUMNS
+OURS, FLAX, JMP, MPX, _ = COLUMNS
 CELLS = {row[0]: row[1:] for row in table(page("start/do_i_need_it"), "| this package")}
 ONES, BAD = {"w": jnp.ones(2)}, {"w": jnp.array([1.0, jnp.inf])}
 

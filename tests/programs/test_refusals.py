@@ -1,15 +1,14 @@
 """What cannot be cast or measured is refused, and the words name a way out."""
 
 import jax
-import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from shared import new_ref
 
 import optax_lossscale as ls
 
 X = np.ones((8, 8), np.float32)
-new_ref = getattr(jax, "new_ref", None) or jax.experimental.mutable_array
 CALLS = new_ref(np.float32(0))
 
 
