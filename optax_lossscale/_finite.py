@@ -11,6 +11,9 @@ import numpy as np
 from ._axes import AxisName, all_along, reduce_along
 from ._dtypes import dtype_of, is_inexact, wide_dtype
 
+# The scope of the product in a check, by which a report of products leaves it out.
+CHECK_SCOPE = "optax_lossscale_check"
+
 
 def all_finite(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
     """Return whether all floating-point elements of a tree are finite.
@@ -56,7 +59,8 @@ def _are_zero(scores: list[jax.Array]) -> jax.Array:
     stacked = jnp.stack(scores)
     # XLA fuses cheap operations into each consumer, so the mask of every leaf would
     # combine the flags of all leaves again. It does not do so with a dot.
-    return jnp.vdot(stacked, stacked) == 0
+    with jax.named_scope(CHECK_SCOPE):
+        return jnp.vdot(stacked, stacked) == 0
 
 
 def _any(flags: jax.Array) -> jax.Array:

@@ -1,6 +1,6 @@
 """Uses of jax internals. Only this file handles differences between jax versions."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,11 +11,16 @@ from jax.interpreters import ad
 def is_staging() -> bool:
     """Return whether operations are staged into a program, as under ``jax.jit``.
 
-    Eager ``jax.vmap`` and derivatives trace too, but they run operations that do not
-    depend on what they map or differentiate.
+    Eager ``jax.vmap`` and derivatives trace too, but there, only operations on mapped
+    or differentiated arrays are traced.
     """
+    return issubclass(type_of_new_arrays(), jax.core.Tracer)
+
+
+def type_of_new_arrays() -> type:
+    """Return the class of an array that depends on nothing mapped or differentiated."""
     with jax.transfer_guard("allow"):  # the user may have forbidden it
-        return isinstance(jnp.zeros(()), jax.core.Tracer)
+        return type(jnp.zeros(()))
 
 
 def varying_axes(x: jax.Array) -> frozenset[Any]:
@@ -72,6 +77,28 @@ def inputs_of_scan(params: dict[str, Any], inputs: Sequence[Any]) -> list[list[A
         first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
         return [[*inputs[:first]], [*inputs[first:last]], [*inputs[last:]]]
     return [[*x] for x in params["ft_in"].update(inputs).unpack()]  # since jax 0.12
+
+
+def inside_of_shard_map(params: dict[str, Any], fun: Callable[[], Any]) -> Any:
+    """Call a function where the mapped axes of a ``shard_map`` are bound."""
+    result = None
+
+    def call() -> tuple[()]:
+        nonlocal result
+        result = fun()
+        return ()
+
+    axes = params.get("newly_manual_axes")  # `manual_axes` until jax 0.7
+    mapped = jax.shard_map(
+        call,
+        mesh=params["mesh"],
+        in_specs=(),
+        out_specs=(),
+        axis_names=params["manual_axes"] if axes is None else axes,
+        check_vma=params["check_vma"],
+    )
+    jax.make_jaxpr(mapped)()
+    return result
 
 
 def zeros_like_aval(aval: Any) -> jax.Array:

@@ -14,8 +14,15 @@ from .._axes import AxisName, reduce_along
 from .._dtypes import exact_power, is_inexact, loses_range, wide_dtype
 from .._flax_internals import finite_overwrite, is_initializing, wraps
 from .._jax_internals import zeros_like_aval
-from .._programs.rewrite import COLLECTIVE, DEBUGGING, effect_names
-from .._programs.traced_call import check_axes, evaluate, refuse_effects, traced_call
+from .._programs.rewrite import (
+    COLLECTIVE,
+    DEBUGGING,
+    check_axes,
+    effect_names,
+    evaluate,
+    refuse_effects,
+)
+from .._programs.traced_call import traced_call
 from .._validation import (
     check_dtype,
     check_field,

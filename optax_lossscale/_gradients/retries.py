@@ -14,13 +14,14 @@ from .._find import replace_loss_scale_state
 from .._finite import all_finite
 from .._flax_internals import update_objects
 from .._jax_internals import after, zeros_like_aval
-from .._programs.rewrite import MUTABLE_ARRAYS, effect_names
-from .._programs.traced_call import (
+from .._programs.rewrite import (
+    MUTABLE_ARRAYS,
     check_axes,
+    effect_names,
     evaluate_with_nan,
     refuse_effects,
-    traced_call,
 )
+from .._programs.traced_call import traced_call
 from .._validation import check_count, check_field
 from .forgotten import Use, note_true, using_scale
 from .scaling import warn_of_narrow_loss

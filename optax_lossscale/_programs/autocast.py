@@ -2,36 +2,34 @@
 
 import collections
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from .._flax_internals import is_initializing, wraps
-from .._jax_internals import inputs_of_scan
+from .._jax_internals import inputs_of_scan, inside_of_shard_map
 from .._validation import check_dtype, check_function, warn
 from .loops import may_compute_again, with_least_kept
-from .primitives import PRODUCTS, TRANSPARENT
-from .products import (
-    VECTORS,
-    reason_to_leave,
-    reasons_to_leave,
-)
+from .origins import Origin, Origins, inputs_of, origins, origins_of_arguments
+from .primitives import MOVES, PRODUCTS, TRANSPARENT
+from .products import VECTORS, reason_to_leave, reasons_to_leave
 from .rewrite import (
     MUTABLE_ARRAYS,
     effect_names,
     eqn_like,
     equations,
+    evaluate,
     new_var,
+    refuse_effects,
+    remembered,
     replace,
     with_eqns,
     with_programs,
 )
-from .tangents import Flags, Known, being_differentiated, carried_on, inputs_of
-from .traced_call import evaluate, refuse_effects, traced_call
+from .traced_call import traced_call
 
 Arguments = ParamSpec("Arguments")
 Output = TypeVar("Output")
@@ -128,8 +126,7 @@ def autocast(
         with traced_call(fun, args, kwargs) as call:
             refuse_effects(effect_names(call.jaxpr) & MUTABLE_ARRAYS)
             _warn_if_nothing_is_cast(call.jaxpr, name)
-            flags = being_differentiated(call.inputs)
-            program = _cast(call.jaxpr, name, flags)
+            program = _cast(call.jaxpr, name, origins_of_arguments(call.inputs))
             return call.put_back(evaluate(program, *call.inputs))
 
     return cast_fun
@@ -148,40 +145,55 @@ def _warn_if_nothing_is_cast(program: Jaxpr, dtype: str) -> None:
     )
 
 
-def _remembered(change: Callable[..., Any]) -> Callable[..., Any]:
-    """Remember the results for each program, so that JAX compiles each only once."""
-    known: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
-
-    @functools.wraps(change)
-    def changed(program: Any, *options: Any) -> Any:
-        results = known.setdefault(program, {})
-        if options not in results:
-            results[options] = change(program, *options)
-        return results[options]
-
-    return changed
-
-
-@_remembered
-def _cast(program: Any, dtype: str, differentiated: Flags) -> Any:
+@remembered
+def _cast(program: Any, dtype: str, inputs: Origins) -> Any:
     """Return a program with cast products."""
-    known = Known(program, differentiated)
+    origin_of = origins(program, inputs)
+    variables = (x for eqn in program.eqns for x in eqn.invars)
+    uses = collections.Counter[Any](x for x in variables if isinstance(x, Var))
+    # The results of cast products before their conversion to float32, by those after.
+    narrow: dict[Any, Var] = {}
 
     def change(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-        flags = known.of(eqn.invars)
-        known.add(eqn)
-        return _cast_eqn(eqn, dtype, flags)
+        name = eqn.primitive.name
+        if name in TRANSPARENT:
+            yield _cast_inside(eqn, dtype, [*map(origin_of, eqn.invars)])
+        elif name in PRODUCTS and reason_to_leave(eqn, dtype) is None:
+            yield from _cast_product(eqn, dtype, narrow)
+        elif name in MOVES and (x := eqn.invars[0]) in narrow and uses[x] == 1:
+            # A policy of `jax.checkpoint` keeps what a `name` returns.
+            yield from _converted_behind(eqn, [narrow[x]], dtype, narrow)
+        else:
+            yield eqn
 
     return with_eqns(program, change)
 
 
-@_remembered
-def _cast_body(program: Any, dtype: str, differentiated: Flags, carry: range) -> Any:
+def _cast_inside(eqn: JaxprEqn, dtype: str, known: list[Origin]) -> JaxprEqn:
+    """Return an equation with cast products in the programs inside of it."""
+
+    def cast(program: Any) -> Any:
+        inputs = inputs_of(eqn, program, known)
+        if eqn.primitive.name == "scan":
+            constants = len(inputs_of_scan(eqn.params, inputs)[0])
+            length = eqn.params["length"]
+            return _cast_body(program, dtype, inputs, constants, length)
+        return _cast(program, dtype, inputs)
+
+    change = functools.partial(with_programs, eqn, cast)
+    is_mapped = eqn.primitive.name == "shard_map"
+    return inside_of_shard_map(eqn.params, change) if is_mapped else change()
+
+
+@remembered
+def _cast_body(
+    program: Any, dtype: str, inputs: Origins, constants: int, length: int
+) -> Any:
     """Return the body of a ``scan`` with cast products, which keeps less of them."""
-    cast = _cast(program, dtype, differentiated)
+    cast = _cast(program, dtype, inputs)
     gains = _count(cast, dtype) > _count(program, dtype)
-    if gains and any(differentiated) and may_compute_again(program):
-        return with_least_kept(cast, differentiated, carry)
+    if gains and any(x.has_tangent for x in inputs) and may_compute_again(program):
+        return with_least_kept(cast, inputs, constants, length)
     return cast
 
 
@@ -192,33 +204,28 @@ def _count(program: Any, dtype: str) -> int:
     return sum(x.aval.dtype.name == dtype for x in results)
 
 
-def _cast_eqn(eqn: JaxprEqn, dtype: str, flags: Flags) -> Iterator[JaxprEqn]:
-    """Yield equations that replace one. Their results have the same types."""
-    name, params = eqn.primitive.name, eqn.params
-    if name == "scan":
-        flags = carried_on(params, flags)
-        consts, carried, _ = map(len, inputs_of_scan(params, flags))
-        carry = range(consts, consts + carried)
-        yield with_programs(eqn, lambda body: _cast_body(body, dtype, flags, carry))
-    elif name in TRANSPARENT:
-        yield with_programs(eqn, lambda x: _cast(x, dtype, inputs_of(eqn, x, flags)))
-    elif name in PRODUCTS and reason_to_leave(eqn, dtype) is None:
-        yield from _cast_product(eqn, dtype)
-    else:
-        yield eqn
-
-
-def _cast_product(eqn: JaxprEqn, dtype: str) -> Iterator[JaxprEqn]:
+def _cast_product(
+    eqn: JaxprEqn, dtype: str, narrow: dict[Any, Var]
+) -> Iterator[JaxprEqn]:
+    """Yield equations that replace a product. The result has the same type."""
     operands: list[Any] = list(eqn.invars)
     for i, x in enumerate(operands[:2]):
         if x.aval.dtype == jnp.float32:
             operands[i] = new_var(x.aval, dtype)
             yield _convert(eqn, x, operands[i])
-    (result,) = eqn.outvars
-    narrow_result = new_var(result.aval, dtype)
     params = {**eqn.params, "preferred_element_type": jnp.dtype(dtype)}
-    yield replace(eqn, invars=operands, outvars=[narrow_result], params=params)
-    yield _convert(eqn, narrow_result, result)
+    eqn = replace(eqn, params=params)
+    yield from _converted_behind(eqn, operands, dtype, narrow)
+
+
+def _converted_behind(
+    eqn: JaxprEqn, operands: list[Any], dtype: str, narrow: dict[Any, Var]
+) -> Iterator[JaxprEqn]:
+    """Yield an equation on narrow operands, and the conversion of its result."""
+    (result,) = eqn.outvars
+    narrow[result] = new_var(result.aval, dtype)
+    yield replace(eqn, invars=operands, outvars=[narrow[result]])
+    yield _convert(eqn, narrow[result], result)
 
 
 def _convert(eqn: JaxprEqn, x: Any, y: Any) -> JaxprEqn:

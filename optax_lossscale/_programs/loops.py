@@ -2,10 +2,11 @@
 
 JAX keeps what the derivative of each operation needs. Behind a float16 product that is
 float32, although it can be computed again from the float16 result. A ``jax.checkpoint``
-with a policy says which operations are computed again. What an iteration then keeps can
-be read from the program of its derivatives, without asking JAX for each policy.
+with a policy says which operations are computed again. JAX is asked once what it would
+keep without one. How much of that a policy leaves can be read from its program.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -15,61 +16,78 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from .._dtypes import is_inexact
 from .._jax_internals import inputs_of_scan, zeros_like_aval
+from .origins import Origins
 from .primitives import (
     CALLS,
     CHECKPOINTS,
     CUSTOM,
     ELEMENTWISE,
+    EQUALITY,
+    MAXIMA,
     ONE_PROGRAM,
     REDUCTIONS,
     RESHAPES,
 )
 from .rewrite import (
     COLLECTIVE,
-    checkpointed,
     effect_names,
     equations,
     jaxpr_of,
+    like,
+    new_var,
     operations,
     programs_in,
+    replace,
+    walked,
 )
-from .tangents import Flags
 
 
-def with_least_kept(body: Any, differentiated: Flags, carry: range) -> Any:
+def with_least_kept(body: Any, inputs: Origins, constants: int, length: int) -> Any:
     """Return the body of a ``scan`` that keeps the fewest bytes for its backward pass.
 
-    ``differentiated`` says which inputs of the body have tangents, and ``carry`` which
-    ones it carries.
+    The first inputs are constants of the loop, which runs ``length`` times.
     """
-    cheap = ELEMENTWISE | RESHAPES
-    checkpoint = checkpointed(body, _keeps_all_but(cheap))
+    checkpoint = _checkpointed(body, _keeps_all_but(frozenset()))
     if checkpoint is body:
         return body
     try:
-        derivatives = _derivatives(checkpoint, differentiated)
-    except NameError:  # a mapped axis, which is bound where the program runs
-        return checkpoint
-    if not _is_pure(derivatives):  # the rule of a `custom_vjp` may have an effect
+        kept = _kept(checkpoint, [x.has_tangent for x in inputs])
+    except NotImplementedError:  # an effect in the rule of a `custom_vjp`
         return body
-    variables = checkpoint.eqns[0].invars
-    needed = _needed(derivatives, variables, differentiated, carry)
+    if not _is_pure(kept):  # or one that a checkpoint may have, and would repeat
+        return body
+
+    def size(i: int) -> int:
+        if inputs[i].is_argument:
+            return 0  # the function has it anyway
+        return _size(kept.jaxpr.invars[i], 1 if i < constants else length)
+
+    values = [_Value(size(i), frozenset({"input"})) for i in range(len(inputs))]
+    needed = _values(kept, values, length)
+    # If only casts are computed again, a body keeps no more than in float32.
     casts = frozenset({"convert_element_type"})
+    cheap = ELEMENTWISE | RESHAPES
+    names = operations(body)
+    if names & MAXIMA:
+        cheap -= EQUALITY
+    if "reduce_prod" in names:
+        # On a CPU, XLA may overwrite the factors before it has read them, if it
+        # computes them again. It does not since jaxlib 0.12.
+        cheap = casts
     ways = [
-        # If only casts are computed again, a body keeps no more than in float32.
         (casts, _bytes(needed, casts)),
         _fewest(needed, cheap),
-        # The result of a reduction is small, but what it is computed from may be kept
-        # anyway.
+        # Keeping a reduction is cheap. If its operand is kept anyway, computing it
+        # again keeps nothing.
         _fewest(needed, cheap | REDUCTIONS),
     ]
     # Of equal ways, the first one computes less again.
     recomputed, _ = min(ways, key=operator.itemgetter(1))
-    return checkpointed(body, _keeps_all_but(recomputed)) if recomputed else body
+    return _checkpointed(body, _keeps_all_but(recomputed)) if recomputed else body
 
 
 def may_compute_again(body: Any) -> bool:
@@ -87,6 +105,29 @@ def may_compute_again(body: Any) -> bool:
     )
     is_left = has_complex or operations(body) & (CHECKPOINTS | {"while"})
     return _is_pure(body) and not is_left
+
+
+def _checkpointed(program: Any, policy: Callable[..., bool]) -> Any:
+    """Return a program that is one ``jax.checkpoint``.
+
+    Without ``prevent_cse``, which the bodies of loops do not need.
+    """
+    outer = jaxpr_of(program)
+    fun = jax.checkpoint(jnp.negative, policy=policy, prevent_cse=False)
+    (new,) = jax.make_jaxpr(fun)(0.0).jaxpr.eqns
+    if new.primitive.name not in CHECKPOINTS:
+        return program  # the flag `jax_remat3` makes another primitive
+    inner = replace(outer, constvars=[], invars=[*outer.constvars, *outer.invars])
+    results = [new_var(x.aval) for x in outer.outvars]
+    new = replace(
+        new,
+        ctx=outer.eqns[0].ctx,  # such as the mesh of a `shard_map` around it
+        invars=inner.invars,
+        outvars=results,
+        params={**new.params, "jaxpr": inner},
+        effects=outer.effects,
+    )
+    return like(program, replace(outer, eqns=[new], outvars=results))
 
 
 def _is_pure(program: Any) -> bool:
@@ -126,96 +167,45 @@ def _primitives(primitive: Any, params: dict[str, Any]) -> frozenset[str]:
     return (inside | {primitive.name}) - CALLS - CUSTOM
 
 
+@dataclasses.dataclass(eq=False)
 class _Value:
-    """An array in the program of the derivatives of a body.
+    """An array in a program.
 
     Attributes:
-        size: in bytes, over all iterations of the loops inside of the body.
+        size: in bytes, over all iterations of the loops inside of the program.
         primitives: what computes it from its operands. Nothing, if it is one of these.
         operands: what it is computed from.
-        is_tangent: whether it depends on a tangent. The backward pass computes it.
     """
 
-    def __init__(
-        self,
-        size: int = 0,
-        primitives: frozenset[str] = frozenset(),
-        operands: Iterable["_Value"] = (),
-        *,
-        is_tangent: bool = False,
-    ):
-        self.size = size
-        self.primitives = primitives
-        self.operands = [*operands]
-        self.is_tangent: bool = is_tangent or any(x.is_tangent for x in self.operands)
+    size: int = 0
+    primitives: frozenset[str] = frozenset()
+    operands: list["_Value"] = dataclasses.field(default_factory=list)
 
 
 _Values = Iterable[_Value]
+_FREE = _Value()  # a constant
 
 
-def _derivatives(checkpoint: Any, differentiated: Flags) -> Any:
-    """Return the program of a checkpoint and of its derivatives in forward mode.
-
-    Its inputs are constants of rules, those of the checkpoint, and their tangents.
-    """
-    program: Any = checkpoint
+def _kept(program: Any, differentiated: Sequence[bool]) -> Any:
+    """Return the program that computes what another keeps for its backward pass."""
     if not isinstance(program, ClosedJaxpr):
         program = ClosedJaxpr(program, [])
 
-    def differentiate() -> None:
-        inputs = [zeros_like_aval(x.aval) for x in checkpoint.eqns[0].invars]
-        moving = [*itertools.compress(inputs, differentiated)]
-
+    def pullback(*inputs: jax.Array) -> Any:
         def run(*moving: jax.Array) -> Any:
             rest, pairs = iter(moving), zip(inputs, differentiated, strict=True)
             return jaxpr_as_fun(program)(*(next(rest) if y else x for x, y in pairs))
 
-        jax.jvp(run, moving, moving)
+        return jax.vjp(run, *itertools.compress(inputs, differentiated))[1]
 
-    eqns = jax.make_jaxpr(differentiate)().eqns
-    [eqn] = [x for x in eqns if x.primitive.name in CHECKPOINTS]
-    return eqn.params["jaxpr"]
-
-
-def _needed(
-    derivatives: Any, variables: Sequence[Any], differentiated: Flags, carry: range
-) -> _Values:
-    """Return the values that the backward pass of a body needs.
-
-    ``variables`` are the inputs of the body. A loop keeps what it carries. Its
-    constants, and what it scans over, it has anyway.
-    """
-    inputs = [
-        _Value(_size(x) * (i in carry), frozenset({"input"}))
-        for i, x in enumerate(variables)
-    ]
-    tangents = [_Value(is_tangent=True) for x in differentiated if x]
-    constants = len(derivatives.invars) - len(inputs) - len(tangents)
-    free = [_Value() for _ in range(constants)]
-    outputs = _values(derivatives, [*free, *inputs, *tangents])
-    is_tangent = operator.attrgetter("is_tangent")
-
-    def operands(x: _Value) -> _Values:
-        return x.operands if x.is_tangent else ()
-
-    found = _reachable(filter(is_tangent, outputs), operands)
-    return [x for x in found if not x.is_tangent]
+    inputs = [zeros_like_aval(x.aval) for x in jaxpr_of(program).invars]
+    return jax.make_jaxpr(pullback)(*inputs)
 
 
-def _values(program: Any, inputs: list[_Value], times: int = 1) -> list[_Value]:
+def _values(program: Any, inputs: list[_Value], times: int) -> list[_Value]:
     """Return the outputs of a program, which runs a number of times."""
-    program = jaxpr_of(program)
-    constants = [_Value() for _ in program.constvars]
-    pairs = zip([*program.constvars, *program.invars], constants + inputs, strict=True)
-    known: dict[Any, _Value] = dict(pairs)
-
-    def read(x: Any) -> _Value:
-        return known[x] if isinstance(x, Var) else _Value()
-
-    for eqn in program.eqns:
-        outputs = _outputs(eqn, [*map(read, eqn.invars)], times)
-        known.update(zip(eqn.outvars, outputs, strict=True))
-    return [*map(read, program.outvars)]
+    value_of = walked(program, inputs, functools.partial(_outputs, times=times), _FREE)
+    return [*map(value_of, jaxpr_of(program).outvars)]
 
 
 def _outputs(eqn: JaxprEqn, inputs: list[_Value], times: int) -> list[_Value]:
@@ -232,26 +222,19 @@ def _outputs(eqn: JaxprEqn, inputs: list[_Value], times: int) -> list[_Value]:
             [program] = programs
             return _values(program, inputs, times)
     primitives = _primitives(eqn.primitive, eqn.params)
-    return [_Value(times * _size(x), primitives, inputs) for x in eqn.outvars]
+    return [_Value(_size(x, times), primitives, inputs) for x in eqn.outvars]
 
 
 def _outputs_of_scan(
     params: dict[str, Any], inputs: list[_Value], times: int
 ) -> list[_Value]:
     consts, start, xs = inputs_of_scan(params, inputs)
-    times *= params["length"]
-    are_tangents = [x.is_tangent for x in start]
-    while True:
-        pairs = zip(start, are_tangents, strict=True)
-        carry = [_Value(operands=[x], is_tangent=flag) for x, flag in pairs]
-        outputs = _values(params["jaxpr"], [*consts, *carry, *xs], times)
-        # The carry of the next iteration.
-        for x, y in zip(carry, outputs, strict=False):
-            x.operands.append(y)
-        flags = [any(y.is_tangent for y in x.operands) for x in carry]
-        if flags == are_tangents:
-            return outputs
-        are_tangents = flags
+    carry = [_Value(operands=[x]) for x in start]
+    inputs = [*consts, *carry, *xs]
+    outputs = _values(params["jaxpr"], inputs, times * params["length"])
+    for x, following in zip(carry, outputs, strict=False):
+        x.operands.append(following)
+    return outputs
 
 
 def _reachable(values: _Values, following: Callable[[_Value], _Values]) -> _Values:
@@ -278,7 +261,8 @@ def _bytes(needed: _Values, recomputed: frozenset[str]) -> int:
     return sum(x.size for x in values if not is_recomputed(x))
 
 
-def _size(x: Any) -> int:
+def _size(x: Any, times: int) -> int:
+    """Return the bytes of an array that is kept a number of times."""
     # A size that `jax.export` leaves open is no int.
-    shape = [n for n in x.aval.shape if isinstance(n, int)]
-    return math.prod(shape) * x.aval.dtype.itemsize
+    sizes = [n for n in (times, *x.aval.shape) if isinstance(n, int)]
+    return math.prod(sizes) * x.aval.dtype.itemsize

@@ -33,14 +33,44 @@ RESHAPES = frozenset(
 )
 REDUCTIONS = frozenset(
     """
-    argmax argmin reduce reduce_and reduce_max reduce_min reduce_or reduce_prod
+    reduce reduce_and reduce_max reduce_min reduce_or reduce_prod
     reduce_sum reduce_xor
     """.split()  # noqa: SIM905
 )
 
+# They only move elements, from places that are known when the program is compiled, or
+# return them as they are.
+RESHAPES = frozenset(
+    """
+    broadcast_in_dim concatenate expand_dims iota name optimization_barrier pad pcast
+    pvary reshape rev sharding_constraint slice split squeeze stack tile transpose
+    unstack zeros_like
+    """.split()  # noqa: SIM905
+)
+REDUCTIONS = frozenset(
+    """
+    reduce reduce_and reduce_max reduce_min reduce_or reduce_prod
+    reduce_sum reduce_xor
+    """.split()  # noqa: SIM905
+)
+
+# What they decide in the forward pass is kept: computed again, numbers may round
+# otherwise, so that no element equals the maximum, or another one has it.
+DECISIONS = frozenset(["argmax", "argmin", "eq", "eq_to"])
+# What the forward pass decides is kept: computed again, numbers may round otherwise, so
+# that no element equals the maximum, or another one does. Equality decides only beside
+# one of the maxima.
+MAXIMA = frozenset(["reduce_max", "reduce_min"])
+EQUALITY = frozenset(["eq", "eq_to"])
+# They only move elements, and their derivatives do, too.
+MOVES = frozenset(
+    ["copy", "expand_dims", "name", "reshape", "rev", "sharding_constraint"]
+    + ["squeeze", "transpose"]
+)
+
 # Equations that run a program inside.
 CHECKPOINTS = frozenset(["checkpoint", "remat2"])
-CALLS = CHECKPOINTS | {"call", "closed_call", "jit", "pjit"}
+CALLS = CHECKPOINTS | {"call", "closed_call", "eval_jaxpr", "jit", "pjit"}
 # The results are those of the one program inside.
 ONE_PROGRAM = CALLS | {"shard_map"}
 # The programs in these are evaluated and differentiated as they stand. Others, such as
@@ -61,6 +91,8 @@ NAN_TOLERANT = (
     | RESHAPES
     | frozenset(
         """
+    argmax argmin
+
     cumlogsumexp cummax cummin cumprod cumsum dot_general fft conv_general_dilated
     reduce_window reduce_window_max reduce_window_min reduce_window_sum sort top_k
 

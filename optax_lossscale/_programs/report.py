@@ -2,7 +2,9 @@
 
 import functools
 import math
+import os
 import re
+import sysconfig
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -12,18 +14,18 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from .._dtypes import is_inexact
-from .._finite import max_magnitude
+from .._finite import CHECK_SCOPE, max_magnitude
 from .._validation import check_concrete, check_function
 from .primitives import PRODUCTS
 from .products import Left, is_looked_into, reason_inside, reason_to_leave
-from .rewrite import (
-    debugging_equation,
-    user_line,
-    with_eqns,
-    with_programs,
-)
-from .traced_call import evaluate_with_nan, traced_call
+from .rewrite import evaluate_with_nan, replace, with_eqns, with_programs
+from .traced_call import traced_call
 
+_NO_LINE = "?"
+# Code that is not the user's. jax may be installed in any folder.
+_LIBRARIES = (sysconfig.get_path("stdlib"), os.path.dirname(jax.__file__))
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_THIS_PACKAGE = os.path.dirname(os.path.dirname(__file__))
 # A scope that ``jax.checkpoint`` adds.
 _REMAT = "rematted_computation"
 _LARGEST = float(np.finfo(np.float16).max)
@@ -206,26 +208,49 @@ def _measured_eqn(
         inside = place.inside(eqn)
         eqn = with_programs(eqn, lambda program: _measured(program, inside, seen))
     yield eqn
-    if eqn.primitive.name in PRODUCTS and (line := user_line(eqn)) is not None:
-        yield _noting(eqn, line, place, seen)
+    scopes = f"{place.scopes}/{eqn.source_info.name_stack}"
+    if eqn.primitive.name in PRODUCTS and CHECK_SCOPE not in scopes:
+        yield _noting(eqn, scopes, place.reason, seen)
 
 
-def _noting(eqn: JaxprEqn, line: str, place: _Place, seen: list[_Measured]) -> JaxprEqn:
+def _noting(
+    eqn: JaxprEqn, scopes: str, reason: Left | None, seen: list[_Measured]
+) -> JaxprEqn:
     """Return an equation that notes the numbers of a product each time it runs."""
     avals: list[Any] = [x.aval for x in eqn.invars[:2]]
     operands = ", ".join(f"{x.dtype.name}{[*x.shape]}" for x in avals)
-    left = reason_to_leave(eqn, "float16", place.reason)
-    scopes = f"{place.scopes}/{eqn.source_info.name_stack}"
+    left = reason_to_leave(eqn, "float16", reason)
+    line = _user_line(eqn)
     if "transpose(" in scopes:
         line += ", backward"
     # Without the transformations, as in `transpose(jvp(decoder))/layers_3/vmap()`.
     names = re.findall(r"[^/()]+(?=[/)]|$)", scopes.replace(_REMAT, ""))
-    reason = left.reason if left else ""
-    seen.append(product := _Measured(line, "/".join(names), operands, reason, []))
+    text = left.reason if left else ""
+    seen.append(product := _Measured(line, "/".join(names), operands, text, []))
 
     def measure(*arrays: jax.Array) -> None:
         floats = [x if is_inexact(x) else x.astype(jnp.float32) for x in arrays]
         jax.debug.callback(product.note, *map(max_magnitude, floats))
 
-    noting: JaxprEqn = debugging_equation(measure, [*eqn.invars[:2], *eqn.outvars])
-    return noting
+    measured: list[Any] = [*eqn.invars[:2], *eqn.outvars]
+    like = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in measured]
+    [noting] = jax.make_jaxpr(jax.jit(measure))(*like).jaxpr.eqns
+    return replace(noting, invars=measured)
+
+
+def _user_line(eqn: JaxprEqn) -> str:
+    """Return the file, the line and the function of the user that an equation is from.
+
+    It is the innermost line outside of installed packages.
+    """
+    traceback: Any = eqn.source_info.traceback
+    for frame in traceback.frames if traceback else ():
+        if frame.file_name.startswith(_LIBRARIES):
+            continue
+        if frame.file_name.startswith(_THIS_PACKAGE):
+            break  # what is outside has called this package
+        if not any(folder in frame.file_name for folder in _INSTALLED):
+            file = os.path.basename(frame.file_name)
+            function = frame.function_name.rpartition("<locals>.")[2]
+            return f"{file}:{frame.line_num} ({function})"
+    return _NO_LINE

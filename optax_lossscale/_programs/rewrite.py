@@ -11,16 +11,15 @@ and its effects.
 
 import functools
 import itertools
-import os
-import sysconfig
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 
-from .primitives import CHECKPOINTS
+from .._axes import AxisName, check_axis_name
 
 Program = ClosedJaxpr | Jaxpr
 
@@ -28,13 +27,6 @@ Program = ClosedJaxpr | Jaxpr
 COLLECTIVE = "NamedAxisEffect"
 DEBUGGING = frozenset({"DebugEffect", "OrderedDebugEffect"})
 MUTABLE_ARRAYS = frozenset({"ReadEffect", "WriteEffect", "AccumEffect"})
-
-NO_LINE = "?"
-# Code that is not the user's. jax may be installed in any folder.
-_LIBRARIES = (sysconfig.get_path("stdlib"), os.path.dirname(jax.__file__))
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_THIS_PACKAGE = os.path.dirname(os.path.dirname(__file__))
-_CHECK = os.path.join(_THIS_PACKAGE, "_finite.py")
 
 
 def jaxpr_of(program: Program) -> Any:
@@ -61,6 +53,43 @@ def operations(program: Program) -> set[str]:
     return {eqn.primitive.name for eqn in equations(program)}
 
 
+def walked(
+    program: Program,
+    inputs: Sequence[Any],
+    rule: Callable[[JaxprEqn, list[Any]], Sequence[Any]],
+    default: Any,
+) -> Callable[[Any], Any]:
+    """Follow what is known of the inputs of a program to each of its variables.
+
+    ``rule`` takes an equation and what is known of its operands, and returns that of
+    its results. ``default`` is known of constants. The result takes a variable.
+    """
+    jaxpr = jaxpr_of(program)
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(x: Any) -> Any:
+        return known.get(x, default) if isinstance(x, Var) else default
+
+    for eqn in jaxpr.eqns:
+        results = rule(eqn, [*map(read, eqn.invars)])
+        known.update(zip(eqn.outvars, results, strict=True))
+    return read
+
+
+def remembered(change: Callable[..., Any]) -> Callable[..., Any]:
+    """Remember the results for each program, so that JAX compiles each only once."""
+    known: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(change)
+    def changed(program: Any, *options: Any) -> Any:
+        results = known.setdefault(program, {})
+        if options not in results:
+            results[options] = change(program, *options)
+        return results[options]
+
+    return changed
+
+
 def effect_names(program: Program) -> set[str]:
     return {type(effect).__name__ for effect in program.effects}
 
@@ -71,25 +100,38 @@ def collective_axes(program: Program) -> set[Any]:
     return {e.name for e in effects if type(e).__name__ == COLLECTIVE}
 
 
-def user_line(eqn: JaxprEqn) -> str | None:
-    """Return the file, the line and the function of the user that an equation is from.
+def refuse_effects(effects: set[str]) -> None:
+    if effects:
+        raise TypeError(
+            f"`fun` must be free of effects such as {sorted(effects)}. Move callbacks "
+            "and mutable arrays (`jax.Ref`) out of it, and return what they would hold."
+        )
 
-    It is the innermost line outside of installed packages, and ``NO_LINE`` if there is
-    none. None if the equation is of this package, which checks gradients by a product.
-    """
-    traceback: Any = eqn.source_info.traceback
-    frames = traceback.frames if traceback else ()
-    frames = [x for x in frames if not x.file_name.startswith(_LIBRARIES)]
-    if frames and frames[0].file_name == _CHECK:
-        return None
-    for frame in frames:
-        if frame.file_name.startswith(_THIS_PACKAGE):
-            break  # what is outside has called this package
-        if not any(folder in frame.file_name for folder in _INSTALLED):
-            file = os.path.basename(frame.file_name)
-            function = frame.function_name.rpartition("<locals>.")[2]
-            return f"{file}:{frame.line_num} ({function})"
-    return NO_LINE
+
+def check_axes(jaxpr: Jaxpr, axis_name: AxisName | None) -> None:
+    """Raise if devices could communicate while they compute at different scales."""
+    if axis_name is not None:
+        check_axis_name(axis_name)
+    axes = collective_axes(jaxpr) - set(
+        axis_name if isinstance(axis_name, tuple) else [axis_name]
+    )
+    if axes:
+        raise ValueError(
+            "`axis_name` must name every mapped axis that `fun` or its gradient uses, "
+            f"here {sorted(axes, key=str)}, got {axis_name!r}. Otherwise "
+            "gradients at different scales are summed, or some devices wait for others "
+            "forever. Add the axis. It is also needed if all devices share parameters."
+        )
+
+
+def evaluate(jaxpr: Jaxpr, *inputs: jax.Array) -> Sequence[jax.Array]:
+    """Run a program. With ``jax_debug_nans``, JAX names the operation of a NaN."""
+    return jax.core.eval_jaxpr(jaxpr, [], *inputs)
+
+
+def evaluate_with_nan(jaxpr: Jaxpr, *inputs: jax.Array) -> Sequence[jax.Array]:
+    """Run a program that may compute with NaN, also with ``jax_debug_nans``."""
+    return jaxpr_as_fun(ClosedJaxpr(jaxpr, []))(*inputs)
 
 
 def without_constants(closed_jaxpr: ClosedJaxpr) -> Jaxpr:
@@ -115,7 +157,7 @@ def with_eqns(
     eqns = [*itertools.chain.from_iterable(map(change, jaxpr.eqns))]
     effects = jaxpr.effects | _debugging_effects(eqns)
     inputs = [*jaxpr.invars, *inputs]
-    return _like(program, replace(jaxpr, eqns=eqns, invars=inputs, effects=effects))
+    return like(program, replace(jaxpr, eqns=eqns, invars=inputs, effects=effects))
 
 
 def with_programs(eqn: JaxprEqn, change: Callable[[Any], Any]) -> Any:
@@ -160,40 +202,7 @@ def _equation(fun: Any, *dtypes: Any) -> Any:
     return eqn
 
 
-def debugging_equation(fun: Any, inputs: Sequence[Any]) -> Any:
-    """Return an equation that calls a function, which returns nothing, for its effect.
-
-    The function is traced on the shapes of the inputs.
-    """
-    like = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in inputs]
-    (eqn,) = jax.make_jaxpr(jax.jit(fun))(*like).jaxpr.eqns
-    return replace(eqn, invars=[*inputs])
-
-
-def checkpointed(program: Program, policy: Callable[..., bool]) -> Any:
-    """Return a program that is one ``jax.checkpoint``.
-
-    Without ``prevent_cse``, which the bodies of loops do not need.
-    """
-    outer = jaxpr_of(program)
-    fun = jax.checkpoint(jnp.negative, policy=policy, prevent_cse=False)
-    (new,) = jax.make_jaxpr(fun)(0.0).jaxpr.eqns
-    if new.primitive.name not in CHECKPOINTS:
-        return program  # the flag `jax_remat3` makes another primitive
-    inner = replace(outer, constvars=[], invars=[*outer.constvars, *outer.invars])
-    results = [new_var(x.aval) for x in outer.outvars]
-    new = replace(
-        new,
-        ctx=outer.eqns[0].ctx,  # such as the mesh of a `shard_map` around it
-        invars=inner.invars,
-        outvars=results,
-        params={**new.params, "jaxpr": inner},
-        effects=outer.effects,
-    )
-    return _like(program, replace(outer, eqns=[new], outvars=results))
-
-
-def _like(program: Program, jaxpr: Any) -> Any:
+def like(program: Program, jaxpr: Any) -> Any:
     """Return a program of the same class, with the same constants."""
     # In jax 0.12 there is one class, whose attribute ``jaxpr`` is the program itself.
     if isinstance(program, Jaxpr):

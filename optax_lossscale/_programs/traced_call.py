@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import Jaxpr, Literal
 
 from .. import _flax_internals
-from .._axes import AxisName, check_axis_name
 from .._dtypes import is_inexact
 from .._validation import describe
-from .rewrite import collective_axes, replace, without_constants
+from .rewrite import replace, without_constants
 
 _ARRAY = object()  # marks the place of an array in the output
 
@@ -33,16 +32,6 @@ class TracedCall(NamedTuple):
     inputs: list[jax.Array]
     overwritten: list[bool]
     put_back: Callable[[Sequence[jax.Array]], Any]
-
-
-def evaluate(jaxpr: Jaxpr, *inputs: jax.Array) -> Sequence[jax.Array]:
-    """Run a program. With ``jax_debug_nans``, JAX names the operation of a NaN."""
-    return jax.core.eval_jaxpr(jaxpr, [], *inputs)
-
-
-def evaluate_with_nan(jaxpr: Jaxpr, *inputs: jax.Array) -> Sequence[jax.Array]:
-    """Run a program that may compute with NaN, also with ``jax_debug_nans``."""
-    return jaxpr_as_fun(ClosedJaxpr(jaxpr, []))(*inputs)
 
 
 @contextlib.contextmanager
@@ -108,30 +97,6 @@ def traced_call(
             return output.put_back(all_outputs, (args, kwargs))
 
         yield TracedCall(jaxpr, inputs, overwritten, put_back)
-
-
-def refuse_effects(effects: set[str]) -> None:
-    if effects:
-        raise TypeError(
-            f"`fun` must be free of effects such as {sorted(effects)}. Move callbacks "
-            "and mutable arrays (`jax.Ref`) out of it, and return what they would hold."
-        )
-
-
-def check_axes(jaxpr: Jaxpr, axis_name: AxisName | None) -> None:
-    """Raise if devices could communicate while they compute at different scales."""
-    if axis_name is not None:
-        check_axis_name(axis_name)
-    axes = collective_axes(jaxpr) - set(
-        axis_name if isinstance(axis_name, tuple) else [axis_name]
-    )
-    if axes:
-        raise ValueError(
-            "`axis_name` must name every mapped axis that `fun` or its gradient uses, "
-            f"here {sorted(axes, key=str)}, got {axis_name!r}. Otherwise "
-            "gradients at different scales are summed, or some devices wait for others "
-            "forever. Add the axis. It is also needed if all devices share parameters."
-        )
 
 
 class _Changes(NamedTuple):

@@ -26,13 +26,13 @@ from .._jax_internals import after, varying_axes, varying_like
 from .._programs.primitives import NAN_TOLERANT
 from .._programs.rewrite import (
     eqn_like,
+    evaluate_with_nan,
     new_var,
     operations,
     replace,
     with_eqns,
     without_constants,
 )
-from .._programs.traced_call import evaluate_with_nan
 from .._tree import is_array, where
 
 Leaves = Sequence[Any]

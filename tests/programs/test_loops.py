@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from asserts import assert_close_in_float16
-from float32_losses import BLOCKS, OTHERS, PRODUCTS, N, X, plain
+from float32_losses import BLOCKS, OTHERS, PRODUCTS, N, X, by_hand, own_vjp, plain
 from jax import nn
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
@@ -233,6 +233,46 @@ def test_gradients_are_those_of_a_loop_that_keeps_everything(f):
     jax.tree.map(assert_close_in_float16, *map(gradient, (body, keeping)))
 
 
+def spread(y, reduced):
+    return jnp.tanh(y + reduced)
+
+
+# What a body does with its product, of one row: numbers that all others decide on.
+REDUCTIONS = {
+    "sum": lambda y: spread(y, jnp.sum(jnp.tanh(y), 1, keepdims=True)),
+    "prod": lambda y: spread(y, jnp.prod(jnp.tanh(y), 1, keepdims=True)),
+    "max": lambda y: spread(y, jnp.max(jnp.tanh(y), 1, keepdims=True)),
+    "min": lambda y: spread(y, jnp.min(jnp.sin(y), 1, keepdims=True)),
+    "norm": lambda y: spread(y, jnp.linalg.norm(y, axis=1, keepdims=True)),
+    "logsumexp": lambda y: spread(y, nn.logsumexp(y, 1, keepdims=True)),
+    "cumprod": lambda y: spread(y, jnp.cumprod(jnp.tanh(y), 1)),
+    "argmax": lambda y: spread(y, y[jnp.argmax(jnp.sin(y), 1)]),
+    "clip": lambda y: spread(jnp.clip(y, -0.5, 0.5), jnp.max(y)),
+    "prod and max": lambda y: jnp.tanh(REDUCTIONS["prod"](y) * jnp.max(y)),
+    "square of prod": lambda y: jnp.tanh(
+        (y + jnp.prod(jnp.tanh(y), 1, keepdims=True)) ** 2
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", slow_but(["float16"], ["float16", "bfloat16"]))
+@pytest.mark.parametrize("reduced", REDUCTIONS.values(), ids=REDUCTIONS)
+def test_gradient_is_that_of_casts_by_hand_at_a_large_scale(reduced, dtype):
+    """XLA may compute a recomputed product wrong, the more so at a large scale."""
+    x, stack = normal(16, 16, seed=1), normal(3, 16, 16, seed=2)
+
+    def gradient(cast, around=lambda f: f):
+        body = loop(lambda x, w: reduced(cast(jnp.matmul)(x, w / 4)))
+        loss = around(lambda stack: jnp.mean(body(x, stack) ** 2))
+        return jax.jit(jax.grad(ls.scale_backward(loss, 2.0**14)))(stack)
+
+    by_autocast = gradient(plain, lambda f: ls.autocast(f, dtype))
+    with jax.disable_jit():  # XLA rounds bfloat16 otherwise
+        expected = gradient(functools.partial(by_hand, dtype=dtype))
+    error = jnp.linalg.norm(by_autocast - expected) / jnp.linalg.norm(expected)
+    assert error < 4 * jnp.finfo(dtype).eps
+
+
 def test_body_of_complex_numbers_can_be_differentiated():
     """Where a checkpoint keeps one for two uses, JAX raises an error."""
 
@@ -308,18 +348,76 @@ def test_what_is_expensive_runs_once_and_what_is_cheap_again(fun, names, again):
     assert (count(ls.autocast(fun)) > count(fun)) == again and count(fun) > 0
 
 
+def on_two(body, check_vma, around=lambda run: run):
+    """The loss of a loop over rows that two devices share."""
+
+    def loss(x, w):
+        return jax.lax.pmean(jnp.mean(around(loop(body))(x, w) ** 2), "d")
+
+    specs = {"in_specs": (P("d"), P()), "out_specs": P(), "check_vma": check_vma}
+    return jax.shard_map(loss, mesh=make_mesh(d=2), **specs)
+
+
+def drop_here(x, seed):
+    key = jax.random.fold_in(jax.random.key(seed), jax.lax.axis_index("d"))
+    return jax.lax.select(jax.random.bernoulli(key, 0.9, x.shape), x, 0 * x)
+
+
+ON_TWO = {
+    "relu and dropout": lambda x, w: drop_here(nn.relu(x @ w), jnp.int32(w[0, 0])),
+    "gelu of a mean": lambda x, w: nn.gelu(jax.lax.pmean(x @ w, "d") + x),
+    "sum of what varies": lambda x, w: x + jnp.tanh(jax.lax.psum(nn.silu(x @ w), "d")),
+    "maximum over devices": lambda x, w: jnp.tanh(
+        x @ w - jax.lax.pmax(jax.lax.stop_gradient(jnp.max(x)), "d")
+    ),
+    "own rule": lambda x, w: own_vjp(jnp.tanh(x @ w), w),
+}
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_loop_inside_of_a_shard_map_keeps_less(check_vma):
+@pytest.mark.parametrize("body", ON_TWO.values(), ids=ON_TWO)
+def test_loop_on_devices_keeps_no_more_than_float32(body, check_vma):
     """Its body cannot be traced by itself."""
-    mapped = jax.shard_map(
-        loop(lambda x, w: nn.gelu(jax.lax.pmean(x @ w, "d") + x)),
-        mesh=make_mesh(d=2),
-        in_specs=(P("d"), P()),
-        out_specs=P("d"),
-        check_vma=check_vma,
-    )
-    before, after = (kept(f, x, STACK["w"]) for f in (mapped, ls.autocast(mapped)))
-    assert after < before
+    mapped = on_two(body, check_vma)
+    for fun in (ls.autocast(mapped), on_two(body, check_vma, ls.autocast)):
+        assert kept(fun, x, STACK["w"]) <= kept(mapped, x, STACK["w"])
+
+
+def frames(x, w):
+    """A loop over numbers that the function has computed."""
+    pixels = jnp.cos(jnp.arange(LAYERS * 512 * WIDTH, dtype=jnp.float32))
+
+    def body(x, p):
+        w, frame = p
+        return nn.gelu(x @ w + jnp.mean(frame, 0)) + x, None
+
+    return jax.lax.scan(body, x, (w, pixels.reshape(LAYERS, 512, WIDTH)))[0]
+
+
+def table(x, w):
+    rows = jnp.sin(jnp.arange(1024 * WIDTH, dtype=jnp.float32)).reshape(-1, WIDTH)
+    return loop(lambda x, w: nn.gelu(x @ w + jnp.sum(rows**2, 0)))(x, w)
+
+
+@pytest.mark.parametrize("fun", [frames, table])
+def test_loop_over_computed_numbers_keeps_no_more_than_float32(fun):
+    assert kept(ls.autocast(fun), x, STACK["w"]) <= kept(fun, x, STACK["w"])
+
+
+@pytest.mark.parametrize("moved", [lambda y: y, lambda y: y.T, jnp.ravel])
+def test_named_product_is_kept_in_float16(moved):
+    def loss(dtype, x, w):
+        def layer(x, w):
+            h = moved(x.astype(dtype) @ w.astype(dtype))
+            h = checkpoint_name(h, "h").astype("float32")
+            return x + nn.silu(h).reshape(x.shape)
+
+        policy = jax.checkpoint_policies.save_only_these_names("h")
+        return jnp.mean(loop(jax.checkpoint(layer, policy=policy))(x, w))
+
+    by_autocast = ls.autocast(functools.partial(loss, "float32"))
+    by_hand = functools.partial(loss, "float16")
+    assert kept(by_autocast, x, STACK["w"]) == kept(by_hand, x, STACK["w"])
 
 
 def test_eager_loop_is_compiled_once(caplog):
