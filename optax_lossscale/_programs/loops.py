@@ -70,21 +70,17 @@ def with_least_kept(body: Any, inputs: Origins, constants: int, length: int) -> 
     needed = _values(kept, values, length)
     # If only casts are computed again, a body keeps no more than in float32.
     casts = frozenset({"convert_element_type"})
-    cheap = ELEMENTWISE | RESHAPES
+    ways = [(casts, _bytes(needed, casts))]
     names = operations(body)
-    if names & MAXIMA:
-        cheap -= EQUALITY
-    if "reduce_prod" in names:
-        # On a CPU, XLA may overwrite the factors before it has read them, if it
-        # computes them again. It does not since jaxlib 0.12.
-        cheap = casts
-    ways = [
-        (casts, _bytes(needed, casts)),
-        _fewest(needed, cheap),
-        # Keeping a reduction is cheap. If its operand is kept anyway, computing it
+    # On a CPU, XLA before jaxlib 0.12 may overwrite the factors of a recomputed product
+    # of many numbers before it has read them.
+    if "reduce_prod" not in names:
+        cheap = ELEMENTWISE | RESHAPES
+        if names & MAXIMA:
+            cheap -= EQUALITY
+        # Keeping a reduction is cheap. But if its operand is kept anyway, computing it
         # again keeps nothing.
-        _fewest(needed, cheap | REDUCTIONS),
-    ]
+        ways += [_fewest(needed, cheap), _fewest(needed, cheap | REDUCTIONS)]
     # Of equal ways, the first one computes less again.
     recomputed, _ = min(ways, key=operator.itemgetter(1))
     return _checkpointed(body, _keeps_all_but(recomputed)) if recomputed else body

@@ -5,14 +5,16 @@ leave an operation of its own out of `autocast`, take its name out of ``PRODUCTS
 give a reason in ``products.py``.
 """
 
-# Computed in a narrower type.
-PRODUCTS = frozenset(
-    ["conv_general_dilated", "dot_general", "ragged_dot", "ragged_dot_general"]
-)
 
-# Loops may compute the first two again, instead of keeping their results.
-ELEMENTWISE = frozenset(
-    """
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Computed in a narrower type.
+PRODUCTS = _names("conv_general_dilated dot_general ragged_dot ragged_dot_general")
+
+# Loops may compute these again, instead of keeping their results.
+ELEMENTWISE = _names("""
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e
     bitcast_convert_type cbrt ceil clamp clz complex conj convert_element_type copy cos
     cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt imag
@@ -20,79 +22,47 @@ ELEMENTWISE = frozenset(
     ne neg nextafter not one_minus_square or polynomial population_count pow real
     reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic
     shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
-    """.split()  # noqa: SIM905, dozens of lines of list otherwise
-)
+""")
 # They only move elements, from places that are known when the program is compiled, or
-# return them as they are.
-RESHAPES = frozenset(
-    """
-    broadcast_in_dim concatenate expand_dims iota name optimization_barrier pad pcast
-    pvary reshape rev sharding_constraint slice split squeeze stack tile transpose
-    unstack zeros_like
-    """.split()  # noqa: SIM905
-)
-REDUCTIONS = frozenset(
-    """
-    reduce reduce_and reduce_max reduce_min reduce_or reduce_prod
-    reduce_sum reduce_xor
-    """.split()  # noqa: SIM905
+# return them as they are. The derivatives of the first ones do no more.
+MOVES = _names("""
+    copy expand_dims name reshape rev sharding_constraint squeeze transpose
+""")
+RESHAPES = MOVES | _names("""
+    broadcast_in_dim concatenate iota optimization_barrier pad pcast pvary slice split
+    stack tile unstack zeros_like
+""")
+MAXIMA = _names("reduce_max reduce_min")
+REDUCTIONS = MAXIMA | _names(
+    "reduce reduce_and reduce_or reduce_prod reduce_sum reduce_xor"
 )
 
-# They only move elements, from places that are known when the program is compiled, or
-# return them as they are.
-RESHAPES = frozenset(
-    """
-    broadcast_in_dim concatenate expand_dims iota name optimization_barrier pad pcast
-    pvary reshape rev sharding_constraint slice split squeeze stack tile transpose
-    unstack zeros_like
-    """.split()  # noqa: SIM905
-)
-REDUCTIONS = frozenset(
-    """
-    reduce reduce_and reduce_max reduce_min reduce_or reduce_prod
-    reduce_sum reduce_xor
-    """.split()  # noqa: SIM905
-)
-
-# What they decide in the forward pass is kept: computed again, numbers may round
-# otherwise, so that no element equals the maximum, or another one has it.
-DECISIONS = frozenset(["argmax", "argmin", "eq", "eq_to"])
-# What the forward pass decides is kept: computed again, numbers may round otherwise, so
-# that no element equals the maximum, or another one does. Equality decides only beside
-# one of the maxima.
-MAXIMA = frozenset(["reduce_max", "reduce_min"])
-EQUALITY = frozenset(["eq", "eq_to"])
-# They only move elements, and their derivatives do, too.
-MOVES = frozenset(
-    ["copy", "expand_dims", "name", "reshape", "rev", "sharding_constraint"]
-    + ["squeeze", "transpose"]
-)
+# What the forward pass decides is kept. Computed again, numbers may round otherwise,
+# and no element equals the maximum, or another one does.
+EQUALITY = _names("eq eq_to")
+CHOICES = _names("argmax argmin")
 
 # Equations that run a program inside.
-CHECKPOINTS = frozenset(["checkpoint", "remat2"])
-CALLS = CHECKPOINTS | {"call", "closed_call", "eval_jaxpr", "jit", "pjit"}
+CHECKPOINTS = _names("checkpoint remat2")
+CALLS = CHECKPOINTS | _names("call closed_call eval_jaxpr jit pjit")
 # The results are those of the one program inside.
 ONE_PROGRAM = CALLS | {"shard_map"}
 # The programs in these are evaluated and differentiated as they stand. Others, such as
 # ``custom_vmap_call``, have a derivative or a batch rule that was written for their
 # types.
 TRANSPARENT = ONE_PROGRAM | {"scan", "while", "cond", "composite"}
-CUSTOM = frozenset(
-    """
+CUSTOM = _names("""
     custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call
-    """.split()  # noqa: SIM905
-)
+""")
 
 # A NaN reaches only their results: they end for any input, and have no effect except
 # communication.
 NAN_TOLERANT = (
     ELEMENTWISE
-    | REDUCTIONS
     | RESHAPES
-    | frozenset(
-        """
-    argmax argmin
-
+    | REDUCTIONS
+    | CHOICES
+    | _names("""
     cumlogsumexp cummax cummin cumprod cumsum dot_general fft conv_general_dilated
     reduce_window reduce_window_max reduce_window_min reduce_window_sum sort top_k
 
@@ -108,6 +78,5 @@ NAN_TOLERANT = (
     ppermute psum psum2 psum_invariant reduce_scatter
 
     checkpoint closed_call custom_jvp_call jit pjit remat2 scan shard_map
-    """.split()  # noqa: SIM905, a hundred lines of list otherwise
-    )
+    """)
 )

@@ -27,6 +27,7 @@ from meshes import EXPLICIT, make_mesh, set_mesh
 from shared import enable_x64, slow_but
 
 import optax_lossscale as ls
+from optax_lossscale._programs.rewrite import operations
 
 # Otherwise XLA may leave out the rounding of some results, not of others.
 jit = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
@@ -205,6 +206,16 @@ def test_it_is_a_decorator_and_keeps_the_name():
     assert products_of(loss_fn, X) == {"float16": 1}
     half = functools.partial(ls.autocast, dtype="bfloat16")(jax.jit(jnp.matmul))
     assert products_of(half, X, X) == {"bfloat16": 1}
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.grad])
+def test_autocast_adds_only_casts(around):
+    def loss(x, w):
+        return jnp.sum(x @ w)
+
+    before, after = (around(loss), around(ls.autocast(loss)))
+    before, after = (operations(jax.make_jaxpr(f)(X, W)) for f in (before, after))
+    assert after - before == {"convert_element_type"}
 
 
 # In it, float16 would become float32 under `jax.vmap`.
