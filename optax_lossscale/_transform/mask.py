@@ -6,6 +6,7 @@ line search might not end, and derivatives would be NaN in spite of ``jnp.where`
 (https://github.com/jax-ml/jax/issues/1052).
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from .._dtypes import dtype_of, is_inexact
 from .._jax_internals import is_ref, is_staging
 from .._tree import select, where
 from .._validation import is_traced
-from .in_place import Run, update_in_place
+from .in_place import call_with_derivatives_of, mask_in_place, trace_update
 
 
 class _Arrays(NamedTuple):
@@ -58,26 +59,30 @@ def masked_update(
     def run(arrays: _Arrays) -> Any:
         return update(*put_back(arrays))
 
-    outputs = None
-    # A program with a `grad_fn` is checked, so it would be evaluated twice in place,
-    # and a derivative is expensive.
-    is_cheap = extra_args.get("grad_fn") is None
-    if staging and is_cheap and isinstance(finite, jax.core.Tracer):
-        outputs = update_in_place(run, _masked, finite, arrays, old_state, is_checked)
-    if outputs is None:
+    traced = None
+    # With a `grad_fn` the update is checked. In place it would run twice, and the
+    # derivative that it takes is expensive.
+    if staging and extra_args.get("grad_fn") is None:
+        traced = trace_update(run, arrays, old_state, is_checked)
+    if traced is None:
         # Eager derivatives need a second run. Compiled, it would double the cost.
         runs_twice = is_checked and not staging and is_traced((arrays, old_state))
-        outputs = _masked(run, finite, arrays, old_state, runs_twice)
+        outputs = _select_at_end(runs_twice, run, finite, arrays, old_state)
+    else:
+        at_end = functools.partial(_select_at_end, is_checked)
+        in_place = functools.partial(mask_in_place, is_checked)
+        args = traced, finite, arrays, old_state
+        outputs = call_with_derivatives_of(at_end, in_place, *args)
     applied, updates, new_state = outputs
     # Like the updates, not the gradients: the optimizer may return another tree.
     no_updates = jax.tree.map(_zeros_like, updates)
     return applied, select(applied, updates, no_updates), new_state
 
 
-def _masked(
-    run: Run, finite: jax.Array, arrays: _Arrays, old_state: Any, runs_twice: bool
-) -> Any:
-    """Run an update, and return whether it is applied, its updates, and the state."""
+def _select_at_end(
+    runs_twice: bool, run: Any, finite: jax.Array, arrays: _Arrays, old_state: Any
+) -> tuple[jax.Array, Any, Any]:
+    """Return whether a step is applied, its updates, and the state after it."""
     usable, updates, new_state = run(_with_placeholders(finite, arrays))
     applied = finite & usable
     if runs_twice:
