@@ -42,10 +42,8 @@ from .._tree import is_array, where
 class TracedUpdate:
     """An update as a program, which may run on NaN.
 
-    Attributes:
-        program: takes the leaves of the arrays and the constants.
-        structure: that of the outputs: a flag, the updates and the new state.
-        constants: what the update closes over.
+    It takes the leaves of the arrays, and then the constants. It returns the leaves of
+    a flag, the updates and the new state.
     """
 
     program: Jaxpr = dataclasses.field(metadata={"static": True})
@@ -90,8 +88,7 @@ def mask_in_place(
         applied &= update(arrays)[0]
         arrays = jax.tree.map(lambda x: after(x, applied), arrays)
     _, _, new_vars = jax.tree.unflatten(update.structure, update.program.outvars)
-    pairs = zip(jax.tree.leaves(new_vars), jax.tree.leaves(old_state), strict=True)
-    early = _leaves_to_mask(update.program, [*pairs], applied)
+    early = _leaves_to_mask(update.program, new_vars, old_state, applied)
     _, updates, new_state = _with_masks(update, early, applied)(arrays)
     new_state = jax.tree.map(
         lambda var, new, old: new if id(var) in early else where(applied, new, old),
@@ -101,12 +98,11 @@ def mask_in_place(
 
 
 def _leaves_to_mask(
-    program: Jaxpr, pairs: Sequence[tuple[Any, Any]], flag: jax.Array
+    program: Jaxpr, new_vars: Any, old_state: Any, flag: jax.Array
 ) -> dict[int, Any]:
     """Return the leaves of the state to mask in the program, with their old values.
 
-    Each pair is the variable of a new leaf, and the old leaf. The result has the
-    identities of variables as keys. It leaves out
+    The keys are the identities of the variables of the new leaves. It leaves out
 
     - inputs that are passed through, and literals: no equation defines them;
     - variables that are two leaves of the state, and so have two old values;
@@ -116,10 +112,11 @@ def _leaves_to_mask(
       would move a tenth more bytes.
     """
     defined = {id(var) for eqn in program.eqns for var in eqn.outvars}
-    uses = collections.Counter(id(var) for var, _ in pairs)
+    variables = jax.tree.leaves(new_vars)
+    uses = collections.Counter(map(id, variables))
     return {
         id(var): x
-        for var, x in pairs
+        for var, x in zip(variables, jax.tree.leaves(old_state), strict=True)
         if id(var) in defined
         and uses[id(var)] == 1
         and jnp.ndim(x) > 0
@@ -165,17 +162,15 @@ def call_with_derivatives_of(
 
     @functools.partial(primal.defjvp, symbolic_zeros=True)
     def _(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-        moves = [not isinstance(t, SymbolicZero) for t in tangents]
+        directions = {
+            i: t for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)
+        }
+        moving = {i: primals[i] for i in directions}
 
-        def along(*moving: Any) -> Any:
-            rest = iter(moving)
-            pairs = zip(primals, moves, strict=True)
-            leaves = [next(rest) if moved else x for x, moved in pairs]
+        def along(moving: dict[int, Any]) -> Any:
+            leaves = [moving.get(i, x) for i, x in enumerate(primals)]
             return derived(*jax.tree.unflatten(structure, leaves))
 
-        moving, directions = (
-            [*itertools.compress(x, moves)] for x in (primals, tangents)
-        )
-        return jax.jvp(along, moving, directions)
+        return jax.jvp(along, (moving,), (directions,))
 
     return primal(*leaves)

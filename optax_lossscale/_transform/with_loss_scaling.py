@@ -63,8 +63,7 @@ def with_loss_scaling(
     Args:
         inner: the optimizer, any Optax transformation. Donate the state of the whole
             step, not inside ``inner``: a skipped step returns the old one.
-        rule: how the loss scale changes; to skip steps alone, see
-            `skip_nonfinite`.
+        rule: how the loss scale changes; to skip steps alone, see `skip_nonfinite`.
         axis_name: inside ``shard_map``, ``pmap`` or ``vmap``, the mapped axis, or a
             tuple of them, along which gradients or ``value`` differ. A step is applied
             only if they are finite everywhere. ``jit`` alone does not need it.
