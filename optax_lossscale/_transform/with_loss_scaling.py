@@ -185,7 +185,7 @@ def with_loss_scaling(
         applied, new_updates, new = masked_update(
             checked_update, finite, updates, extra_args, old, is_checked=is_checked
         )
-        # Gradients that the optimizer takes itself may have overflowed: tell the rule.
+        # Gradients that the optimizer takes may overflow, which a lower scale cures.
         step = _Step(applied if takes_grads else grads_finite, loss_finite, applied)
         new_scale_state = select(
             step.scale_may_change,
