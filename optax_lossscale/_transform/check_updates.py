@@ -1,6 +1,5 @@
 """Check that the results of the optimizer are finite."""
 
-import functools
 from typing import Any
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from .._axes import AxisName, all_along
 from .._dtypes import dtype_of, is_inexact, wide_dtype
 from .._finite import is_nonfinite, none_is_true
 from .._tree import at_paths_of
@@ -18,8 +18,9 @@ def results_finite(
     new_state: optax.OptState,
     old_state: optax.OptState,
     params: optax.Params | None,
+    axis_name: AxisName | None,
 ) -> jax.Array:
-    """Return whether a step puts no new NaN or inf into its results.
+    """Return whether a step puts no new NaN or inf into its results, on all devices.
 
     It checks the updates, the state, and the parameters that ``optax.apply_updates``
     returns: float16 parameters can overflow when the updates are finite. A NaN or inf
@@ -28,7 +29,8 @@ def results_finite(
     params = at_paths_of(new_updates, params)
     trees = new_updates, new_state, old_state, params
     # ``jax.jit`` takes no functions or strings, which Equinox modules contain.
-    return _outcome_finite(*jax.tree.map(lambda x: x if is_inexact(x) else 0, trees))
+    arrays = jax.tree.map(lambda x: x if is_inexact(x) else 0, trees)
+    return all_along(_outcome_finite(*arrays), axis_name)
 
 
 @jax.jit
@@ -62,8 +64,8 @@ def _bad_update(update: Any, param: Any) -> Any:
         return None
     if jnp.iscomplexobj(update):
         param = param if is_inexact(param) else jnp.zeros_like(update)
-        parts = (_bad_update(x(update), x(param)) for x in (jnp.real, jnp.imag))
-        return functools.reduce(jnp.logical_or, parts)
+        real = _bad_update(jnp.real(update), jnp.real(param))
+        return real | _bad_update(jnp.imag(update), jnp.imag(param))
     bad = is_nonfinite(jnp.asarray(update))
     if not is_inexact(param):
         return bad

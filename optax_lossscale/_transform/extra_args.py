@@ -48,15 +48,15 @@ def filter_for(
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
     def drop_unknown(extra_args: dict[str, Any]) -> dict[str, Any]:
-        for name in _DECIDING.keys() & extra_args.keys() - known if warns else ():
+        for name in _DECIDING.keys() & extra_args.keys() - known:
             deciding = _DECIDING[name]
-            if deciding.partition("=")[0] not in extra_args:
+            if warns and deciding.partition("=")[0] not in extra_args:
                 warn(
                     f"`update` is given `{name}`, which does not decide whether the "
                     f"step is applied. Pass `{deciding}` if it should."
                 )
         # A line search passes all unknown arguments on to the loss.
-        dropped = {"grads_finite"} if takes_all else extra_args.keys()
-        return {k: x for k, x in extra_args.items() if k in known or k not in dropped}
+        taken = extra_args.keys() - {"grads_finite"} if takes_all else set()
+        return {k: x for k, x in extra_args.items() if k in taken | known}
 
     return drop_unknown

@@ -40,8 +40,8 @@ def keep_if_applied(
     """Return ``new`` if the last step was applied and ``new`` is finite, else ``old``.
 
     Args:
-        state: the optimizer state after the step, which ``update`` returned, as for
-            `get_loss_scale_state`; the one before tells of the previous step.
+        state: the optimizer state that ``update`` returned, as for
+            `get_loss_scale_state`. That before ``update`` tells of the previous step.
         new: what the optimizer does not protect, such as BatchNorm statistics, counters
             and PRNG keys, after the step; any pytree, as for `select`. It may be the
             whole of Flax's ``TrainState``.
@@ -49,9 +49,9 @@ def keep_if_applied(
         axis_name: the mapped axes, as for `all_finite`.
 
     Returns:
-        The whole of ``new``, or the whole of ``old``, but each `LossScaleState` of
-        ``new``: the scale of an overflow must not come back. Where ``old`` is not
-        finite, such as a minimum that starts at inf, ``new`` need not be finite.
+        The whole of ``new``, or the whole of ``old``. A `LossScaleState` always comes
+        from ``new``; otherwise the scale that overflowed would return. Where ``old`` is
+        not finite, such as a minimum that starts at inf, ``new`` need not be finite.
 
     Raises:
         ValueError: as `get_loss_scale_state`, `select` and `all_finite`.

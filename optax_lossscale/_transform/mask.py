@@ -6,6 +6,7 @@ line search might not end, and derivatives would be NaN in spite of ``jnp.where`
 (https://github.com/jax-ml/jax/issues/1052).
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from .._dtypes import dtype_of, is_inexact
 from .._jax_internals import is_ref, is_staging
 from .._tree import select, where
 from .._validation import is_traced
-from .in_place import Run, update_in_place
+from .in_place import call_with_derivatives_of, mask_in_place, trace_update
 
 
 class _Arrays(NamedTuple):
@@ -53,75 +54,78 @@ def masked_update(
     results are usable (True unless ``is_checked``), the updates and the new state.
     """
     staging = is_staging()
-    arrays, put_back = _arrays_of(grads, extra_args, staging)
+    arrays, arguments_with = _arrays_of(grads, extra_args, staging)
 
-    def run(arrays: _Arrays) -> Any:
-        return update(*put_back(arrays))
+    def update_with(arrays: _Arrays) -> Any:
+        return update(*arguments_with(arrays))
 
-    outputs = None
-    # A program with a `grad_fn` is checked, so it would be evaluated twice in place,
-    # and a derivative is expensive.
-    is_cheap = extra_args.get("grad_fn") is None
-    if staging and is_cheap and isinstance(finite, jax.core.Tracer):
-        outputs = update_in_place(run, _masked, finite, arrays, old_state, is_checked)
-    if outputs is None:
+    traced = None
+    # With a `grad_fn` the update is checked. In place it would run twice, and the
+    # derivative that it takes is expensive.
+    if staging and extra_args.get("grad_fn") is None:
+        traced = trace_update(update_with, arrays, old_state, is_checked)
+    if traced is None:
         # Eager derivatives need a second run. Compiled, it would double the cost.
         runs_twice = is_checked and not staging and is_traced((arrays, old_state))
-        outputs = _masked(run, finite, arrays, old_state, runs_twice)
+        outputs = _select_at_end(runs_twice, update_with, finite, arrays, old_state)
+    else:
+        # In place, a skipped step runs on NaN, so derivatives come from the other way.
+        at_end = functools.partial(_select_at_end, is_checked)
+        in_place = functools.partial(mask_in_place, is_checked)
+        args = traced, finite, arrays, old_state
+        outputs = call_with_derivatives_of(at_end, in_place, *args)
     applied, updates, new_state = outputs
     # Like the updates, not the gradients: the optimizer may return another tree.
     no_updates = jax.tree.map(_zeros_like, updates)
     return applied, select(applied, updates, no_updates), new_state
 
 
-def _masked(
-    run: Run, finite: jax.Array, arrays: _Arrays, old_state: Any, runs_twice: bool
-) -> Any:
-    """Run an update, and return whether it is applied, its updates, and the state."""
-    usable, updates, new_state = run(_with_placeholders(finite, arrays))
+def _select_at_end(
+    runs_twice: bool, update: Any, finite: Any, arrays: _Arrays, old_state: Any
+) -> tuple[jax.Array, Any, Any]:
+    """Return whether a step is applied, its updates, and the state after it."""
+    usable, updates, new_state = update(_with_placeholders(finite, arrays))
     applied = finite & usable
     if runs_twice:
         # If finite gradients lead to NaN, derivatives of this run are NaN. Those of a
         # second one are not: it gets placeholders unless the step is applied.
-        _, updates, new_state = run(_with_placeholders(applied, arrays))
+        _, updates, new_state = update(_with_placeholders(applied, arrays))
     return applied, updates, select(applied, new_state, old_state)
 
 
 def _arrays_of(
     grads: Any, extra_args: dict[str, Any], staging: bool
 ) -> tuple[_Arrays, Callable[[_Arrays], tuple[Any, dict[str, Any]]]]:
-    """Take the arrays out of an update, and return how to put them back.
+    """Return the arrays among the arguments, and a function that replaces them.
 
     A line search takes the gradients as the extra argument ``grad``, too: the same
-    array is put back in both places.
+    array is replaced in both places.
     """
     # While a step is compiled, Python code in the optimizer may read an array that is
     # no tracer, so it is not replaced.
     kind = jax.core.Tracer if staging else jax.Array
     taken: dict[int, Any] = {}
 
-    def take(tree: Any, is_gradient: bool = False) -> list[Any]:
+    def take(tree: Any, kind: Any) -> list[Any]:
         """Return the arrays of a tree that are in none of the trees before."""
         new = {
             id(x): x
             for x in jax.tree.leaves(tree)
-            if is_inexact(x)
-            and id(x) not in taken
-            and (is_gradient or isinstance(x, kind) and not is_ref(x))
+            if id(x) not in taken and is_inexact(x)
+            if isinstance(x, kind) and not is_ref(x)
         }
         taken.update(new)
         return [*new.values()]
 
-    found = _Arrays(
-        take(grads, is_gradient=True), take(extra_args.get("value")), take(extra_args)
-    )
+    value = extra_args.get("value")
+    found = _Arrays(take(grads, object), take(value, kind), take(extra_args, kind))
     leaves, structure = jax.tree.flatten((grads, extra_args))
 
-    def put_back(arrays: _Arrays) -> Any:
+    def arguments_with(arrays: _Arrays) -> Any:
         new = dict(zip(taken, jax.tree.leaves(arrays), strict=True))
         return jax.tree.unflatten(structure, [new.get(id(x), x) for x in leaves])
 
-    return found, put_back
+    return found, arguments_with
 
 
 def _with_placeholders(finite: jax.Array, arrays: _Arrays) -> _Arrays:

@@ -47,10 +47,10 @@ def with_master_weights(
 
     Raises:
         TypeError: if ``inner`` is not an Optax transformation.
-        ValueError: if ``dtype`` is not a floating-point type, or not enabled; from
-            ``init``, if a parameter is float8, which no update can set exactly; from
-            ``update``, if ``params`` is None or differs in structure, in shapes, or in
-            which parameters are narrow, from what ``init`` was given.
+        ValueError: if ``dtype`` is not a floating-point type, or float64 without
+            ``jax_enable_x64``; from ``init``, if a parameter is float8, which no update
+            can set exactly; from ``update``, if ``params`` is None or differs from what
+            ``init`` was given: in structure, in shapes, or in which are narrow.
 
     Examples:
         >>> import jax.numpy as jnp

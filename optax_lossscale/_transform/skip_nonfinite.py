@@ -16,13 +16,12 @@ def skip_nonfinite(
 ) -> optax.GradientTransformationExtraArgs:
     """Skip steps whose gradients are not finite, in bfloat16 and float32.
 
-    Nothing is scaled, and nothing else in the step changes: ``jax.value_and_grad``
-    stays. A skipped step leaves the parameters and the state of ``inner`` as they were,
-    bit for bit, and is counted. It is ``with_loss_scaling(inner, FixedLossScale(1.0))``
-    by another name, with the same state.
+    Nothing is scaled, and ``jax.value_and_grad`` stays. A skipped step is counted, and
+    leaves the parameters and the state of ``inner`` as they were, bit for bit. It is
+    ``with_loss_scaling(inner, FixedLossScale(1.0))``, with the same state.
 
-    Put it outermost. With ``value=loss``, ``update`` also skips a loss that is NaN with
-    finite gradients, as by a label out of range. The optimizer does not see BatchNorm
+    Put it outermost. A label out of range gives a NaN loss and finite gradients: only
+    ``value=loss`` in ``update`` shows it. The optimizer does not see BatchNorm
     statistics and averages of the parameters: keep those with `keep_if_applied`.
     `check_loss_scale` raises if steps are skipped, with ``max_consecutive_skips=0`` at
     the first one.

@@ -1,6 +1,6 @@
 """The Optax transformation that skips steps and updates the loss scale."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,20 @@ from .extra_args import check_inner
 from .kept_types import with_kept_types
 from .mask import masked_update
 from .master_weights import check_last, warn_of_float16
+
+
+class _Step(NamedTuple):
+    """What was finite in a step, on all devices: if all, the step was applied."""
+
+    grads_finite: jax.Array
+    loss_finite: jax.Array
+    applied: jax.Array
+
+    @property
+    def scale_may_change(self) -> jax.Array:
+        # Another scale does not help if the unscaled loss is not finite, or if the
+        # optimizer turns finite gradients into NaN or inf.
+        return self.loss_finite & (self.applied | ~self.grads_finite)
 
 
 def with_loss_scaling(
@@ -47,14 +61,12 @@ def with_loss_scaling(
     `with_master_weights`.
 
     Args:
-        inner: the optimizer, any Optax transformation. It must not donate its state,
-            which a skipped step returns; donate that of the whole step.
-        rule: how the loss scale changes; to skip steps alone, see
-            `skip_nonfinite`.
-        axis_name: inside ``shard_map``, ``pmap`` or ``vmap``, the name of the mapped
-            axis, or a tuple of names, along which gradients or ``value`` differ. A step
-            is applied only if they are finite everywhere. Not needed under ``jit``
-            alone.
+        inner: the optimizer, any Optax transformation. Donate the state of the whole
+            step, not inside ``inner``: a skipped step returns the old one.
+        rule: how the loss scale changes; to skip steps alone, see `skip_nonfinite`.
+        axis_name: inside ``shard_map``, ``pmap`` or ``vmap``, the mapped axis, or a
+            tuple of them, along which gradients or ``value`` differ. A step is applied
+            only if they are finite everywhere. ``jit`` alone does not need it.
         check_updates: whether to check the results of ``inner`` as well. A step is then
             skipped if it would put a new NaN or inf into the updates, the state or the
             parameters. The scale and its counters of growth and backoff do not change,
@@ -156,8 +168,8 @@ def with_loss_scaling(
             new_scale_state = next_state(rule, scale_state, True, updates, axis_name)
             return new_updates, WithLossScalingState(new_scale_state, new)
 
-        grads_finite, value_finite = _are_finite(updates, extra_args, axis_name)
-        finite = grads_finite & value_finite
+        grads_finite, loss_finite = _inputs_finite(updates, extra_args, axis_name)
+        finite = grads_finite & loss_finite
         check_agreement(finite, scale_state.loss_scale, axis_name)
         takes_grads = extra_args.get("grad_fn") is not None
         is_checked = check_updates or takes_grads
@@ -166,28 +178,22 @@ def with_loss_scaling(
             new_updates, new = inner.update(grads, old, params, **extra_args)
             usable = jnp.ones((), jnp.bool_)
             if is_checked:
-                usable = results_finite(new_updates, new, old, params)
-                usable = all_along(usable, axis_name)
+                usable = results_finite(new_updates, new, old, params, axis_name)
                 check_agreement(usable, scale_state.loss_scale, axis_name)
             return usable, new_updates, new
 
-        applied, new_updates, inner_state = masked_update(
+        applied, new_updates, new = masked_update(
             checked_update, finite, updates, extra_args, old, is_checked=is_checked
         )
-        if takes_grads:
-            # A derivative that the optimizer takes may have overflowed, which a lower
-            # scale cures: tell the rule.
-            grads_finite = applied
-        # Another scale does not help if the unscaled loss is not finite, or if the
-        # optimizer turns finite gradients into NaN or inf.
-        scale_may_change = value_finite & (applied | ~grads_finite)
+        # Gradients that the optimizer takes may overflow, which a lower scale cures.
+        step = _Step(applied if takes_grads else grads_finite, loss_finite, applied)
         new_scale_state = select(
-            scale_may_change,
-            next_state(rule, scale_state, grads_finite, updates, axis_name),
+            step.scale_may_change,
+            next_state(rule, scale_state, step.grads_finite, updates, axis_name),
             scale_state.record(False),
         )
         new_scale_state = jax.tree.map(in_memory_of, new_scale_state, scale_state)
-        return new_updates, WithLossScalingState(new_scale_state, inner_state)
+        return new_updates, WithLossScalingState(new_scale_state, new)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -227,14 +233,14 @@ def _checked_scale_state(
     return matching_state(rule, state.scale_state)
 
 
-def _are_finite(
+def _inputs_finite(
     grads: optax.Updates, extra_args: dict[str, Any], axis_name: AxisName | None
 ) -> tuple[jax.Array, jax.Array]:
     """Return whether the gradients and the loss are finite, on all devices."""
     grads_finite = all_finite(grads)
     if (flag := extra_args.get("grads_finite")) is not None:
         grads_finite &= flag
-    value_finite = jnp.ones((), jnp.bool_)
+    loss_finite = jnp.ones((), jnp.bool_)
     if (value := extra_args.get("value")) is not None:
-        value_finite = all_finite(value, axis_name=axis_name)
-    return all_along(grads_finite, axis_name), value_finite
+        loss_finite = all_finite(value, axis_name=axis_name)
+    return all_along(grads_finite, axis_name), loss_finite

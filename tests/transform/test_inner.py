@@ -101,7 +101,7 @@ def test_types_of_the_state_never_change(rule, around):
 
 @AROUND
 @pytest.mark.parametrize("check_updates", [False, True])
-def test_leaves_that_are_no_arrays_pass_through(check_updates, around):
+def test_non_array_leaves_pass_through(check_updates, around):
     """Such as the functions of an Equinox module, and names."""
     model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
     inner = optax.GradientTransformation(
