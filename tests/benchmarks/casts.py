@@ -6,15 +6,18 @@
 
 A whole train step is compiled for each device: in float32, with casts by hand (all but
 norms, softmax and the loss; in the LSTM the products alone), and the float32 program
-through `autocast`. In float16 it has a dynamic loss scale. In ``remat``, a
-``jax.checkpoint`` around the layers of the ``scan`` decides what is kept, in all three;
-``dropout`` is the transformer with relu and a dropout of 0.1. ``--device`` names other
-devices, or a mesh such as ``H100:8``, for which only the transformer is meant.
+through `autocast`. In float16 it has a dynamic loss scale. It prints the rows of the
+page on casts: memory traffic / temporary memory in MB, and what `autocast` has of that
+in float32. A checkpoint is in all three, and keeps the products if its row does not say
+otherwise. ``--device`` names other devices, or a mesh such as ``H100:8``, where
+``--model scan`` has a checkpoint that keeps nothing.
 """
 
 import argparse
 import functools
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +29,6 @@ from count import count, place
 from recipes import DYNAMIC, lossscale
 
 import optax_lossscale as ls
-
-ROW = "{:6}  {:12}  {:8}  {:>8}  {:>12}  {:>7}  {:>9}"
 
 
 def network_on(sharding: jax.sharding.Sharding, dtype: jnp.dtype) -> tuple:
@@ -60,29 +61,18 @@ def network_on(sharding: jax.sharding.Sharding, dtype: jnp.dtype) -> tuple:
     return *place((jax.eval_shape(init), batch), sharding), loss_fn
 
 
-def scanned_on(sharding: jax.sharding.Sharding, dtype: jnp.dtype) -> tuple:
-    """The transformer with its layers in a ``scan`` that keeps what it needs."""
+def transformer_in(
+    sharding: jax.sharding.Sharding,
+    dtype: jnp.dtype,
+    scan: bool = False,
+    around_loss: Callable[[Callable], Callable] = lambda loss_fn: loss_fn,
+    **options: Any,
+) -> tuple:
+    """The transformer with its layers in a Python loop or in a ``scan``."""
     params, batch, loss_fn = transformer_on(sharding, dtype)
-    params = place(jax.eval_shape(transformer.stacked, params), sharding)
-    return params, batch, functools.partial(loss_fn, in_scan=lambda layer: layer)
-
-
-def remat_on(sharding: jax.sharding.Sharding, dtype: jnp.dtype) -> tuple:
-    """The same, but each layer keeps its products and computes the rest again."""
-    params, batch, loss_fn = scanned_on(sharding, dtype)
-    layer = functools.partial(
-        jax.checkpoint,
-        policy=jax.checkpoint_policies.dots_saveable,
-        prevent_cse=False,
-    )
-    return params, batch, functools.partial(loss_fn, in_scan=layer)
-
-
-def dropout_on(sharding: jax.sharding.Sharding, dtype: jnp.dtype) -> tuple:
-    """The same without a checkpoint, and with relu and dropout."""
-    params, batch, loss_fn = scanned_on(sharding, dtype)
-    options = {"activation": jax.nn.relu, "dropout": 0.1}
-    return params, batch, functools.partial(loss_fn, **options)
+    if scan and isinstance(params["layers"], list):
+        params = place(jax.eval_shape(transformer.stacked, params), sharding)
+    return params, batch, around_loss(functools.partial(loss_fn, **options))
 
 
 def lstm_on(sharding: jax.sharding.Sharding, dtype: jnp.dtype) -> tuple:
@@ -108,11 +98,29 @@ def lstm_on(sharding: jax.sharding.Sharding, dtype: jnp.dtype) -> tuple:
     return *place((jax.eval_shape(init), batch), sharding), loss_fn
 
 
+products_kept = functools.partial(
+    jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable
+)
+TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "Python loop": {},
+    "loop, checkpoint of the loss": {"around_loss": products_kept},
+    "loop, checkpoint of each layer": {"around_layer": products_kept},
+    "scan": {"scan": True},
+    "scan, checkpoint of each layer": {
+        "scan": True,
+        "around_layer": functools.partial(products_kept, prevent_cse=False),
+    },
+    "scan, checkpoint that keeps nothing": {
+        "scan": True,
+        "around_layer": functools.partial(jax.checkpoint, prevent_cse=False),
+    },
+    "scan, relu and dropout": dict(scan=True, activation=jax.nn.relu, dropout=0.1),
+}
 MODELS = {
-    "transformer": (transformer_on, optax.adamw(3e-4)),
-    "scanned": (scanned_on, optax.adamw(3e-4)),
-    "remat": (remat_on, optax.adamw(3e-4)),
-    "dropout": (dropout_on, optax.adamw(3e-4)),
+    **{
+        name: (functools.partial(transformer_in, **options), optax.adamw(3e-4))
+        for name, options in TRANSFORMERS.items()
+    },
     "LSTM": (lstm_on, optax.adamw(3e-4)),
     "convolutions": (network_on, optax.sgd(0.1, momentum=0.9)),
 }
@@ -128,8 +136,7 @@ def main() -> None:
     platform = "tpu" if is_tpu else "cuda"
     topology.prepare(platform)
     print(f"Counted, not timed: compiled for {platform}, jax {jax.__version__}")
-    headings = "casts", "MB moved", "MB temporary", "MB sent", "/ float32"
-    print(ROW.format("device", "model", *headings))
+    print("| device, program | float32 | manual casts | `ls.autocast` | over float32 |")
     for device in args.device:
         sharding = topology.shardings(platform, device)[-1]
         for name in args.model:
@@ -145,11 +152,12 @@ def main() -> None:
             steps = {
                 key: lossscale(optimizer, loss, rule) for key, loss in losses.items()
             }
-            for x in count(steps, *shapes, sharding, platform):
-                figures = x.bytes_moved, x.temporary_bytes, x.collective_bytes
-                cells = [f"{n / 1e6:.0f}" for n in figures]
-                cells.append(f"{x.bytes_ratio:.2f}")
-                print(ROW.format(device, name, x.recipe, *cells), flush=True)
+            results = count(steps, *shapes, sharding, platform)
+            figures = [(x.bytes_moved, x.temporary_bytes) for x in results]
+            cells = [f"{x / 1e6:,.0f} / {y / 1e6:,.0f}" for x, y in figures]
+            shares = [x / y for x, y in zip(figures[2], figures[0], strict=True)]
+            cells.append("{:.2f} / {:.2f}".format(*shares))
+            print("|", " | ".join([f"{device}, {name}", *cells]), "|", flush=True)
 
 
 if __name__ == "__main__":

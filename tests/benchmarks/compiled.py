@@ -205,7 +205,8 @@ def transformer_on(replicated: jax.sharding.Sharding, dtype: jnp.dtype) -> tuple
     def constrain(x: jax.Array) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, rows)
 
-    return params, batch, functools.partial(loss_fn, constrain=constrain)
+    options = {"constrain": constrain, "around_layer": jax.checkpoint}
+    return params, batch, functools.partial(loss_fn, **options)
 
 
 def show(title: str, results: list[Result]) -> None:

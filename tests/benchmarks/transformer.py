@@ -104,7 +104,7 @@ def loss_fn(
     dtype: jnp.dtype,
     wrap: Callable = unwrapped,
     constrain: Callable[[jax.Array], jax.Array] = lambda x: x,
-    in_scan: Callable[[Callable], Callable] = jax.checkpoint,
+    around_layer: Callable[[Callable], Callable] = lambda layer: layer,
     activation: Callable[[jax.Array], jax.Array] = jax.nn.gelu,
     dropout: float = 0.0,
 ) -> jax.Array:
@@ -112,9 +112,9 @@ def loss_fn(
 
     ``wrap`` is put around each block, which takes and returns float32 and computes in
     ``dtype``: the embedding, every layer, and the head. ``constrain`` shards what one
-    block passes to the next. If the layers are stacked, the loss scans over them, with
-    ``in_scan`` around each. ``dropout`` is the share of zeros in the weights of the
-    attention, in the hidden units, and in what a block adds.
+    block passes to the next. ``around_layer`` is a checkpoint around each layer. If the
+    layers are stacked, the loss scans over them. ``dropout`` is the share of zeros in
+    the weights of the attention, in the hidden units, and in what a block adds.
     """
 
     def in_dtype(block: Callable) -> Callable:
@@ -127,11 +127,11 @@ def loss_fn(
     embed, layer, head = map(in_dtype, (_embed, layer, jnp.matmul))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     x = embed(params["embedding"], params["positions"], inputs)
+    layer = around_layer(layer)
     if isinstance(params["layers"], dict):
-        scanned = in_scan(layer)
         keys = jax.random.split(jax.random.key(0), len(params["layers"]["qkv"]))
         x, _ = jax.lax.scan(
-            lambda x, p: (scanned(*p, x), None), x, (params["layers"], keys)
+            lambda x, p: (layer(*p, x), None), x, (params["layers"], keys)
         )
     else:
         for i, layer_params in enumerate(params["layers"]):

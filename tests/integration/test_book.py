@@ -1,7 +1,6 @@
 """README and book are complete, and their tables and numbers are those of the code."""
 
 import ast
-import functools
 import importlib
 import re
 import tomllib
@@ -88,51 +87,70 @@ def test_every_preset_is_in_the_table_of_systems_with_rules_that_exist():
         assert isinstance(eval(expression, {"ls": ls}), ls.LossScale)
 
 
-def figures(name, header, first):
-    """The numbers of a row of a table."""
-    (row,) = [x for x in table(page(name), header) if x[0] == first]
-    numbers = re.findall(r"[\d,.]*\d", " ".join(row[1:]))
-    return [float(x.replace(",", "")) for x in numbers]
+def numbers(name, header):
+    """The numbers in a table, by the first cell of their row."""
+    cells = {first: " ".join(rest) for first, *rest in table(page(name), header)}
+    return {
+        first: np.array(re.findall(r"\d[\d.]*", row.replace(",", "")), float)
+        for first, row in cells.items()
+    }
 
 
-def cast(name, beside="", header="device, program"):
-    """Memory traffic and memory of `autocast`, as shares of those in float32."""
-    numbers = figures("start/casts", header, name)
-    return np.divide(numbers[4:], figures("start/casts", header, beside or name)[:2])
+CASTS = numbers("start/casts", "device, program")
+CASTS |= numbers("start/casts", "device, program in bfloat16")
 
 
-def test_figures_in_the_text_are_those_of_the_tables():
-    """In README, and below the table of casts."""
-    t4, h100, tpu = (f"{x}, transformer in a `scan`" for x in ("T4", "H100", "TPU v5e"))
-    again, again_h100 = (f"{x}, the same with `jax.checkpoint`" for x in ("T4", "H100"))
-    cpu = functools.partial(figures, "what_it_costs", "16.8 million")
-    gpu = functools.partial(figures, "what_it_costs", first="adamw")
-    trained = functools.partial(figures, "start/do_i_need_it", "trained in")
-    in_bfloat16 = "TPU v5e, the transformer in a `scan` then moves {:.2f} of the memory"
-    said = [
-        (
-            "moves {0:.1f} to {2:.1f} of the memory traffic of float32, in {1:.1f} to "
-            "{3:.1f} of its",
-            [*cast(t4), *cast("T4, the same with relu and dropout")],
-        ),
-        ("has {:.2f} of the memory traffic and {:.2f} of the memory", cast(t4, again)),
-        ("has {:.2f} of the memory traffic on a T4", cast(t4, again)),
-        ("and {:.2f} on an H100", cast(h100, again_h100)),
-        (in_bfloat16, cast(h100)),
-        (in_bfloat16, cast(tpu, header="device, program in bfloat16")),
-        ("adds {:.0f} % memory", [100 * gpu("H100 and T4")[0] - 100]),
-        ("that is {:.0f} % (counted", [100 * gpu("H100, whole step")[0] - 100]),
-        ("step takes {:.2f} times", cpu("whole step of a small transformer, float16")),
-        ("adamw update alone {1:.2f} times", cpu("adamw")),
-        ("{2:.0f} % of the gradients", trained("float16, no scale")),
-        ("held-out loss is {}.", trained("float16, no scale")),
-        ("the loss is {} ", trained("float32")),
-    ]
-    found = [words.format(*numbers) for words, numbers in said]
-    assert [x for x in found if x not in README + page("start/casts")] == []
-    plain, _, _, _, autocast, _ = figures("start/casts", "device, program", t4)
-    recomputed, *_ = figures("start/casts", "device, program", again)
-    assert plain - recomputed > recomputed - autocast  # "most of the saving"
+def share(program, beside=None):
+    """Memory traffic and temporary memory of autocast, over those of float32."""
+    return CASTS[program][4:6] / CASTS[beside or program][:2]
+
+
+def figures_in_the_text():
+    """Words in lines of README or of the page on casts, and the figures there."""
+    t4, h100, tpu = (share(f"{x}, Python loop") for x in ("T4", "H100", "TPU v5e"))
+    scans = [share(f"{x}, scan") for x in ("T4", "H100", "TPU v5e")]
+    own = [share(x) for x in CASTS if x.startswith("T4") and "checkpoint" in x]
+    in_bfloat16 = h100[0], scans[1][0], tpu[0], scans[2][0]
+    first_screen = *t4, np.min(own), np.max(own), *scans[0]
+    yield "casts.md#what-it-costs)", [*first_screen, *in_bfloat16]
+
+    gpu = [numbers("what_it_costs", x)["adamw"][0] for x in ("H100 and", "H100,")]
+    cpu = numbers("what_it_costs", "16.8 million")
+    timed = cpu["whole step of a small transformer, float16"][0], cpu["adamw"][1]
+    yield "what_it_costs.md)", [*(100 * x - 100 for x in gpu), *timed]
+
+    trained = numbers("start/do_i_need_it", "trained in")
+    loss, _, flushed = trained["float16, no scale"]
+    yield "#what-it-does-for-training)", [flushed, loss, trained["float32"][0]]
+
+    devices = "T4", "H100"
+    again = [share(f"{x}, scan, checkpoint of each layer")[0] for x in devices]
+    loops = [CASTS[f"{x}, Python loop"] for x in devices]
+    less_by_hand = [100 - 100 * x[2] / x[4] for x in loops]
+    yield " on a T4", [*again, t4[0], h100[0], *less_by_hand]
+    for words, program in (
+        ("| without this line ", "Python loop"),
+        ("| with it ", "loop, checkpoint of the loss"),
+        ("| such a checkpoint ", "loop, checkpoint of each layer"),
+    ):
+        pairs = [share(f"{x}, {program}", f"{x}, Python loop") for x in devices]
+        yield words, np.ravel(pairs)
+
+
+@pytest.mark.parametrize(("words", "expected"), [*figures_in_the_text()])
+def test_figures_in_the_text_are_those_of_the_tables(words, expected):
+    text = README + page("start/casts")
+    lines = "\n".join(x for x in text.splitlines() if words in x)
+    found = re.findall(r"(?<![\w.])(?:\d+\.\d+|\d+(?= %))(?!\.?\d)", lines)
+    for written, figure in zip(found, expected, strict=True):
+        assert written == f"{figure:.{len(written.partition('.')[2])}f}"
+
+
+def test_shares_in_the_table_of_casts_are_those_of_its_columns():
+    for program, row in CASTS.items():
+        np.testing.assert_allclose(row[6:], share(program), rtol=0, atol=0.006)
+    plain, again = (CASTS[f"T4, scan{x}"] for x in ("", ", checkpoint of each layer"))
+    assert plain[0] - again[0] > again[0] - again[4]  # "most of the saving"
 
 
 def test_versions_and_addresses_agree():
