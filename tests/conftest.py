@@ -53,8 +53,7 @@ def new_process():
     """As if the package had just been imported."""
     from optax_lossscale._gradients import forgotten
 
-    for notes in (forgotten._notes, forgotten._scaled, forgotten._unscaled_apart):
-        notes.clear()
+    forgotten._notes.clear()
 
 
 hypothesis.settings.register_profile(

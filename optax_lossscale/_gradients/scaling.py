@@ -11,9 +11,9 @@ from .._flax_internals import is_overwritten
 from .._tree import at_paths_of
 from .._validation import describe, warn
 from .forgotten import (
-    Use,
-    note_scaled,
-    note_true,
+    Note,
+    note,
+    note_divided,
     using_scale,
     warn_if_divided_twice,
     warn_if_scaled_twice,
@@ -44,10 +44,10 @@ def scale_loss(loss: Any, state: Any) -> Any:
         >>> ls.scale_loss(3.0, ls.FixedLossScale(1024.0).init())
         Array(3072., dtype=float32)
     """
-    with using_scale(state, Use.SCALES) as scale_state:
+    with using_scale(state, Note.SCALES) as scale_state:
         scale = scale_state.loss_scale
         scaled = jax.tree.map(lambda x: scale_loss_by(x, scale), loss)
-    note_scaled(scaled)
+    note(Note.SCALED, scaled)
     jax.tree.map(warn_of_narrow_loss, loss)
     return scaled
 
@@ -77,9 +77,9 @@ def unscale_grads(grads: Any, state: Any) -> Any:
         Array([0.5], dtype=float32)
     """
     warn_if_divided_twice(grads)
-    with using_scale(state, Use.DIVIDES) as scale_state:
+    with using_scale(state, Note.DIVIDES) as scale_state:
         true_grads = unscale(grads, scale_state.loss_scale)
-    note_true(true_grads, scale_state, grads)
+    note_divided(true_grads, scale_state, grads)
     return true_grads
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from .._flax_internals import check_no_modules, with_finite_overwrites, wraps
 from .._validation import check_function, describe
-from .forgotten import Use, note_true, using_scale
+from .forgotten import Note, note_divided, using_scale
 from .scaling import scale_loss_by, unscale, warn_of_narrow_loss
 
 
@@ -78,9 +78,9 @@ def value_and_grad(
     @functools.wraps(fun, updated=())
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         # Read the state now: a Flax NNX optimizer changes in place.
-        with using_scale(state, Use.BOTH) as scale_state:
+        with using_scale(state, Note.SCALES, Note.DIVIDES) as scale_state:
             output, grads = at_scale(scale_state.loss_scale, *args, **kwargs)
-        note_true(grads, scale_state)
+        note_divided(grads, scale_state)
         warn_of_narrow_loss(output[0] if has_aux else output)
         return output, grads
 

@@ -9,7 +9,7 @@ import optax
 from .._axes import AxisName, all_along, check_agreement
 from .._find import find_nodes
 from .._finite import all_finite
-from .._gradients.forgotten import warn_if_forgotten
+from .._gradients.forgotten import note_held, warn_if_forgotten
 from .._gradients.scaling import warn_of_narrow_grads
 from .._jax_internals import in_memory_of
 from .._rules.base import LossScale, check_rule, matching_state, next_state
@@ -189,7 +189,7 @@ def with_loss_scaling(
         new_scale_state = jax.tree.map(in_memory_of, new_scale_state, scale_state)
         return new_updates, WithLossScalingState(new_scale_state, inner_state)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return note_held(optax.GradientTransformationExtraArgs(init_fn, update_fn))
 
 
 def _checked_scale_state(
