@@ -11,8 +11,8 @@ from jax.interpreters import ad
 def is_staging() -> bool:
     """Return whether operations are staged into a program, as under ``jax.jit``.
 
-    Eager ``jax.vmap`` and derivatives trace too, but they run operations that do not
-    depend on what they map or differentiate.
+    Eager ``jax.vmap`` and derivatives trace too, but there only operations on mapped
+    or differentiated arrays are traced.
     """
     with jax.transfer_guard("allow"):  # the user may have forbidden it
         return isinstance(jnp.zeros(()), jax.core.Tracer)
