@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ._notes import Note, note
 from ._tree import as_strongly_typed
 from ._validation import check_flag, describe
 
@@ -89,7 +90,9 @@ class LossScaleState(NamedTuple):
             Array(128., dtype=float32)
         """
         numbers = (loss_scale, 0, hysteresis, is_fixed, 0, 0, 0.0)
-        return cls._make([*map(jnp.asarray, numbers, _DTYPES), rule_state])
+        state = cls._make([*map(jnp.asarray, numbers, _DTYPES), rule_state])
+        note(Note.CREATED, state.loss_scale)
+        return state
 
     def record(self, applied: jax.typing.ArrayLike) -> "LossScaleState":
         """Record whether the last step was applied, first in the ``update`` of a rule.

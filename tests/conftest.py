@@ -51,9 +51,9 @@ def pytest_addoption(parser, pluginmanager):
 @pytest.fixture
 def new_process():
     """As if the package had just been imported."""
-    from optax_lossscale._gradients import forgotten
+    from optax_lossscale._notes import notes
 
-    forgotten._notes.clear()
+    notes.clear()
 
 
 hypothesis.settings.register_profile(

@@ -14,6 +14,7 @@ from .._axes import AxisName, reduce_along
 from .._dtypes import exact_power, is_inexact, loses_range, wide_dtype
 from .._flax_internals import finite_overwrite, is_initializing, wraps
 from .._jax_internals import zeros_like_aval
+from .._notes import Note
 from .._programs.rewrite import COLLECTIVE, DEBUGGING, effect_names
 from .._programs.traced_call import check_axes, evaluate, refuse_effects, traced_call
 from .._validation import (
@@ -24,7 +25,7 @@ from .._validation import (
     describe,
     warn,
 )
-from .forgotten import Note, note_uses, using_scale
+from .forgotten import note_uses, using_scale
 from .scaling import rescale
 
 Arguments = ParamSpec("Arguments")

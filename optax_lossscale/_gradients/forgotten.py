@@ -7,61 +7,23 @@ the optimizer state is remembered.
 """
 
 import contextlib
-import enum
-import functools
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import jax
-import numpy as np
 
 from .._find import find_state, raw_scale_state
 from .._flax_internals import unwrap
 from .._jax_internals import is_staging
+from .._notes import Note, note, noted, notes
 from .._rules.fixed import FixedLossScale
 from .._state import LossScaleState, WithLossScalingState, check_state
 from .._validation import is_traced, warn
 
-
-class Note(enum.Enum):
-    """What is remembered of an array or a tracer, or of the owner of a scale."""
-
-    SCALES = enum.auto()  # a scale or an owner: a loss was multiplied
-    DIVIDES = enum.auto()  # a scale or an owner: the gradients of a loss were divided
-    HELD = enum.auto()  # a scale: `init` or `update` returned it, for this owner
-    SCALED = enum.auto()  # a loss: it was multiplied
-    DIVIDED = enum.auto()  # gradients: they were divided
-    BY_CONSTANT = enum.auto()  # traced gradients: by the scale of this concrete state
-
-
-# Whose a scale is: that of the optimizer states of one structure, see `_owner`, or
-# perhaps that of any, such as a number and an argument of a compiled function. What
-# `rule.init()` returns is the scale of none, but may equal that of a fixed rule.
+# Whose a scale is: that of the optimizer states of one structure, see `_owner`, or, as
+# far as is known, perhaps that of any, such as a number. What `rule.init()` returns is
+# the scale of none, but may equal that of a fixed rule.
 _ANY, _FIXED = "any", "fixed"
-
-# Each note is one entry, written and read at once, so that threads do not disturb each
-# other. Those on arrays and tracers, by their identity, live as long as these.
-_notes: dict[tuple[Note, int | str], tuple[weakref.ref[Any] | None, Any]] = {}
-
-
-def note(what: Note, tree: Any, value: Any = True) -> None:
-    """Remember something of each array and tracer in a tree."""
-    for x in jax.tree.leaves(tree):
-        # Python numbers have no weak references, and equal ones may be one object.
-        if isinstance(x, jax.Array | np.ndarray):
-            key = what, id(x)
-            # The reference itself is passed as the default of `pop`.
-            _notes[key] = weakref.ref(x, functools.partial(_notes.pop, key)), value
-
-
-def _noted(what: Note, tree: Any) -> Any:
-    """Return what is remembered of the first such leaf in a tree, or None."""
-    for x in jax.tree.leaves(tree):
-        ref, value = _notes.get((what, id(x)), (None, None))
-        if ref and ref() is x:
-            return value
-    return None
 
 
 @contextlib.contextmanager
@@ -73,21 +35,21 @@ def using_scale(state: Any, *uses: Note) -> Iterator[LossScaleState]:
     if isinstance(found, WithLossScalingState):
         owner = _owner(found)
     else:
-        owner = _ANY if is_traced(raw.loss_scale) else _FIXED
-        owner = _noted(Note.HELD, raw.loss_scale) or owner
+        owner = _FIXED if noted(Note.CREATED, raw.loss_scale) else _ANY
+        owner = noted(Note.HELD, raw.loss_scale) or owner
     note_uses(raw.loss_scale, uses, owner)
 
 
 def note_uses(scale: Any, uses: tuple[Note, ...], owner: str = _ANY) -> None:
     """Note how a function has used a scale, and whose that is."""
-    _notes[Note.SCALES, owner] = None, True
-    if Note.SCALES in uses or _noted(Note.SCALES, scale):
+    notes[Note.SCALES, owner] = None, True
+    if Note.SCALES in uses or noted(Note.SCALES, scale):
         for use in uses:
             note(use, scale)
     # The loss was scaled apart, or, if `update` has just returned the scale, never.
-    elif not _noted(Note.HELD, scale):
+    elif not noted(Note.HELD, scale):
         note(Note.DIVIDES, scale)
-        _notes[Note.DIVIDES, owner] = None, True
+        notes[Note.DIVIDES, owner] = None, True
 
 
 def note_divided(grads: Any, state: LossScaleState, scaled_grads: Any = None) -> None:
@@ -117,7 +79,7 @@ def note_held(tx: Any) -> Any:
 
 
 def warn_if_scaled_twice(loss: Any) -> None:
-    if _noted(Note.SCALED, loss):
+    if noted(Note.SCALED, loss):
         warn(
             "The loss is scaled twice: `scale_loss` has scaled it already. "
             "`value_and_grad` scales the loss itself. Leave out `scale_loss`."
@@ -125,7 +87,7 @@ def warn_if_scaled_twice(loss: Any) -> None:
 
 
 def warn_if_divided_twice(grads: Any) -> None:
-    if _noted(Note.DIVIDED, grads):
+    if noted(Note.DIVIDED, grads):
         warn(
             "The gradients are divided by the loss scale twice: `value_and_grad`, "
             "`scale_backward` and `unscale_grads` return true gradients, ready for "
@@ -136,14 +98,14 @@ def warn_if_divided_twice(grads: Any) -> None:
 def warn_if_forgotten(state: WithLossScalingState, rule: Any, grads: Any) -> None:
     """Warn at the update of a step whose loss was not scaled, or not unscaled."""
     scale = state.scale_state.loss_scale
-    if _noted(Note.DIVIDED, grads):
-        _warn_if_constant(scale, _noted(Note.BY_CONSTANT, grads))
+    if noted(Note.DIVIDED, grads):
+        _warn_if_constant(scale, noted(Note.BY_CONSTANT, grads))
         return
     owners = [_owner(state), _ANY]
     if isinstance(rule, FixedLossScale):
         owners.append(_FIXED)
     scaled, divided = (
-        _noted(what, scale) or any((what, x) in _notes for x in owners)
+        noted(what, scale) or any((what, x) in notes for x in owners)
         for what in (Note.SCALES, Note.DIVIDES)
     )
     if not scaled and not divided:
@@ -154,7 +116,7 @@ def warn_if_forgotten(state: WithLossScalingState, rule: Any, grads: Any) -> Non
             "be scaled, wrap the optimizer with `skip_nonfinite` instead.",
             "troubleshooting.md#no-loss-has-been-scaled",
         )
-    elif _noted(Note.SCALES, scale) and not divided:
+    elif noted(Note.SCALES, scale) and not divided:
         warn(
             "`scale_loss` has scaled a loss, but `unscale_grads` has divided no "
             "gradients. Call `grads = unscale_grads(grads, opt_state)` before `update`."

@@ -14,6 +14,7 @@ from .._find import replace_loss_scale_state
 from .._finite import all_finite
 from .._flax_internals import update_objects
 from .._jax_internals import after, zeros_like_aval
+from .._notes import Note
 from .._programs.rewrite import MUTABLE_ARRAYS, effect_names
 from .._programs.traced_call import (
     check_axes,
@@ -22,7 +23,7 @@ from .._programs.traced_call import (
     traced_call,
 )
 from .._validation import check_count, check_field
-from .forgotten import Note, note_divided, using_scale
+from .forgotten import note_divided, using_scale
 from .scaling import warn_of_narrow_loss
 from .value_and_grad import differentiate
 

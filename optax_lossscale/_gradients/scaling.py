@@ -8,10 +8,9 @@ import jax.numpy as jnp
 
 from .._dtypes import dtype_of, grad_dtype, is_inexact, wide_dtype
 from .._flax_internals import is_overwritten
+from .._notes import Note, note
 from .._validation import describe, warn
 from .forgotten import (
-    Note,
-    note,
     note_divided,
     using_scale,
     warn_if_divided_twice,

@@ -8,8 +8,9 @@ import jax
 import numpy as np
 
 from .._flax_internals import check_no_modules, with_finite_overwrites, wraps
+from .._notes import Note
 from .._validation import check_function, describe
-from .forgotten import Note, note_divided, using_scale
+from .forgotten import note_divided, using_scale
 from .scaling import scale_loss_by, unscale, warn_of_narrow_loss
 
 

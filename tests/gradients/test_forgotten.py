@@ -275,9 +275,10 @@ def at_a_scale_alone(net, way, read=ls.get_loss_scale_state):
         net.apply(params, state, grads)
 
 
-def update_apart(net, way):
+def update_apart(net, way, init=None):
     """The eager gradients get the scale alone."""
-    params, state, x = net.args[0], net.tx.init(net.args[0]), net.args[2]
+    params, _, x = net.args
+    state = (init or net.tx.init)(params)
     grads = way(params, ls.get_loss_scale_state(state), x)
     jax.eval_shape(apart(net.apply), params, state, grads)
 
@@ -327,6 +328,7 @@ def nnx_optimizer(make=ls.value_and_grad, outer=nnx.jit, inner=lambda f: f):
 PARTS = {
     **by_name(halves, unscaled_apart, state_of_retries, beside_others, train_state),
     **by_name(at_a_scale_alone, update_apart, fixed_scale, one_step_late),
+    "compiled init": lambda net, way: update_apart(net, way, jax.jit(net.tx.init)),
     "unscaled alone": lambda net, _: unscaled_apart(net, read=ls.get_loss_scale_state),
     "a number": lambda net, _: at_a_scale_alone(
         net, RIGHT["trainer"], ls.get_loss_scale
@@ -388,11 +390,9 @@ def test_right_programs_after_a_wrong_step_never_warn(seed):
         assert texts == [], (place, wrong, name, way)
 
 
-NO_OPTIMIZER = ls.DynamicLossScale().init()
-
-
 def of_no_optimizer(net, way):
-    for gradient in (closed_over(x, NO_OPTIMIZER) for x in (true, retried, by_hand)):
+    state = net.no_optimizer = ls.DynamicLossScale().init()  # it stays alive
+    for gradient in (closed_over(x, state) for x in (true, retried, by_hand)):
         gradient(*net.args)
         apart(gradient)(*net.args)
 
