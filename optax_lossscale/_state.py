@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from ._tree import as_strongly_typed
 from ._validation import check_flag, describe
 
 # How many skips in a row the recent share of skips counts, unless the scale is fixed.
@@ -218,10 +219,3 @@ def canonical(state: LossScaleState) -> LossScaleState:
 
 def _is_of(x: jax.Array, dtype: Any) -> bool:
     return x.dtype == dtype and not x.weak_type
-
-
-def as_strongly_typed(x: Any) -> Any:
-    """Return a leaf as an array that is not weakly typed; others are unchanged."""
-    if isinstance(x, bool | int | float | complex) or getattr(x, "weak_type", False):
-        return jnp.asarray(x, jnp.result_type(x))
-    return x

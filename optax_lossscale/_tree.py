@@ -99,6 +99,13 @@ def cast_like(tree: Any, like: Any) -> Any:
     return jax.tree.map(leaf, tree, like)
 
 
+def as_strongly_typed(x: Any) -> Any:
+    """Return a leaf as an array that is not weakly typed; others are unchanged."""
+    if isinstance(x, bool | int | float | complex) or getattr(x, "weak_type", False):
+        return jnp.asarray(x, jnp.result_type(x))
+    return x
+
+
 def same_structure(tree: Any, other: Any) -> bool:
     structure: Any = jax.tree.structure(tree)
     return structure == jax.tree.structure(other)

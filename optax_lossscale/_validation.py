@@ -166,10 +166,10 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
         advice="It multiplies the scale at overflow, as 0.5.",
     ),
     "growth_interval": functools.partial(
-        check_count, advice="It is the finite steps in a row to a growth."
+        check_count, advice="The scale grows after this many finite steps in a row."
     ),
     "hysteresis": functools.partial(
-        check_count, advice="It is the non-finite steps to a backoff."
+        check_count, advice="The scale backs off after this many non-finite steps."
     ),
     "hysteresis_refill": functools.partial(
         check_choice,
@@ -180,10 +180,10 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
         check_number,
         least=0,
         largest=126,
-        advice="It is the powers of two to leave free, as 3.",
+        advice="It is how many powers of two to leave free, such as 3.",
     ),
     "half_life": functools.partial(
-        check_count, advice="It is the steps in which a maximum decays to a half."
+        check_count, advice="A remembered maximum decays to a half in this many steps."
     ),
     "dtype": check_dtype,
     "skip_nonfinite": functools.partial(

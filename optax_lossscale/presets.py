@@ -125,7 +125,7 @@ def fairseq(
     """Return the rule of fairseq's ``DynamicLossScaler``.
 
     fairseq undoes a backoff to ``min_loss_scale`` or below, so the smallest scale is
-    the last one above. A ``threshold`` above it is the smallest scale itself.
+    the last one above. A larger ``threshold`` is the smallest scale.
 
     Source: https://github.com/facebookresearch/fairseq/blob/main/fairseq/optim/dynamic_loss_scaler.py
     """

@@ -51,10 +51,9 @@ def pytest_addoption(parser, pluginmanager):
 @pytest.fixture
 def new_process():
     """As if the package had just been imported."""
-    from optax_lossscale._gradients import forgotten
+    from optax_lossscale._gradients.forgotten import notes
 
-    for notes in (forgotten._notes, forgotten._scaled, forgotten._unscaled_apart):
-        notes.clear()
+    notes.clear()
 
 
 hypothesis.settings.register_profile(

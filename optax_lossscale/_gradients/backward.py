@@ -31,7 +31,7 @@ from .._validation import (
     describe,
     warn,
 )
-from .forgotten import Use, note_number, using_scale
+from .forgotten import Note, note_uses, using_scale
 from .scaling import rescale
 
 Arguments = ParamSpec("Arguments")
@@ -203,9 +203,9 @@ def _outer_scale(scale: Any) -> Iterator[jax.Array]:
     if isinstance(scale, float | int | np.generic | np.ndarray | jax.Array):
         check_scale("scale", scale)
         yield jnp.asarray(scale, jnp.float32)
-        note_number()
+        note_uses(scale, (Note.SCALES, Note.DIVIDES))
     else:
-        with using_scale(scale, Use.BOTH) as scale_state:
+        with using_scale(scale, Note.SCALES, Note.DIVIDES) as scale_state:
             yield scale_state.loss_scale
 
 

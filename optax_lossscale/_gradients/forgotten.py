@@ -1,17 +1,17 @@
 """Warn of a train step that forgets to scale or unscale, or does either twice.
 
-It tells only what is certain. Inside one step, the functions that scale and unscale get
-the same object as ``loss_scale``, an array or a tracer, and so does ``update``. Notes
-tell what was done with such an object, and which losses and gradients are its results.
-Parts of a step that are traced apart have other objects: for these it only remembers
-whether a loss was ever scaled for an optimizer state of the same structure.
+It warns only of what is certain. Inside one step, the functions that scale and unscale
+get the same object as ``loss_scale``, an array or a tracer, and so does ``update``.
+Parts of a step that are traced apart get other objects. Of these, only the structure of
+the optimizer state is remembered.
 """
 
 import contextlib
 import enum
+import functools
 import weakref
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,82 +23,76 @@ from .._state import LossScaleState, WithLossScalingState, check_state
 from .._validation import is_traced, warn
 
 
-class Use(enum.Enum):
-    """What a function does with a scale."""
+class Note(enum.Enum):
+    """What is remembered of an array or a tracer, or of the owner of a scale."""
 
-    SCALES = "a loss"
-    DIVIDES = "gradients"
-    BOTH = "a loss and its gradients"
-
-
-# Notes on arrays and tracers, by their identity. They live as long as these. A note is
-# one entry, written and read at once, so that threads do not disturb each other.
-_notes: dict[tuple[int, Use | str], tuple[weakref.ref[Any], Any]] = {}
-# Hashes of the structures of optimizer states for which a loss was scaled, and of those
-# whose gradients were divided where no loss was scaled. A structure itself would keep
-# the static data of a model alive. None: of a scale without optimizer.
-_scaled: set[int | None] = set()
-_unscaled_apart: set[int | None] = set()
+    SCALES = enum.auto()  # a scale or an owner: a loss was multiplied
+    DIVIDES = enum.auto()  # a scale or an owner: the gradients of a loss were divided
+    RETURNED = enum.auto()  # a scale: `update` returned it
+    SCALED = enum.auto()  # a loss: it was multiplied
+    DIVIDED = enum.auto()  # gradients: they were divided
+    BY_CONSTANT = enum.auto()  # traced gradients: by the scale of this concrete state
 
 
-def _note(what: Use | str, x: Any, value: Any = True) -> None:
-    # Python numbers have no weak references, and equal ones may be one object.
-    if isinstance(x, jax.Array | np.ndarray):
-        key = id(x), what
-        _notes[key] = weakref.ref(x, lambda _: _notes.pop(key, None)), value
+# Each note is one entry, written and read at once, so that threads do not disturb each
+# other. Those on arrays and tracers, by their identity, live as long as these.
+notes: dict[tuple[Note, int | None], tuple[weakref.ref[Any] | None, Any]] = {}
 
 
-def _noted(what: Use | str, x: Any) -> Any:
-    ref, value = _notes.get((id(x), what), (None, None))
-    return value if ref and ref() is x else None
+def note(what: Note, tree: Any, value: Any = True) -> None:
+    """Remember something of each array and tracer in a tree."""
+    for x in jax.tree.leaves(tree):
+        # Python numbers have no weak references, and equal ones may be one object.
+        if isinstance(x, jax.Array | np.ndarray):
+            key = what, id(x)
+            # The reference itself is passed as the default of `pop`.
+            notes[key] = weakref.ref(x, functools.partial(notes.pop, key)), value
 
 
-class _Division(NamedTuple):
-    """What is noted of gradients that were divided."""
-
-    state: LossScaleState | None  # by whose scale; None if it is traced
+def noted(what: Note, tree: Any) -> Any:
+    """Return what is remembered of the first such leaf in a tree, or None."""
+    for x in jax.tree.leaves(tree):
+        ref, value = notes.get((what, id(x)), (None, None))
+        if ref and ref() is x:
+            return value
+    return None
 
 
 @contextlib.contextmanager
-def using_scale(state: Any, use: Use) -> Iterator[LossScaleState]:
+def using_scale(state: Any, *uses: Note) -> Iterator[LossScaleState]:
     """Yield the state whose scale a function uses. If that raises, nothing is noted."""
     found = find_state(state)
     raw = raw_scale_state(found)
-    scale_state = check_state(raw)
-    yield scale_state
-    for x in (raw.loss_scale, scale_state.loss_scale):
-        _note(use, x)
-    structure = _structure(found)
-    _scaled.add(structure)
-    if use is Use.DIVIDES and not _noted(Use.SCALES, raw.loss_scale):
-        _unscaled_apart.add(structure)
+    yield check_state(raw)
+    note_uses(raw.loss_scale, uses, _owner(found))
 
 
-def note_number() -> None:
-    """Note that a loss is scaled by a number, which may be the scale of any state."""
-    _scaled.add(None)
+def note_uses(scale: Any, uses: tuple[Note, ...], owner: int | None = None) -> None:
+    """Note how a function has used a scale, and whose that is."""
+    notes[Note.SCALES, owner] = None, True
+    if Note.SCALES in uses or noted(Note.SCALES, scale):
+        for use in uses:
+            note(use, scale)
+    # The loss was scaled apart, or, if `update` has just returned the scale, never.
+    elif not noted(Note.RETURNED, scale):
+        note(Note.DIVIDES, scale)
+        notes[Note.DIVIDES, owner] = None, True
 
 
-def note_scaled(losses: Any) -> None:
-    """Note that losses have been multiplied by a scale."""
-    for x in jax.tree.leaves(losses):
-        _note("scaled", x)
-
-
-def note_true(grads: Any, state: LossScaleState, scaled_grads: Any = None) -> None:
+def note_divided(grads: Any, state: LossScaleState, scaled_grads: Any = None) -> None:
     """Note that gradients have been divided by the scale of a state.
 
     Leaves that ``scaled_grads`` also holds, such as integers, have not been divided.
     """
     unchanged = set(map(id, jax.tree.leaves(scaled_grads)))
-    by = _Division(None if is_traced((state.loss_scale, state.is_fixed)) else state)
-    for x in jax.tree.leaves(grads):
-        if id(x) not in unchanged:
-            _note("divided", x, by)
+    divided = [x for x in jax.tree.leaves(grads) if id(x) not in unchanged]
+    note(Note.DIVIDED, divided)
+    if not is_traced((state.loss_scale, state.is_fixed)):
+        note(Note.BY_CONSTANT, list(filter(is_traced, divided)), state)
 
 
 def warn_if_scaled_twice(loss: Any) -> None:
-    if _noted("scaled", loss):
+    if noted(Note.SCALED, loss):
         warn(
             "The loss is scaled twice: `scale_loss` has scaled it already. "
             "`value_and_grad` scales the loss itself. Leave out `scale_loss`."
@@ -106,7 +100,7 @@ def warn_if_scaled_twice(loss: Any) -> None:
 
 
 def warn_if_divided_twice(grads: Any) -> None:
-    if _divided_by(grads):
+    if noted(Note.DIVIDED, grads):
         warn(
             "The gradients are divided by the loss scale twice: `value_and_grad`, "
             "`scale_backward` and `unscale_grads` return true gradients, ready for "
@@ -117,21 +111,15 @@ def warn_if_divided_twice(grads: Any) -> None:
 def warn_if_forgotten(state: WithLossScalingState, rule: Any, grads: Any) -> None:
     """Warn at the update of a step whose loss was not scaled, or not unscaled."""
     scale = state.scale_state.loss_scale
-    divided_by = _divided_by(grads)
-    if divided_by:
-        constant = _constant_scale(scale, divided_by)
-        if constant is not None:
-            warn(
-                f"The loss scale, {constant:g}, is a constant of a compiled function, "
-                "or of the body of a `scan`, so it never changes. Call "
-                "`value_and_grad(loss_fn, opt_state)` inside of it, with an "
-                "`opt_state` that is among its arguments.",
-                "start/guarantees.md#call-it-inside-the-compiled-function",
-            )
+    if noted(Note.DIVIDED, grads):
+        _warn_if_constant(scale, noted(Note.BY_CONSTANT, grads))
         return
-    uses = {use for use in Use if _noted(use, scale)}
-    known = {_structure(state), None}
-    if not uses and not known & _scaled:
+    owners = [_owner(state), None]
+    scaled, divided = (
+        noted(what, scale) or any((what, x) in notes for x in owners)
+        for what in (Note.SCALES, Note.DIVIDES)
+    )
+    if not scaled and not divided:
         warn(
             "No loss has been scaled for this optimizer state. In the step, write "
             "`loss, grads = ls.value_and_grad(loss_fn, opt_state)(params, ...)` "
@@ -139,35 +127,37 @@ def warn_if_forgotten(state: WithLossScalingState, rule: Any, grads: Any) -> Non
             "be scaled, wrap the optimizer with `skip_nonfinite` instead.",
             "troubleshooting.md#no-loss-has-been-scaled",
         )
-    elif uses == {Use.SCALES} and not known & _unscaled_apart:
+    elif noted(Note.SCALES, scale) and not divided:
         warn(
             "`scale_loss` has scaled a loss, but `unscale_grads` has divided no "
             "gradients. Call `grads = unscale_grads(grads, opt_state)` before `update`."
         )
 
 
-def _divided_by(grads: Any) -> list[tuple[jax.Array, LossScaleState | None]]:
-    """Return the gradients that were divided, and the states by whose scales."""
-    leaves = jax.tree.leaves(grads)
-    return [(x, by.state) for x in leaves if (by := _noted("divided", x))]
-
-
-def _constant_scale(scale: Any, divided_by: list[tuple[Any, Any]]) -> float | None:
-    """Return the constant by which traced gradients were divided, if that is one.
+def _warn_if_constant(scale: Any, divided_by: LossScaleState | None) -> None:
+    """Warn if traced gradients were divided by a constant that should change.
 
     The scale of the update is traced in the same program, so it will change.
     """
-    if not (isinstance(scale, jax.core.Tracer) and is_staging()):
-        return None
-    states = [by for x, by in divided_by if by and isinstance(x, jax.core.Tracer)]
-    if not states or jax.device_get(states[0].is_fixed):
-        return None
-    return float(jax.device_get(states[0].loss_scale))
+    if divided_by is None or not is_traced(scale) or not is_staging():
+        return
+    if not jax.device_get(divided_by.is_fixed):
+        warn(
+            f"The loss scale, {jax.device_get(divided_by.loss_scale):g}, is a constant "
+            "of a compiled function, or of the body of a `scan`, so it never changes. "
+            "Call `value_and_grad(loss_fn, opt_state)` inside of it, with an "
+            "`opt_state` that is among its arguments.",
+            "start/guarantees.md#call-it-inside-the-compiled-function",
+        )
 
 
-def _structure(state: WithLossScalingState | LossScaleState) -> int | None:
+def _owner(state: WithLossScalingState | LossScaleState) -> int | None:
+    """Return the structure of an optimizer state, without its names and static data.
+
+    None if only the scale is known, which may be that of any optimizer. The hash does
+    not keep the static data of a model alive.
+    """
     if isinstance(state, LossScaleState):
         return None
     leaves, structure = jax.tree_util.tree_flatten_with_path(unwrap(state.inner_state))
-    # The hash of a structure leaves out names and static data.
     return hash((structure, *(path for path, _ in leaves)))

@@ -23,7 +23,7 @@ from .._programs.rewrite import (
 )
 from .._programs.traced_call import traced_call
 from .._validation import check_count, check_field
-from .forgotten import Use, note_true, using_scale
+from .forgotten import Note, note_divided, using_scale
 from .scaling import warn_of_narrow_loss
 from .value_and_grad import differentiate
 
@@ -111,7 +111,7 @@ def value_and_grad_with_retries(
 
         # Read the state now: a Flax NNX optimizer changes in place.
         with (
-            using_scale(state, Use.BOTH) as scale_state,
+            using_scale(state, Note.SCALES, Note.DIVIDES) as scale_state,
             traced_call(attempt, args, kwargs, [scale_state.loss_scale]) as call,
         ):
             check_axes(call.jaxpr, axis_name)
@@ -120,7 +120,7 @@ def value_and_grad_with_retries(
                 call.jaxpr, call.inputs, max_retries, backoff_factor, axis_name
             )
             _, output, grads = call.put_back(outputs)
-        note_true(grads, scale_state)
+        note_divided(grads, scale_state)
         warn_of_narrow_loss(output[0] if has_aux else output)
         tracker = jnp.where(attempts > 1, 0, scale_state.growth_tracker)
         new = scale_state._replace(loss_scale=scale, growth_tracker=tracker)

@@ -6,14 +6,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._dtypes import dtype_of, grad_dtype, is_inexact, loses_range, wide_dtype
+from .._dtypes import dtype_of, grad_dtype, is_inexact, wide_dtype
 from .._flax_internals import is_overwritten
-from .._tree import at_paths_of
 from .._validation import describe, warn
 from .forgotten import (
-    Use,
-    note_scaled,
-    note_true,
+    Note,
+    note,
+    note_divided,
     using_scale,
     warn_if_divided_twice,
     warn_if_scaled_twice,
@@ -44,10 +43,10 @@ def scale_loss(loss: Any, state: Any) -> Any:
         >>> ls.scale_loss(3.0, ls.FixedLossScale(1024.0).init())
         Array(3072., dtype=float32)
     """
-    with using_scale(state, Use.SCALES) as scale_state:
+    with using_scale(state, Note.SCALES) as scale_state:
         scale = scale_state.loss_scale
         scaled = jax.tree.map(lambda x: scale_loss_by(x, scale), loss)
-    note_scaled(scaled)
+    note(Note.SCALED, scaled)
     jax.tree.map(warn_of_narrow_loss, loss)
     return scaled
 
@@ -77,9 +76,9 @@ def unscale_grads(grads: Any, state: Any) -> Any:
         Array([0.5], dtype=float32)
     """
     warn_if_divided_twice(grads)
-    with using_scale(state, Use.DIVIDES) as scale_state:
+    with using_scale(state, Note.DIVIDES) as scale_state:
         true_grads = unscale(grads, scale_state.loss_scale)
-    note_true(true_grads, scale_state, grads)
+    note_divided(true_grads, scale_state, grads)
     return true_grads
 
 
@@ -110,27 +109,6 @@ def warn_of_narrow_loss(value: Any) -> None:
             "goes into the loss, as in `loss_fn(logits.astype(jnp.float32), labels)`. "
             "A cast of the loss itself is too late."
         )
-
-
-def warn_of_narrow_grads(grads: Any, params: Any) -> None:
-    """Warn if true gradients are float16 or float8, but their parameters are not."""
-    if not any(map(loses_range, jax.tree.leaves(grads))):
-        return
-    own = jax.tree.leaves(at_paths_of(grads, params))
-    pairs = zip(jax.tree_util.tree_leaves_with_path(grads), own, strict=True)
-    for (path, x), param in pairs:
-        if not loses_range(x) or is_overwritten(path):
-            continue
-        if is_inexact(param) and not loses_range(param):
-            where = jax.tree_util.keystr(path) or "the root"
-            warn(
-                f"The true gradients are {dtype_of(x)} at {where}, but the parameter "
-                f"is {dtype_of(param)}. What the loss scale saved is lost again: small "
-                "gradients are 0. Pass on what `value_and_grad` or `unscale_grads` "
-                "returns, without a cast. To send float16 between devices, cast before "
-                "`unscale_grads`."
-            )
-            return
 
 
 def unscale(tree: Any, scale: jax.Array) -> Any:

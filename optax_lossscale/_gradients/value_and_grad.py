@@ -9,7 +9,7 @@ import numpy as np
 
 from .._flax_internals import check_no_modules, with_finite_overwrites, wraps
 from .._validation import check_function, describe
-from .forgotten import Use, note_true, using_scale
+from .forgotten import Note, note_divided, using_scale
 from .scaling import scale_loss_by, unscale, warn_of_narrow_loss
 
 
@@ -33,7 +33,7 @@ def value_and_grad(
     function. The scale of a state from outside never changes.
 
     Gradients are not averaged over devices. Flax's ``DynamicScale`` did that if it had
-    an ``axis_name``; here a ``jax.lax.pmean`` of your own stays.
+    an ``axis_name``; here you call ``jax.lax.pmean`` yourself.
 
     Args:
         fun: a function that returns the loss, or (loss, aux) if ``has_aux`` is True.
@@ -52,9 +52,9 @@ def value_and_grad(
         float16 or float8. Where they overflowed, they are still NaN or inf.
 
     Raises:
-        ValueError: when called, as `get_loss_scale_state`. So an optimizer or a wrapper
-            such as ``optax.MultiSteps`` cannot be around `with_loss_scaling`, or
-            chained with it.
+        ValueError: when called, as `get_loss_scale_state`, which refuses the state of a
+            wrapper, such as ``optax.MultiSteps``, around `with_loss_scaling`: it could
+            change the updates of a skipped step.
         TypeError: if ``fun`` is not a function that returns a floating-point scalar;
             when called, if ``jax.value_and_grad`` is given an ``nnx.Module``.
 
@@ -78,9 +78,9 @@ def value_and_grad(
     @functools.wraps(fun, updated=())
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         # Read the state now: a Flax NNX optimizer changes in place.
-        with using_scale(state, Use.BOTH) as scale_state:
+        with using_scale(state, Note.SCALES, Note.DIVIDES) as scale_state:
             output, grads = at_scale(scale_state.loss_scale, *args, **kwargs)
-        note_true(grads, scale_state)
+        note_divided(grads, scale_state)
         warn_of_narrow_loss(output[0] if has_aux else output)
         return output, grads
 

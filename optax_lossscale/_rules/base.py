@@ -30,6 +30,9 @@ _PRESETS = {
     "torch": "torch_grad_scaler",
 }
 
+# The compiled ``update`` of each one that checks its arguments first.
+_COMPILED: dict[Any, Any] = {}
+
 UpdateT = TypeVar("UpdateT", bound=Callable[..., Any])
 RuleT = TypeVar("RuleT", bound="LossScale")
 
@@ -59,9 +62,8 @@ def check_and_compile(update: UpdateT) -> UpdateT:
             check_scalar("max_magnitude", arg, "real number", advice)
         return compiled(self, matching_state(self, state), grads_finite, *args)
 
-    checked: Any = checked_update
-    checked.unchecked = compiled  # for `next_state`, whose arguments are checked
-    return cast(UpdateT, checked)
+    _COMPILED[checked_update] = compiled
+    return cast(UpdateT, checked_update)
 
 
 class LossScale(abc.ABC):
@@ -250,10 +252,8 @@ def next_state(
         # Without a derivative, which would be NaN in a skipped step.
         magnitude = finite_max_magnitude(jax.lax.stop_gradient(grads), axis_name)
         args.append(jnp.where(grads_finite, magnitude, jnp.nan))
-    update: Any = rule.update
-    if hasattr(update, "unchecked"):  # not a rule of the user's own
-        update = functools.partial(update.unchecked, rule)
-    new_state = update(state, *args)
+    compiled = _COMPILED.get(type(rule).update)  # None for a user's rule
+    new_state = compiled(rule, state, *args) if compiled else rule.update(state, *args)
     if found := mismatch(new_state, state):
         path, new, old = found
         raise ValueError(
@@ -270,8 +270,8 @@ def next_state(
 def _take_over(rule: LossScale, state: LossScaleState) -> LossScaleState:
     """Return the rule's first state if the scale is or was fixed, else the state.
 
-    A fixed rule has its own scale, and a rule that changes its scale does not continue
-    a fixed one. The counters of skipped steps continue.
+    A moving rule that follows a fixed one starts from its own first scale. The counters
+    of skipped steps continue.
     """
     own = rule.init()
     remembers = bool(jax.tree.leaves(own.rule_state))

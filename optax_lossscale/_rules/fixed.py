@@ -16,7 +16,7 @@ class FixedLossScale(LossScale):
 
     Use it if you know a scale that works; `suggest_loss_scale` returns one for given
     gradients. ``FixedLossScale(1.0)`` scales nothing and only skips non-finite steps.
-    Its name is `skip_nonfinite`, for training in bfloat16 and float32.
+    For this alone, in bfloat16 or float32, use `skip_nonfinite`.
 
     Args:
         loss_scale: the scale, from 1 to 2**126. Use a power of two: scaling is then

@@ -40,7 +40,7 @@ class HeadroomLossScale(LossScale):
         if grads_finite:
             max_magnitude = max(max_magnitude * 0.5**(1 / half_life), largest gradient)
         else:                                   # and the step is skipped
-            raise max_magnitude until loss_scale <= old loss_scale * backoff_factor
+            increase max_magnitude until loss_scale <= old loss_scale * backoff_factor
         loss_scale = the largest power of two for which
             loss_scale * max_magnitude <= 65504 / 2**headroom        # in float16
 

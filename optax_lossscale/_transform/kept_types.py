@@ -8,8 +8,14 @@ import numpy as np
 import optax
 
 from .._dtypes import dtype_of, is_inexact, loses_range, widen
-from .._state import as_strongly_typed
-from .._tree import at_paths_of, cast_like, is_array, mismatch, same_structure
+from .._tree import (
+    as_strongly_typed,
+    at_paths_of,
+    cast_like,
+    is_array,
+    mismatch,
+    same_structure,
+)
 from .._validation import warn
 from .extra_args import filter_for
 from .master_weights import has_master_weights

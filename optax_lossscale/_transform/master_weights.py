@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._dtypes import as_type, dtype_of, is_inexact
+from .._dtypes import as_type, dtype_of, is_inexact, loses_range
 from .._find import find_nodes
+from .._flax_internals import is_overwritten
 from .._state import MasterWeightsState
-from .._tree import mismatch, same_structure
+from .._tree import at_paths_of, mismatch, same_structure
 from .._validation import check_dtype, warn
 from .extra_args import check_inner, filter_for
 from .rounding import update_to
@@ -175,6 +176,27 @@ def warn_of_float16(params: optax.Params, inner_state: optax.OptState) -> None:
         "optimizer: `with_loss_scaling(with_master_weights(inner))`.",
         "guides/float16_parameters.md",
     )
+
+
+def warn_of_narrow_grads(grads: Any, params: Any) -> None:
+    """Warn if true gradients are float16 or float8, but their parameters are not."""
+    if not any(map(loses_range, jax.tree.leaves(grads))):
+        return
+    own = jax.tree.leaves(at_paths_of(grads, params))
+    pairs = zip(jax.tree_util.tree_leaves_with_path(grads), own, strict=True)
+    for (path, x), param in pairs:
+        if not loses_range(x) or is_overwritten(path):
+            continue
+        if is_inexact(param) and not loses_range(param):
+            where = jax.tree_util.keystr(path) or "the root"
+            warn(
+                f"The true gradients are {dtype_of(x)} at {where}, but the parameter "
+                f"is {dtype_of(param)}. What the loss scale saved is lost again: small "
+                "gradients are 0. Pass on what `value_and_grad` or `unscale_grads` "
+                "returns, without a cast. To send float16 between devices, cast before "
+                "`unscale_grads`."
+            )
+            return
 
 
 def _has_fewer_bits(x: Any, dtype: Any) -> bool:

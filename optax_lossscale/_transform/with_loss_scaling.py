@@ -9,8 +9,7 @@ import optax
 from .._axes import AxisName, all_along, check_agreement
 from .._find import find_nodes
 from .._finite import all_finite
-from .._gradients.forgotten import warn_if_forgotten
-from .._gradients.scaling import warn_of_narrow_grads
+from .._gradients.forgotten import Note, note, warn_if_forgotten
 from .._jax_internals import in_memory_of
 from .._rules.base import LossScale, check_rule, matching_state, next_state
 from .._rules.dynamic import DynamicLossScale
@@ -21,7 +20,7 @@ from .check_updates import results_finite
 from .extra_args import check_inner
 from .kept_types import with_kept_types
 from .mask import masked_update
-from .master_weights import check_last, warn_of_float16
+from .master_weights import check_last, warn_of_float16, warn_of_narrow_grads
 
 
 class _Step(NamedTuple):
@@ -193,6 +192,7 @@ def with_loss_scaling(
             scale_state.record(False),
         )
         new_scale_state = jax.tree.map(in_memory_of, new_scale_state, scale_state)
+        note(Note.RETURNED, new_scale_state.loss_scale)
         return new_updates, WithLossScalingState(new_scale_state, new)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -145,7 +145,7 @@ def _title(totals: GradientReport, name: str) -> str:
         rest.append(f"{percent(totals.zero / totals.size, 1)} already zero")
     if nonfinite := totals.nan + totals.inf:
         rest.append(f"{nonfinite:,.0f} NaN or inf")
-    return title + "\n" * bool(rest) + ", ".join(rest)
+    return f"{title}\n{', '.join(rest)}" if rest else title
 
 
 def _power_of_two(exponent: float) -> str:
