@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from .._dtypes import dtype_of, grad_dtype, is_inexact, loses_range, wide_dtype
-from .._flax_internals import is_overwritten
+from .._flax_internals.float8_overwrites import is_overwritten
 from .._tree import at_paths_of
 from .._validation import describe, warn
 from .forgotten import (
