@@ -64,8 +64,8 @@ class GradientReport(NamedTuple):
         """The report of all leaves together: summed counts, the largest ``max_abs``."""
         rows = zip(*map(jax.tree.leaves, self), strict=True)
         counts = [GradientReport(*map(jnp.float32, x))._asdict() for x in rows]
-        nothing = dict.fromkeys(self._fields, jnp.float32(0))
-        return GradientReport(**add_up(counts or [nothing]))
+        sums = add_up(counts)
+        return GradientReport(*(sums[name] for name in self._fields))
 
 
 class Table(str):

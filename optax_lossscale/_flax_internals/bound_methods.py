@@ -1,4 +1,4 @@
-"""Wrap methods of NNX modules, so that NNX still sees the module."""
+"""Wrap methods of NNX objects, so that NNX still sees the object."""
 
 import functools
 import inspect
@@ -6,11 +6,11 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from .nnx_objects import flax_nnx
+from .nnx_objects import is_object
 
 
 def wraps(fun: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Return ``functools.wraps(fun)``, after which a method of a module stays one.
+    """Return ``functools.wraps(fun)``, after which a method of an NNX object stays one.
 
     Since Flax 0.12.1, NNX refuses to transform a bound method, because it would not see
     the module. It must see what we wrap, too. See
@@ -22,10 +22,7 @@ def wraps(fun: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
 
     def wrapped(wrapper: Callable[..., Any]) -> Any:
         wrapper = functools.wraps(fun, updated=())(wrapper)
-        nnx, module = flax_nnx(), getattr(method, "__self__", None)
-        if nnx is None or not (
-            inspect.ismethod(method) and isinstance(module, nnx.Module)
-        ):
+        if not (inspect.ismethod(method) and is_object(method.__self__)):
             return wrapper
 
         @functools.wraps(wrapper)
@@ -36,6 +33,6 @@ def wraps(fun: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
         self = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         parameters = [self, *signature.parameters.values()]
         vars(unbound)["__signature__"] = signature.replace(parameters=parameters)
-        return types.MethodType(unbound, module)
+        return types.MethodType(unbound, method.__self__)
 
     return wrapped
