@@ -16,6 +16,9 @@ FIXED, DYNAMIC, HEADROOM = ls.FixedLossScale, ls.DynamicLossScale, ls.HeadroomLo
 STATE, MOST = HEADROOM().init(), 2**31 - 1
 retries = functools.partial(ls.value_and_grad_with_retries, fun=jnp.sum, state=STATE)
 report = functools.partial(ls.gradient_report, 1.0)
+show = functools.partial(ls.format_report, report())
+suggest = functools.partial(ls.suggest_loss_scale, 1.0)
+check = functools.partial(ls.check_loss_scale, STATE)
 select = functools.partial(ls.select, on_true=1.0, on_false=2.0)
 update = functools.partial(HEADROOM().update, STATE)
 
@@ -49,6 +52,15 @@ ARGUMENTS = [
     (HEADROOM, "dtype", *TYPES),
     (report, "dtype", *TYPES),
     (report, "loss_scale", [1, 0.5, jnp.float32(3)], [-1, jnp.ones(2), *SCALES]),
+    (show, "limit", *COUNTS),
+    (suggest, "dtype", *TYPES),
+    (suggest, "headroom", [0, 126], [-0.1, 126.1, *NO_NUMBERS]),
+    (suggest, "min_scale", [2.0**-126, 1], SCALES),
+    (suggest, "max_scale", [1, 2.0**126], SCALES),
+    (check, "max_consecutive_skips", [0, MOST], [-1, 1.5, MOST + 1, *NO_NUMBERS]),
+    (check, "every", *COUNTS),
+    (check, "value", [1, 0.5, jnp.float16(3)], [True, "2", [2.0], 2j, np.ones(1)]),
+    (check, "on_error", [None, print], [1, "print"]),
     (retries, "max_retries", [0, 1], [-1, *NO_NUMBERS]),
     (retries, "fun", [jnp.sum], [None, 1, "sum"]),
     (select, "pred", *FLAGS),
@@ -75,12 +87,6 @@ def test_rule_refuses_a_traced_number_and_offers_another_rule(rule):
         if type(value) in (int, float):
             with pytest.raises(ValueError, match=f"^`{name}` {words}"):
                 jax.eval_shape(lambda x, name=name: rule(**{name: x}).init(), value)
-
-
-def test_traced_report_is_refused():
-    ls.format_report(report())
-    with pytest.raises(ValueError, match="^`report` must hold concrete numbers"):
-        jax.eval_shape(lambda x: ls.format_report(ls.gradient_report(x)), 1.0)
 
 
 ORDER = [
