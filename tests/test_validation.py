@@ -32,6 +32,7 @@ NO_NUMBERS = [math.nan, True, np.True_, None, "2", [2.0], 2j, np.ones(1)]
 SCALES = [0, 2.0**-127, 2.0**127, math.inf, *NO_NUMBERS]
 SHARES = [1e-6, 1 - 1e-6], [0, 1, 1e-50, 1 - 1e-9, *NO_NUMBERS]
 COUNTS = [1, MOST, 3.0, np.int64(7), jnp.int32(7)], [0, 1.5, MOST + 1, *NO_NUMBERS]
+OCTAVES = [0, 126], [-0.1, 126.1, *NO_NUMBERS]
 FLAGS = [True, np.True_, jnp.bool_(0)], [1, None, 0.0, jnp.int32(1), np.ones(1, bool)]
 TYPES = ["float16", jnp.bfloat16, np.float64], ["int8", "half a float", None, 3]
 # The function, its argument, what passes, what is refused. Open bounds are excluded
@@ -40,23 +41,18 @@ ARGUMENTS = [
     (FIXED, "loss_scale", [1, np.float16(3), 2.0**126], [0.999, *SCALES]),
     (FIXED, "skip_nonfinite", [True, False], [0, 1, None, np.True_]),
     *((rule, "init_scale", [2.0**-14, 2.0**24], SCALES) for rule in BOTH),
-    *((rule, "min_scale", [2.0**-126, 2.0**15], SCALES) for rule in BOTH),
-    *((rule, "max_scale", [2.0**15, 2.0**126], SCALES) for rule in BOTH),
+    *((x, "min_scale", [2.0**-126, 2.0**15], SCALES) for x in (*BOTH, suggest)),
+    *((x, "max_scale", [2.0**15, 2.0**126], SCALES) for x in (*BOTH, suggest)),
     *((rule, "backoff_factor", *SHARES) for rule in BOTH),
     (DYNAMIC, "growth_factor", [1 + 1e-6, 1e30], [1, 1 + 1e-9, math.inf, *NO_NUMBERS]),
     (DYNAMIC, "growth_interval", *COUNTS),
     (DYNAMIC, "hysteresis", *COUNTS),
     (DYNAMIC, "hysteresis_refill", ["finite", "growth", "change"], ["always", True]),
-    (HEADROOM, "headroom", [0, 126], [-0.1, 126.1, *NO_NUMBERS]),
+    *((x, "headroom", *OCTAVES) for x in (HEADROOM, suggest)),
     (HEADROOM, "half_life", *COUNTS),
-    (HEADROOM, "dtype", *TYPES),
-    (report, "dtype", *TYPES),
+    *((x, "dtype", *TYPES) for x in (HEADROOM, report, suggest)),
     (report, "loss_scale", [1, 0.5, jnp.float32(3)], [-1, jnp.ones(2), *SCALES]),
     (show, "limit", *COUNTS),
-    (suggest, "dtype", *TYPES),
-    (suggest, "headroom", [0, 126], [-0.1, 126.1, *NO_NUMBERS]),
-    (suggest, "min_scale", [2.0**-126, 1], SCALES),
-    (suggest, "max_scale", [1, 2.0**126], SCALES),
     (check, "max_consecutive_skips", [0, MOST], [-1, 1.5, MOST + 1, *NO_NUMBERS]),
     (check, "every", *COUNTS),
     (check, "value", [1, 0.5, jnp.float16(3)], [True, "2", [2.0], 2j, np.ones(1)]),

@@ -33,9 +33,7 @@ _SEARCH_RATE = 0.1
 
 
 class LossScaleError(RuntimeError):
-    """Raised by `check_loss_scale` if too many steps are skipped.
-
-    The message names likely causes and a page of the book.
+    """Raised by `check_loss_scale` if too many steps are skipped; names the causes.
 
     Examples:
         >>> import optax_lossscale as ls

@@ -24,15 +24,13 @@ class Event(enum.Enum):
 
 
 class _Message(NamedTuple):
-    """What has happened, its likeliest causes, and the page that has the way out.
-
-    Where the scale is fixed at 1, as in bfloat16 and float32, no scale and no float16
-    is to blame, so causes and page may be others.
-    """
+    """What has happened, its likeliest causes, and the page that has the way out."""
 
     text: str
     causes: str
     page: str
+    # If the scale is fixed at 1, as in bfloat16 and float32, no scale and no float16 is
+    # to blame.
     unscaled_causes: str = ""
     unscaled_page: str = "guides/nan_guard.md#why-a-step-is-skipped"
 
@@ -53,8 +51,8 @@ _DIVERGES = "training diverges (clip the gradients, or lower the learning rate)"
 _MORE = "Pass `grads=grads` and `value=loss` to `check_loss_scale` to learn more"
 _STOP_GRADIENT = "the loss does not reach the parameters, as behind a `stop_gradient`"
 
-# The causes of skips in a row, with their pages, by what is known of the loss and the
-# gradients; then those of a scale that is fixed at 1, if they differ.
+# The causes, page and unscaled causes of skips in a row, by what is known of the loss
+# and the gradients.
 _LOSS_UNKNOWN = (
     f"{_DATA}; {_FORWARD}; or the gradients overflow. {_MORE}",
     "troubleshooting.md#the-loss-is-nan-from-the-first-step",

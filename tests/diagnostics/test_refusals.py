@@ -16,9 +16,8 @@ report, suggest = ls.gradient_report, ls.suggest_loss_scale
 check, show = ls.check_loss_scale, ls.format_report
 # What each of them accepts.
 ACCEPTED = {
-    report: {"grads": GRADS},
-    suggest: {"grads": GRADS},
-    check: {"state": ls.DynamicLossScale().init(), "grads": GRADS},
+    **dict.fromkeys((report, suggest), {"grads": GRADS}),
+    check: {"state": ls.DynamicLossScale().init()},
     show: {"report": report(GRADS)},
 }
 OF_GRADS = [
