@@ -9,7 +9,7 @@ import numpy as np
 from .._validation import check_concrete, check_count, describe
 from .counting import add_up
 
-# The kinds of elements, each a column. The last three are those of a narrow type.
+# The kinds of elements, each a column. A narrow type has the last three.
 ALL_KINDS = ("nan", "inf", "zero", "underflow", "subnormal", "overflow")
 FINITE_KINDS = ALL_KINDS[:3]
 

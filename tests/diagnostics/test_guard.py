@@ -28,7 +28,7 @@ compiled_check = jax.jit(ls.check_loss_scale, static_argnames=OPTIONS)
 
 
 def reports(function, *args, **kwargs):
-    """The texts of errors and warnings of a call. A page has those of warnings."""
+    """The errors and warnings of a call. A page has the sentence of each warning."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         warnings.filterwarnings("ignore", "No loss has been scaled")
@@ -56,7 +56,7 @@ FOUR, ALL = {"max_consecutive_skips": 4, "every": 3}, 2**31 - 1
 
 
 def step(skips=0, rate=0, total=0, tracker=0, scale=256, is_fixed=False, **arguments):
-    """The state after a step, and arguments beside those of a right one."""
+    """The state after a step, and arguments, by default of a step without a fault."""
     numbers = (scale, tracker, 1, is_fixed, total, skips, rate)
     fields = map(np.asarray, numbers, [x.dtype for x in FIRST[:-1]])
     return ls.LossScaleState(*fields), RIGHT | arguments

@@ -161,7 +161,7 @@ def test_message_has_lines_of_80_columns_an_address_and_the_report():
 
 
 def test_every_text_leads_to_a_page_and_heading_that_exist():
-    """Those of the guard, and those of other warnings."""
+    """Also the texts of other warnings."""
     sources = [x.read_text() for x in (ROOT / "optax_lossscale").rglob("*.py")]
     places = re.findall(r'"([\w/]+\.md)(?:#([\w-]+))?"', "".join(sources))
     assert len(places) > 10
