@@ -53,15 +53,6 @@ def test_wrapped_method_stays_a_method_of_its_module():
     assert not inspect.ismethod(wraps(jnp.sum)(lambda x: x))
 
 
-def test_overwrite_that_is_not_finite_keeps_the_old_value():
-    """That of a parameter is a gradient, and stays NaN."""
-    name, old, new = "_overwrite_with_gradient", [1.0, 2.0], [jnp.nan, 5.0]
-    old, new = ({name: x, "w": x} for x in map(jnp.array, (old, new)))
-    [grads] = jax.vjp(with_finite_overwrites, old)[1](new)
-    assert grads[name].tolist() == [1, 5]
-    assert jnp.isnan(grads["w"]).tolist() == [True, False]
-
-
 def test_variables_hold_arrays():
     arrays = jax.tree.leaves(nnx_objects.unwrap(nnx.state(Counter())))
     assert [type(x) for x in arrays] == [type(jnp.ones(2))] * 2

@@ -94,7 +94,7 @@ def _add_and_maximum(left: list[jax.Array], right: list[jax.Array]) -> list[jax.
 
 
 def _float32_bits(x: jax.Array) -> jax.Array:
-    """Return the bits of nonnegative numbers, as integers in the same order; NaN last."""
+    """Return the bits of nonnegative numbers, in the same order; NaN comes last."""
     if x.dtype == jnp.float64:
         # Finite numbers stay finite. TPUs cannot return the bits of a float64.
         x = (x * 2.0**-900).astype(jnp.float32)
