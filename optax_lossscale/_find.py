@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import optax
 
-from ._flax_internals import unwrap
+from ._flax_internals.nnx_objects import unwrap
 from ._state import LossScaleState, WithLossScalingState, canonical
 from ._validation import describe
 

@@ -16,6 +16,9 @@ FIXED, DYNAMIC, HEADROOM = ls.FixedLossScale, ls.DynamicLossScale, ls.HeadroomLo
 STATE, MOST = HEADROOM().init(), 2**31 - 1
 retries = functools.partial(ls.value_and_grad_with_retries, fun=jnp.sum, state=STATE)
 report = functools.partial(ls.gradient_report, 1.0)
+show = functools.partial(ls.format_report, report())
+suggest = functools.partial(ls.suggest_loss_scale, 1.0)
+check = functools.partial(ls.check_loss_scale, STATE)
 select = functools.partial(ls.select, on_true=1.0, on_false=2.0)
 update = functools.partial(HEADROOM().update, STATE)
 
@@ -29,6 +32,7 @@ NO_NUMBERS = [math.nan, True, np.True_, None, "2", [2.0], 2j, np.ones(1)]
 SCALES = [0, 2.0**-127, 2.0**127, math.inf, *NO_NUMBERS]
 SHARES = [1e-6, 1 - 1e-6], [0, 1, 1e-50, 1 - 1e-9, *NO_NUMBERS]
 COUNTS = [1, MOST, 3.0, np.int64(7), jnp.int32(7)], [0, 1.5, MOST + 1, *NO_NUMBERS]
+OCTAVES = [0, 126], [-0.1, 126.1, *NO_NUMBERS]
 FLAGS = [True, np.True_, jnp.bool_(0)], [1, None, 0.0, jnp.int32(1), np.ones(1, bool)]
 TYPES = ["float16", jnp.bfloat16, np.float64], ["int8", "half a float", None, 3]
 # The function, its argument, what passes, what is refused. Open bounds are excluded
@@ -37,18 +41,22 @@ ARGUMENTS = [
     (FIXED, "loss_scale", [1, np.float16(3), 2.0**126], [0.999, *SCALES]),
     (FIXED, "skip_nonfinite", [True, False], [0, 1, None, np.True_]),
     *((rule, "init_scale", [2.0**-14, 2.0**24], SCALES) for rule in BOTH),
-    *((rule, "min_scale", [2.0**-126, 2.0**15], SCALES) for rule in BOTH),
-    *((rule, "max_scale", [2.0**15, 2.0**126], SCALES) for rule in BOTH),
+    *((x, "min_scale", [2.0**-126, 2.0**15], SCALES) for x in (*BOTH, suggest)),
+    *((x, "max_scale", [2.0**15, 2.0**126], SCALES) for x in (*BOTH, suggest)),
     *((rule, "backoff_factor", *SHARES) for rule in BOTH),
     (DYNAMIC, "growth_factor", [1 + 1e-6, 1e30], [1, 1 + 1e-9, math.inf, *NO_NUMBERS]),
     (DYNAMIC, "growth_interval", *COUNTS),
     (DYNAMIC, "hysteresis", *COUNTS),
     (DYNAMIC, "hysteresis_refill", ["finite", "growth", "change"], ["always", True]),
-    (HEADROOM, "headroom", [0, 126], [-0.1, 126.1, *NO_NUMBERS]),
+    *((x, "headroom", *OCTAVES) for x in (HEADROOM, suggest)),
     (HEADROOM, "half_life", *COUNTS),
-    (HEADROOM, "dtype", *TYPES),
-    (report, "dtype", *TYPES),
+    *((x, "dtype", *TYPES) for x in (HEADROOM, report, suggest)),
     (report, "loss_scale", [1, 0.5, jnp.float32(3)], [-1, jnp.ones(2), *SCALES]),
+    (show, "limit", *COUNTS),
+    (check, "max_consecutive_skips", [0, MOST], [-1, 1.5, MOST + 1, *NO_NUMBERS]),
+    (check, "every", *COUNTS),
+    (check, "value", [1, 0.5, jnp.float16(3)], [True, "2", [2.0], 2j, np.ones(1)]),
+    (check, "on_error", [None, print], [1, "print"]),
     (retries, "max_retries", [0, 1], [-1, *NO_NUMBERS]),
     (retries, "fun", [jnp.sum], [None, 1, "sum"]),
     (select, "pred", *FLAGS),
@@ -75,12 +83,6 @@ def test_rule_refuses_a_traced_number_and_offers_another_rule(rule):
         if type(value) in (int, float):
             with pytest.raises(ValueError, match=f"^`{name}` {words}"):
                 jax.eval_shape(lambda x, name=name: rule(**{name: x}).init(), value)
-
-
-def test_traced_report_is_refused():
-    ls.format_report(report())
-    with pytest.raises(ValueError, match="^`report` must hold concrete numbers"):
-        jax.eval_shape(lambda x: ls.format_report(ls.gradient_report(x)), 1.0)
 
 
 ORDER = [

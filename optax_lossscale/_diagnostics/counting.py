@@ -28,12 +28,13 @@ def measure(
     leaves = [x if is_inexact(x) else nothing for x in jax.tree.leaves(grads)]
     scale = jnp.asarray(loss_scale, jnp.float32)
     # XLA compiles many arrays in quadratic time, so each has a program of its own.
-    return [_measure_leaf(x, scale, limits) for x in leaves or [nothing]]
+    return [_measure_leaf(x, scale, limits) for x in leaves]
 
 
 @jax.jit
 def add_up(counts: list[Counts]) -> Counts:
-    """Return the sums, and the largest maximum."""
+    """Return the sums, and the largest maximum; zeros if there are no leaves."""
+    counts = counts or [dict.fromkeys((*_KINDS, "size", "max_abs"), jnp.float32(0))]
     stacked = {name: jnp.stack([x[name] for x in counts]) for name in counts[0]}
     max_abs = jnp.max(stacked.pop("max_abs"), axis=0)
     return {name: _sum(x) for name, x in stacked.items()} | {"max_abs": max_abs}
@@ -93,7 +94,7 @@ def _add_and_maximum(left: list[jax.Array], right: list[jax.Array]) -> list[jax.
 
 
 def _float32_bits(x: jax.Array) -> jax.Array:
-    """Return the bits of nonnegative numbers; those of NaN are above infinity's."""
+    """Return the bits of nonnegative numbers, in the same order; NaN comes last."""
     if x.dtype == jnp.float64:
         # Finite numbers stay finite. TPUs cannot return the bits of a float64.
         x = (x * 2.0**-900).astype(jnp.float32)
@@ -106,6 +107,6 @@ def _overflows(scaled: jax.Array, limits: Limits) -> jax.Array:
         return scaled >= limits.overflow
     with np.errstate(over="ignore"):
         limit = np.float32(limits.overflow)
-    # The bits of the next larger float32 are larger by 1.
-    rounded_down = float(limit) < limits.overflow
-    return _float32_bits(scaled) >= int(limit.view(np.int32)) + rounded_down
+    if float(limit) < limits.overflow:  # it is rounded down
+        limit = np.nextafter(limit, np.float32(np.inf))
+    return _float32_bits(scaled) >= int(limit.view(np.int32))

@@ -50,9 +50,7 @@ def gradient_report(
     limits = limits_of(check_dtype("dtype", dtype))
     check_scale("loss_scale", loss_scale)
     check_gradients(grads)
-    leaves, structure = jax.tree.flatten(grads)
-    if not leaves:
-        return GradientReport(*[grads] * len(GradientReport._fields))
+    structure = jax.tree.structure(grads)
     counts = measure(grads, loss_scale, limits)
     fields = {name: [x[name] for x in counts] for name in GradientReport._fields}
     max_abs = reduce_along(jax.lax.pmax, fields.pop("max_abs"), axis_name)

@@ -11,7 +11,7 @@ import numpy as np
 from .._axes import AxisName, check_axis_name
 from .._dtypes import is_inexact
 from .._find import get_loss_scale_state
-from .._finite import all_finite
+from .._finite import all_finite, none_is_true
 from .._state import MOST_COUNTED_SKIPS, LossScaleState
 from .._validation import check_count, check_function, check_scalar, is_traced, warn
 from .gradient_report import check_gradients, gradient_report
@@ -24,8 +24,8 @@ _HIGHEST_SCALE, _LONG = 2.0**24, 500
 # smallest, and raises the rate to 0.22. If the rule then grows every 20 steps, it skips
 # 22 more until the rate has fallen again.
 _FIRST_SKIPS = 60
-# A skip raises the rate to half a skip, 0.005, above the share, which is 1/21 if a
-# healthy rule grows every 20 steps, and 0.05 % by default.
+# After a skip, the average is up to 0.005 above the share of skipped steps. A healthy
+# rule that grows every 20 steps skips 1/21.
 _WARNING_RATE, _ERROR_RATE = 0.055, 0.25
 # Gradients that have become 2**10 times as large raise the rate by this much while the
 # rule finds its scale again.
@@ -33,7 +33,7 @@ _SEARCH_RATE = 0.1
 
 
 class LossScaleError(RuntimeError):
-    """Raised if training has stopped. The message names likely causes and a page.
+    """Raised by `check_loss_scale` if too many steps are skipped; names the causes.
 
     Examples:
         >>> import optax_lossscale as ls
@@ -52,7 +52,7 @@ def check_loss_scale(
     on_error: Callable[[LossScaleError], None] | None = None,
     axis_name: AxisName | None = None,
 ) -> None:
-    """Raise an error if training has stopped: too many steps were skipped.
+    """Raise an error if training has stopped, because too many steps are skipped.
 
     Call this where you log, where it waits for the device, or in a compiled loop. In
     the loop, the device calls the host only to report something. Without ``on_error``,
@@ -64,9 +64,9 @@ def check_loss_scale(
     - if no step was ever skipped, the scale is 2**24 or more, and ``growth_tracker`` is
       500 or more;
     - if more than 5 % of the recent steps are skipped, and more than 60 in all. While
-      the rule may be looking for its scale, only if it is more than 10 %;
-    - if ``grads`` are not finite, but the step counts as applied: the update is left
-      out or undone. If the scale is fixed, it warns only after a first skip;
+      the rule may be looking for its scale, only if they are more than 10 %;
+    - if ``grads`` are not finite, but the step counts as applied: the step does not use
+      the update. If the scale is fixed, only after a first skip;
     - if ``grads`` are all exactly 0, but ``value`` is not.
 
     Args:
@@ -75,16 +75,16 @@ def check_loss_scale(
             skip is an error.
         every: the number of skipped steps between two errors, 1 or more.
         grads: the gradients of this step, whose `gradient_report` an error shows.
-        value: the unscaled loss of this step, which tells a fault of the forward pass
-            from one of the backward pass.
+        value: the unscaled loss of this step. If it is finite, the forward pass is not
+            to blame.
         on_error: called on the host with the `LossScaleError` instead of raising it.
         axis_name: the mapped axis, or a tuple of them, along which the state is the
             same everywhere. Only the first device along it calls the host.
 
     Raises:
-        LossScaleError: if more steps in a row were skipped; if ``skip_rate``, the
-            recent share of skipped steps, is above 1/4; if the scale is not a positive
-            number.
+        LossScaleError: if more than ``max_consecutive_skips`` steps in a row are
+            skipped; if ``skip_rate``, the recent share of skipped steps, is above 1/4;
+            if the scale is not a positive number.
         ValueError: as `get_loss_scale_state`, or if an argument is not as described.
         TypeError: if ``on_error`` is not a function.
 
@@ -118,7 +118,7 @@ def check_loss_scale(
     if axis_name is not None:
         check_axis_name(axis_name)
     eager = not is_traced((state, grads, value))
-    tell = functools.partial(_tell, limit, on_error)
+    handle = functools.partial(_raise_or_warn, limit, on_error)
     scale_state, grads, value = jax.lax.stop_gradient((scale_state, grads, value))
 
     def report() -> Any:
@@ -129,18 +129,18 @@ def check_loss_scale(
     due = _is_due(scale_state, inexact, value, limit, every, eager)
     if eager:
         if (fetched := jax.device_get(due)).any():
-            tell(fetched, scale_state, report(), value)
+            handle(fetched, scale_state, report(), value)
         return
     if axis_name is not None:
         due &= jax.lax.axis_index(axis_name) == 0
     jax.lax.cond(
         due.any(),
-        lambda: jax.debug.callback(tell, due, scale_state, report(), value),
+        lambda: jax.debug.callback(handle, due, scale_state, report(), value),
         lambda: None,
     )
 
 
-def _tell(limit: int, on_error: Any, due: Any, *seen: Any) -> None:
+def _raise_or_warn(limit: int, on_error: Any, due: Any, *seen: Any) -> None:
     """Raise or report, on the host, the events that are due."""
     # Under ``jax.vmap``, the host is called for each member, also if nothing is due:
     # https://github.com/jax-ml/jax/issues/19314
@@ -160,46 +160,45 @@ def _tell(limit: int, on_error: Any, due: Any, *seen: Any) -> None:
 def _is_due(
     state: LossScaleState, grads: Any, value: Any, limit: int, every: int, eager: bool
 ) -> jax.Array:
-    """Return whether each event is due, of each member of an ensemble.
-
-    An error is due at the first skip beyond the limit, and again after ``every`` more.
-    In a compiled loop, most warnings are due only at intervals.
-    """
+    """Return whether each event is due, of each member of an ensemble."""
     scale, skipped, rate = state.loss_scale, state.skipped_steps, state.skip_rate
     skips, tracker = state.consecutive_skips, state.growth_tracker
-    changes = ~state.is_fixed
-    is_high = scale >= _HIGHEST_SCALE
-    never_overflowed = is_high & (skipped == 0) & (tracker >= _LONG)
-    is_often = (skipped > _FIRST_SKIPS) & (rate > _WARNING_RATE) & (rate <= _ERROR_RATE)
-    # No scale cures a skip that leaves the tracker alone, or skips at a low scale.
-    is_found = (skips == 1) & (tracker > 0) | (scale <= 1) | state.is_fixed
-    often = is_often & (skips <= 1) & (is_found | (rate > _SEARCH_RATE))
-    # The rule of a fixed scale may be one that never skips.
-    undone = ~all_finite(grads) & jnp.all((skips == 0) & (changes | (skipped > 0)))
-    # If the loss is 0, gradients of 0 are no fault.
-    all_zero = jnp.all(skips == 0) & (True if value is None else value != 0)
-    all_zero &= any(jnp.size(x) for x in grads)
-    for x in grads:
-        all_zero &= jnp.all(x == 0)
-    valid = (scale > 0) & (scale < jnp.inf)
-    in_a_row = valid & (skips > limit) & ((skips - limit - 1) % every == 0)
+    is_valid = (scale > 0) & (scale < jnp.inf)
+    is_at_ceiling = (scale >= _HIGHEST_SCALE) & (skipped == 0) & (tracker >= _LONG)
+    is_beyond_limit = (skips > limit) & ((skips - limit - 1) % every == 0)
+    is_nth_skip = skipped % every == 0
     # A fixed scale counts all skips in a row. Of a long row, only the limit decides.
-    too_often = (skips <= min(limit, MOST_COUNTED_SKIPS)) & (rate > _ERROR_RATE)
-    too_often &= valid & (skipped % every == 0)
-    if not eager:
-        # A compiled loop sees every step. It tells each skip once. The rest it tells in
-        # one of 500 steps: gradients of 0 in the first that the rule counts.
-        never_overflowed &= tracker % _LONG == 0
-        often &= (skips == 1) & (skipped % every == 0)
-        all_zero &= jnp.all(tracker % _LONG == 1)
-        too_often &= skips > 0
-    due = {
-        Event.NEVER_OVERFLOWED: never_overflowed,
-        Event.OFTEN_SKIPPED: often,
-        Event.UPDATE_UNDONE: undone,
-        Event.ALL_ZERO: all_zero,
-        Event.INVALID_SCALE: ~valid,
-        Event.SKIPS_IN_A_ROW: in_a_row,
-        Event.HIGH_SKIP_RATE: too_often,
+    is_short_row = skips <= min(limit, MOST_COUNTED_SKIPS)
+    is_high_rate = (rate > _ERROR_RATE) & is_short_row & is_nth_skip
+    # The rule of a fixed scale may be one that never skips.
+    may_skip = ~state.is_fixed | (skipped > 0)
+    is_undone = jnp.all(state.applied & may_skip) & ~all_finite(grads)
+    is_all_zero = jnp.all(state.applied) & none_is_true([x != 0 for x in grads])
+    is_all_zero &= any(map(jnp.size, grads))
+    if value is not None:  # if the loss is 0, gradients of 0 are no fault
+        is_all_zero &= value != 0
+    # Whether the event is so, and whether a compiled loop, which sees every step,
+    # reports it in this one: each skip once, what lasts every 500 steps.
+    events: dict[Event, tuple[Any, Any]] = {
+        Event.NEVER_OVERFLOWED: (is_at_ceiling, tracker % _LONG == 0),
+        Event.OFTEN_SKIPPED: (_is_often_skipped(state), (skips == 1) & is_nth_skip),
+        Event.UPDATE_UNDONE: (is_undone, True),
+        # The tracker is 1 in the first step that the rule counts.
+        Event.ALL_ZERO: (is_all_zero, tracker % _LONG == 1),
+        Event.INVALID_SCALE: (~is_valid, True),
+        Event.SKIPS_IN_A_ROW: (is_valid & is_beyond_limit, True),
+        Event.HIGH_SKIP_RATE: (is_valid & is_high_rate, skips > 0),
     }
-    return jnp.stack(jnp.broadcast_arrays(*(due[event] for event in Event)))
+    rows = [events[event] for event in Event]
+    due = [is_so if eager else is_so & in_loop for is_so, in_loop in rows]
+    return jnp.stack(jnp.broadcast_arrays(*due))
+
+
+def _is_often_skipped(state: LossScaleState) -> jax.Array:
+    """Return whether many steps are skipped, but not by a rule that seeks its scale."""
+    rate, skips = state.skip_rate, state.consecutive_skips
+    is_often = (rate > _WARNING_RATE) & (rate <= _ERROR_RATE) & (skips <= 1)
+    is_often &= state.skipped_steps > _FIRST_SKIPS
+    # No scale cures a skip that leaves the tracker alone, or skips at a low scale.
+    is_found = (skips == 1) & (state.growth_tracker > 0) | (state.loss_scale <= 1)
+    return is_often & (is_found | state.is_fixed | (rate > _SEARCH_RATE))

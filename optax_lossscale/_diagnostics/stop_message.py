@@ -1,9 +1,8 @@
 """Say what has happened, its likeliest causes, and where the way out is written."""
 
 import enum
-import functools
 import textwrap
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,27 +12,28 @@ from .table import ALL_KINDS, FINITE_KINDS, table_of
 
 
 class Event(enum.Enum):
-    """What the guard tells, in this order, and the text of each."""
+    """What the guard reports, in this order."""
 
-    NEVER_OVERFLOWED = "The loss scale is 2**24 or more. None of the steps was skipped."
-    OFTEN_SKIPPED = "More than 5 % of the recent steps are skipped."
-    UPDATE_UNDONE = "The gradients are not finite, but the step counts as applied."
-    ALL_ZERO = "All gradients are exactly 0."
-    INVALID_SCALE = "The loss scale{member} is not a positive number."
-    SKIPS_IN_A_ROW = (
-        "The last {skips} skipped, more than `max_consecutive_skips`={limit}."
-    )
-    HIGH_SKIP_RATE = "Recently, {skip_rate:.0%} of the steps{member} were skipped."
+    NEVER_OVERFLOWED = enum.auto()
+    OFTEN_SKIPPED = enum.auto()
+    UPDATE_UNDONE = enum.auto()
+    ALL_ZERO = enum.auto()
+    INVALID_SCALE = enum.auto()
+    SKIPS_IN_A_ROW = enum.auto()
+    HIGH_SKIP_RATE = enum.auto()
 
 
-WARNINGS = {
-    Event.NEVER_OVERFLOWED,
-    Event.OFTEN_SKIPPED,
-    Event.UPDATE_UNDONE,
-    Event.ALL_ZERO,
-}
-_Causes = dict[Event | str, tuple[str, str]]
-_NUMBERS = "Loss scale: {loss_scale:g}. Skipped in all: {skipped_steps}."
+class _Message(NamedTuple):
+    """What has happened, its likeliest causes, and the page that has the way out."""
+
+    text: str
+    causes: str
+    page: str
+    # If the scale is fixed at 1, as in bfloat16 and float32, no scale and no float16 is
+    # to blame.
+    unscaled_causes: str = ""
+    unscaled_page: str = "guides/nan_guard.md#why-a-step-is-skipped"
+
 
 _DATA = "the batch, the parameters or a carried state hold NaN or inf"
 _FORWARD = "an activation is above 65504 (`autocast_report` finds it)"
@@ -42,100 +42,100 @@ _BACKWARD = (
     "the gradient function was built once, from an earlier state; or one layer "
     "overflows in the backward pass"
 )
+_LABEL = "a label is out of range, or a mean over nothing is 0/0"
+_NAN_LOSS = (
+    "a label is out of range, such as -100, for which JAX reads NaN; a mask multiplies "
+    "inf by 0; a mean over nothing is 0/0"
+)
+_DIVERGES = "training diverges (clip the gradients, or lower the learning rate)"
+_MORE = "Pass `grads=grads` and `value=loss` to `check_loss_scale` to learn more"
+_STOP_GRADIENT = "the loss does not reach the parameters, as behind a `stop_gradient`"
+
+# The causes, page and unscaled causes of skips in a row, by what is known of the loss
+# and the gradients.
+_LOSS_UNKNOWN = (
+    f"{_DATA}; {_FORWARD}; or the gradients overflow. {_MORE}",
+    "troubleshooting.md#the-loss-is-nan-from-the-first-step",
+    f"{_DATA}; {_LABEL}; {_DERIVATIVE}; or {_DIVERGES}. {_MORE}",
+)
+_LOSS_NOT_FINITE = (
+    f"{_DATA}; {_FORWARD}; or a mean over nothing is 0/0",
+    "troubleshooting.md#the-loss-is-nan-from-the-first-step",
+    f"{_DATA}; {_LABEL}; or {_DIVERGES}",
+)
+_ONLY_LOSS_NOT_FINITE = (
+    f"{_NAN_LOSS}; or the loss itself is above 65504 in float16",
+    "troubleshooting.md#a-label-out-of-range",
+    f"{_NAN_LOSS}; or {_DIVERGES}",
+)
+# inf and NaN have the same causes: after a float16 product, an overflow may be
+# inf - inf, which is NaN.
+_GRADS_NOT_FINITE = (
+    "the scale is too high, if it is fixed or still falling (`suggest_loss_scale` "
+    f"returns a better one); {_DERIVATIVE}; {_BACKWARD}",
+    "troubleshooting.md#the-scale-falls-to-1",
+)
+_GRADS_NOT_FINITE_AT_LOW_SCALE = (
+    f"{_DERIVATIVE}; the gradients overflow at this scale and above, as those of a sum "
+    f"or of large targets do; {_BACKWARD}",
+    "troubleshooting.md#the-scale-falls-to-1",
+    f"{_DERIVATIVE}; or {_DIVERGES}",
+)
+_GRADS_FINITE = (
+    "the `value` that `update` got is not finite; its `grads_finite` is the wrong way "
+    "round, as `found_inf` of other systems is; or, with `check_updates=True`, the "
+    "optimizer turns finite gradients into NaN or inf",
+    "guides/wrappers.md#what-else-can-skip-a-step",
+)
 _SOME_STEPS = (
     f"some batches hold NaN, inf or no label; in the forward pass of some, {_FORWARD}; "
     "or the scale grows too soon and overflows again (raise `growth_interval`)",
     "troubleshooting.md#some-steps-are-skipped",
+    f"some batches hold NaN, inf or no label; {_DERIVATIVE}",
 )
-# The likeliest causes of each event, and the page that has the way out. Those of skips
-# in a row depend on what is known of the loss, the gradients and the scale.
-_CAUSES: _Causes = {
-    Event.NEVER_OVERFLOWED: (
+
+WARNINGS = {
+    Event.NEVER_OVERFLOWED: _Message(
+        "The loss scale is 2**24 or more. None of the steps was skipped.",
         "the step calls `jax.value_and_grad` instead of `ls.value_and_grad`; nothing "
         "is computed in float16 (use `skip_nonfinite`); or all gradients are below "
         "0.004, and all is well",
         "troubleshooting.md#the-scale-climbs-to-the-ceiling",
     ),
-    Event.OFTEN_SKIPPED: _SOME_STEPS,
-    Event.UPDATE_UNDONE: (
+    Event.OFTEN_SKIPPED: _Message(
+        "More than 5 % of the recent steps are skipped.", *_SOME_STEPS
+    ),
+    Event.UPDATE_UNDONE: _Message(
+        "The gradients are not finite, but the step counts as applied.",
         "the step leaves `update` out, by an `if` or `lax.cond`, or puts the old state "
         "back; NaN is replaced before `update`, as by `nan_to_num`; or `grads` are not "
         "those of this step",
         "troubleshooting.md#the-update-is-left-out",
     ),
-    Event.ALL_ZERO: (
-        "the loss does not reach the parameters, as behind a `stop_gradient`; no label "
-        "of the batch counts; the count that a mean divides by is inf in float16; or "
-        "the scale is too low, and all gradients underflow",
+    Event.ALL_ZERO: _Message(
+        "All gradients are exactly 0.",
+        f"{_STOP_GRADIENT}; no label of the batch counts; the count that a mean "
+        "divides by is inf in float16; or the scale is too low, and all gradients "
+        "underflow",
+        "troubleshooting.md#all-gradients-are-0",
+        f"{_STOP_GRADIENT}; or no label of the batch counts",
         "troubleshooting.md#all-gradients-are-0",
     ),
-    Event.INVALID_SCALE: (
+}
+_NUMBERS = "\nLoss scale: {loss_scale:g}. Skipped in all: {skipped_steps}."
+_IN_A_ROW = "The last {skips} skipped, more than `max_consecutive_skips`={limit}."
+# The third error is that of skips in a row.
+_ERRORS = {
+    Event.INVALID_SCALE: _Message(
+        "The loss scale{member} is not a positive number." + _NUMBERS,
         "the state was restored from a run that had failed, or was set by hand (set a "
         "scale: `optax.tree.set(opt_state, loss_scale=2.0**15)`)",
         "guides/checkpoints.md#restored-scales-and-another-rule",
     ),
-    Event.HIGH_SKIP_RATE: _SOME_STEPS,
-    "loss unknown": (
-        f"{_DATA}; {_FORWARD}; or the gradients overflow. Pass `grads=grads` and "
-        "`value=loss` to `check_loss_scale` to learn more",
-        "troubleshooting.md#the-loss-is-nan-from-the-first-step",
+    Event.HIGH_SKIP_RATE: _Message(
+        "Recently, {skip_rate:.0%} of the steps{member} were skipped." + _NUMBERS,
+        *_SOME_STEPS,
     ),
-    "loss not finite": (
-        f"{_DATA}; {_FORWARD}; or a mean over nothing is 0/0",
-        "troubleshooting.md#the-loss-is-nan-from-the-first-step",
-    ),
-    "loss not finite, gradients finite": (
-        "a label is out of range, such as -100, for which JAX reads NaN; a mask "
-        "multiplies inf by 0; a mean over nothing is 0/0; or the loss itself is above "
-        "65504 in float16",
-        "troubleshooting.md#a-label-out-of-range",
-    ),
-    # Those of inf and of NaN are the same: behind a float16 product, an overflow may be
-    # inf - inf, which is NaN.
-    "gradients not finite": (
-        "the scale is too high, if it is fixed or still falling (`suggest_loss_scale` "
-        f"returns a better one); {_DERIVATIVE}; {_BACKWARD}",
-        "troubleshooting.md#the-scale-falls-to-1",
-    ),
-    "gradients not finite, scale low": (
-        f"{_DERIVATIVE}; the gradients overflow at this scale and above, as those of a "
-        f"sum or of large targets do; {_BACKWARD}",
-        "troubleshooting.md#the-scale-falls-to-1",
-    ),
-    "gradients finite": (
-        "the `value` that `update` got is not finite; its `grads_finite` is the wrong "
-        "way round, as `found_inf` of other systems is; or, with `check_updates=True`, "
-        "the optimizer turns finite gradients into NaN or inf",
-        "guides/wrappers.md#what-else-can-skip-a-step",
-    ),
-}
-
-_LABEL = "a label is out of range, or a mean over nothing is 0/0"
-_DIVERGES = "training diverges (clip the gradients, or lower the learning rate)"
-_GUARD = "guides/nan_guard.md#why-a-step-is-skipped"
-_SOME_UNSCALED = (f"some batches hold NaN, inf or no label; {_DERIVATIVE}", _GUARD)
-# The same where the scale is fixed at 1, as in bfloat16 and float32: no scale and no
-# float16 is to blame.
-_UNSCALED_CAUSES: _Causes = {
-    Event.OFTEN_SKIPPED: _SOME_UNSCALED,
-    Event.ALL_ZERO: (
-        "the loss does not reach the parameters, as behind a `stop_gradient`; or no "
-        "label of the batch counts",
-        "troubleshooting.md#all-gradients-are-0",
-    ),
-    Event.HIGH_SKIP_RATE: _SOME_UNSCALED,
-    "loss unknown": (
-        f"{_DATA}; {_LABEL}; {_DERIVATIVE}; or {_DIVERGES}. Pass `grads=grads` and "
-        "`value=loss` to `check_loss_scale` to learn more",
-        _GUARD,
-    ),
-    "loss not finite": (f"{_DATA}; {_LABEL}; or {_DIVERGES}", _GUARD),
-    "loss not finite, gradients finite": (
-        "a label is out of range, such as -100, for which JAX reads NaN; a mask "
-        f"multiplies inf by 0; a mean over nothing is 0/0; or {_DIVERGES}",
-        _GUARD,
-    ),
-    "gradients not finite, scale low": (f"{_DERIVATIVE}; or {_DIVERGES}", _GUARD),
 }
 
 
@@ -150,38 +150,36 @@ def message(
     member = np.unravel_index(np.argmax(due), np.shape(due))
     named = f" of member {', '.join(map(str, member))}" if member else ""
     state = jax.tree.map(lambda x: np.asarray(x)[member], state._replace(rule_state=()))
-    is_row = event is Event.SKIPS_IN_A_ROW
-    known = _known(state, report, value) if is_row else event
-    is_unscaled = bool(state.is_fixed) and state.loss_scale == 1
-    causes, page = (_CAUSES | _UNSCALED_CAUSES if is_unscaled else _CAUSES)[known]
-    is_error = event not in WARNINGS
-    texts = [event.value, *[_NUMBERS] * is_error]
+    if event is Event.SKIPS_IN_A_ROW:
+        said = _Message(_IN_A_ROW + _NUMBERS, *_causes_of_skips(state, report, value))
+    else:
+        said = (WARNINGS | _ERRORS)[event]
     skips = state.consecutive_skips
     skips = f"step{named} was" if skips == 1 else f"{skips} steps{named} were all"
     fields = {"limit": limit, "member": named, "skips": skips, **state._asdict()}
-    texts = [*(text.format(**fields) for text in texts), f"Likely causes: {causes}."]
-    fill = functools.partial(
-        textwrap.fill, width=80, break_on_hyphens=False, break_long_words=False
-    )
-    texts = [*map(fill, texts), f"{BOOK}{page}"]
-    if is_error and report is not None:
+    is_unscaled = bool(state.is_fixed) and state.loss_scale == 1
+    causes, page = said.causes, said.page
+    if is_unscaled and said.unscaled_causes:
+        causes, page = said.unscaled_causes, said.unscaled_page
+    texts = [*said.text.format(**fields).splitlines(), f"Likely causes: {causes}."]
+    wrapper = textwrap.TextWrapper(80, break_on_hyphens=False, break_long_words=False)
+    texts = [*map(wrapper.fill, texts), f"{BOOK}{page}"]
+    if event not in WARNINGS and report is not None:
         kinds = FINITE_KINDS if is_unscaled else ALL_KINDS
         texts += ["The last gradients:", table_of(report, 5, kinds)]
     return "\n".join(texts)
 
 
-def _known(state: Any, report: Any, value: Any) -> str:
-    """Return what is known of skipped steps."""
+def _causes_of_skips(state: Any, report: Any, value: Any) -> tuple[str, ...]:
+    """Return the causes of skips in a row, as far as they are known."""
     grads_finite = report is not None and not any(
         map(float, jax.tree.leaves((report.nan, report.inf)))
     )
     if value is not None and not np.isfinite(float(value)):
-        return (
-            "loss not finite, gradients finite" if grads_finite else "loss not finite"
-        )
+        return _ONLY_LOSS_NOT_FINITE if grads_finite else _LOSS_NOT_FINITE
     if grads_finite:
-        return "gradients finite"
+        return _GRADS_FINITE
     if value is None:
-        return "loss unknown"
+        return _LOSS_UNKNOWN
     is_low = state.loss_scale <= 1
-    return "gradients not finite, scale low" if is_low else "gradients not finite"
+    return _GRADS_NOT_FINITE_AT_LOW_SCALE if is_low else _GRADS_NOT_FINITE

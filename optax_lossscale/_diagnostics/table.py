@@ -9,7 +9,7 @@ import numpy as np
 from .._validation import check_concrete, check_count, describe
 from .counting import add_up
 
-# The kinds of elements, each a column. The last three are those of a narrow type.
+# The kinds of elements, each a column. A narrow type has the last three.
 ALL_KINDS = ("nan", "inf", "zero", "underflow", "subnormal", "overflow")
 FINITE_KINDS = ALL_KINDS[:3]
 
@@ -64,8 +64,8 @@ class GradientReport(NamedTuple):
         """The report of all leaves together: summed counts, the largest ``max_abs``."""
         rows = zip(*map(jax.tree.leaves, self), strict=True)
         counts = [GradientReport(*map(jnp.float32, x))._asdict() for x in rows]
-        nothing = dict.fromkeys(self._fields, jnp.float32(0))
-        return GradientReport(**add_up(counts or [nothing]))
+        sums = add_up(counts)
+        return GradientReport(*(sums[name] for name in self._fields))
 
 
 class Table(str):

@@ -12,7 +12,9 @@ from jax.extend.core import Jaxpr
 
 from .._axes import AxisName, reduce_along
 from .._dtypes import exact_power, is_inexact, loses_range, wide_dtype
-from .._flax_internals import finite_overwrite, is_initializing, wraps
+from .._flax_internals.bound_methods import wraps
+from .._flax_internals.float8_overwrites import finite_overwrite
+from .._flax_internals.running_model import is_initializing
 from .._jax_internals import zeros_like_aval
 from .._programs.rewrite import (
     COLLECTIVE,

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from .._find import find_state, raw_scale_state
-from .._flax_internals import unwrap
+from .._flax_internals.nnx_objects import unwrap
 from .._jax_internals import is_staging
 from .._state import LossScaleState, WithLossScalingState, check_state
 from .._validation import is_traced, warn

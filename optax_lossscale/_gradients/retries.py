@@ -12,7 +12,7 @@ from .._axes import AxisName, check_agreement
 from .._dtypes import SMALLEST_SCALE
 from .._find import replace_loss_scale_state
 from .._finite import all_finite
-from .._flax_internals import update_objects
+from .._flax_internals.nnx_objects import update_objects
 from .._jax_internals import after, zeros_like_aval
 from .._programs.rewrite import (
     MUTABLE_ARRAYS,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from .._dtypes import dtype_of, grad_dtype, is_inexact, wide_dtype
-from .._flax_internals import is_overwritten
+from .._flax_internals.float8_overwrites import is_overwritten
 from .._validation import describe, warn
 from .forgotten import (
     Note,

@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._flax_internals import check_no_modules, with_finite_overwrites, wraps
+from .._flax_internals.bound_methods import wraps
+from .._flax_internals.float8_overwrites import with_finite_overwrites
+from .._flax_internals.nnx_objects import check_no_modules
 from .._validation import check_function, describe
 from .forgotten import Note, note_divided, using_scale
 from .scaling import scale_loss_by, unscale, warn_of_narrow_loss

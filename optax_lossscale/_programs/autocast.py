@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from .._flax_internals import is_initializing, wraps
+from .._flax_internals.bound_methods import wraps
+from .._flax_internals.running_model import is_initializing
 from .._jax_internals import inputs_of_scan, inside_of_shard_map
 from .._validation import check_dtype, check_function, warn
 from .loops import may_compute_again, with_least_kept

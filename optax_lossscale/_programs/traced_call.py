@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
-from .. import _flax_internals
 from .._dtypes import is_inexact
+from .._flax_internals import float8_overwrites, nnx_objects, running_model
 from .._validation import describe
 from .rewrite import replace, without_constants
 
@@ -48,8 +48,8 @@ def traced_call(
     function gets copies of Flax NNX objects, and ``put_back`` makes the same changes to
     the originals, and to the state of a Linen or Haiku model around the call.
     """
-    with _flax_internals.changes_transferred():
-        given = _flax_internals.as_arrays((tuple(args), dict(kwargs)))
+    with nnx_objects.changes_transferred():
+        given = nnx_objects.as_arrays((tuple(args), dict(kwargs)))
         paths, structure = jax.tree_util.tree_flatten_with_path(given)
         # NumPy would compute with its own arrays, beside the program. Others are left
         # alone: under an eager `jax.grad`, `jnp.asarray` of a tracer is a copy.
@@ -63,7 +63,7 @@ def traced_call(
         def flat(first: Any, arrays: dict[int, jax.Array]) -> list[jax.Array]:
             nonlocal output
             leaves = [arrays.get(i, x) for i, (_, x) in enumerate(paths)]
-            arguments = _flax_internals.with_objects(
+            arguments = nnx_objects.with_objects(
                 jax.tree.unflatten(structure, leaves), copies=True
             )
             changes = _watch(arguments)
@@ -78,7 +78,7 @@ def traced_call(
         inputs = [*first, *arrays.values(), *closed_jaxpr.consts]
         overwritten = [
             *(False for _ in first),
-            *(_flax_internals.is_overwritten(paths[i][0]) for i in arrays),
+            *(float8_overwrites.is_overwritten(paths[i][0]) for i in arrays),
             *(False for _ in closed_jaxpr.consts),
         ]
         # What is not computed bypasses the program: inputs that are returned unchanged,
@@ -111,27 +111,25 @@ def _watch(arguments: Any) -> Callable[[], _Changes]:
 
     It raises if that is anything but NNX objects and the model around the call.
     """
-    before = _flax_internals.leaves_with_objects(arguments)
-    again = _flax_internals.leaves_with_objects(arguments)
+    before = nnx_objects.leaves_with_objects(arguments)
+    again = nnx_objects.leaves_with_objects(arguments)
     # Some trees compute their leaves whenever they are flattened.
     computed = {path for path, x in before.items() if x is not again.get(path)}
-    objects = list(filter(_flax_internals.is_object, before.values()))
-    contents = [*map(_flax_internals.contents, objects)]
-    old_model = jax.tree.leaves(_flax_internals.model_state())
+    objects = list(filter(nnx_objects.is_object, before.values()))
+    contents = [*map(nnx_objects.contents, objects)]
+    old_model = jax.tree.leaves(running_model.model_state())
 
     def changes() -> _Changes:
         after = before
         with contextlib.suppress(ValueError):  # raised by a used `eqx.nn.State`
-            after = _flax_internals.leaves_with_objects(arguments)
+            after = nnx_objects.leaves_with_objects(arguments)
         _check_unchanged(before, after, besides=computed)
         # Those that are only read may be of a trace that forbids to write them.
         pairs = zip(objects, contents, strict=True)
         changed = {
-            i: x
-            for i, (x, old) in enumerate(pairs)
-            if not _flax_internals.is_same(x, old)
+            i: x for i, (x, old) in enumerate(pairs) if not nnx_objects.is_same(x, old)
         }
-        model = _flax_internals.model_state()
+        model = running_model.model_state()
         is_old = [*map(id, jax.tree.leaves(model))] == [*map(id, old_model)]
         return _Changes(changed, None if is_old else model)
 
@@ -164,23 +162,23 @@ class _Output(NamedTuple):
     def put_back(self, arrays: Sequence[jax.Array], arguments: Any) -> Any:
         """Return what the function returned, and change what it changed."""
         if self.changed_objects:
-            originals = _flax_internals.leaves_with_objects(arguments).values()
-            objects = list(filter(_flax_internals.is_object, originals))
-            _flax_internals.check_writable([objects[i] for i in self.changed_objects])
+            originals = nnx_objects.leaves_with_objects(arguments).values()
+            objects = list(filter(nnx_objects.is_object, originals))
+            nnx_objects.check_writable([objects[i] for i in self.changed_objects])
         remaining = iter(arrays)
         leaves = [next(remaining) if x is _ARRAY else x for x in self.leaves]
-        returned, _, model = _flax_internals.with_objects(
+        returned, _, model = nnx_objects.with_objects(
             jax.tree.unflatten(self.structure, leaves), copies=False
         )
         if model is not None:
-            _flax_internals.set_model_state(model)
+            running_model.set_model_state(model)
         return returned
 
 
 def _without_arrays(returned: Any, changes: _Changes) -> tuple[list[Any], _Output]:
     """Take the arrays out of what a function returned and changed."""
     everything = (returned, [*changes.objects.values()], changes.model)
-    leaves, structure = jax.tree.flatten(_flax_internals.as_arrays(everything))
+    leaves, structure = jax.tree.flatten(nnx_objects.as_arrays(everything))
     marked = [_ARRAY if isinstance(x, jax.Array) else x for x in leaves]
     output = _Output(structure, marked, [*changes.objects])
     return [x for x in leaves if isinstance(x, jax.Array)], output

@@ -10,7 +10,7 @@ import optax
 
 from .._dtypes import as_type, dtype_of, is_inexact, loses_range
 from .._find import find_nodes
-from .._flax_internals import is_overwritten
+from .._flax_internals.float8_overwrites import is_overwritten
 from .._state import MasterWeightsState
 from .._tree import at_paths_of, mismatch, same_structure
 from .._validation import check_dtype, warn

@@ -1,6 +1,7 @@
-"""What diagnostics refuse: the words name the argument, its rule and the way out."""
+"""What diagnostics refuse: the words name the argument, its rule and the way out.
 
-import math
+Numbers, types and functions are in ``tests/test_validation.py``.
+"""
 
 import jax
 import numpy as np
@@ -9,61 +10,43 @@ import pytest
 
 import optax_lossscale as ls
 
-X, MANY = [np.ones(2)], np.ones(2)
+GRADS = [np.ones(2)]
 OF_MEMBERS = ls.GradientReport(*[[np.ones(3)]] * 8)
 report, suggest = ls.gradient_report, ls.suggest_loss_scale
 check, show = ls.check_loss_scale, ls.format_report
 # What each of them accepts.
 ACCEPTED = {
-    **dict.fromkeys((report, suggest), {"grads": X}),
+    **dict.fromkeys((report, suggest), {"grads": GRADS}),
     check: {"state": ls.DynamicLossScale().init()},
-    show: {"report": report(X)},
+    show: {"report": report(GRADS)},
 }
-GRADS = [
-    ("grads", {"a": np.arange(3)}, "must hold floating-point gradients, got {'a'"),
-    ("grads", {"a": [1.0, "b"]}, r"must hold only arrays, got 'b' at \['a'\]\[1\]"),
-    *(("dtype", x, "must be a floating-point type") for x in ("int8", "float17", None)),
+OF_GRADS = [
+    ({"a": np.arange(3)}, "must hold floating-point gradients, got {'a'"),
+    ({"a": [1.0, "b"]}, r"must hold only arrays, got 'b' at \['a'\]\[1\]"),
 ]
 REFUSED = [
-    *((function, *row) for function in (report, suggest) for row in GRADS),
-    *(
-        (report, "loss_scale", x, "must be a number from 2")
-        for x in (0, math.inf, True, MANY, np.array(True))
-    ),
-    (report, "axis_name", "data", "must name an axis of the surrounding"),
-    (suggest, "min_scale", 0, "must be a number from "),
-    (suggest, "max_scale", 2.0**127, "must be a number from "),
-    (suggest, "headroom", -1, "must be a number from "),
-    (suggest, "headroom", "3", "must be a number from "),
+    *((x, "grads", *row) for x in (report, suggest, check) for row in OF_GRADS),
+    *((x, "axis_name", "z", "must name an axis of the surr") for x in (report, check)),
     (suggest, "min_scale", 2.0**25, "must not exceed `max_scale`"),
     (show, "report", {}, "must be a GradientReport"),
     (show, "report", OF_MEMBERS, "must hold one number in each leaf.* ensemble"),
-    (show, "limit", 0, "must be a whole number from 1"),
-    (check, "max_consecutive_skips", -1, "must be a whole number from 0"),
-    (check, "every", 0, "must be a whole number from 1"),
     (check, "state", optax.EmptyState(), "must be what the `init"),
-    (check, "grads", "gradients", "must hold only arrays"),
-    (check, "grads", np.arange(3), "must hold floating-point gradients"),
-    (check, "value", MANY, "must be .* the unscaled loss, which `value_and"),
-    (check, "axis_name", "z", "must name an axis of the surrounding"),
-    (check, "on_error", "print", "must be a function"),
 ]
 
 
 @pytest.mark.parametrize(("function", "name", "value", "words"), REFUSED)
 def test_diagnostics_refuse_what_they_cannot_use(function, name, value, words):
-    with pytest.raises((TypeError, ValueError), match=f"`{name}` {words}"):
+    with pytest.raises(ValueError, match=f"`{name}` {words}"):
         function(**ACCEPTED[function] | {name: value})
 
 
 TRACED = [
-    *((suggest, x, 1.0) for x in ("min_scale", "max_scale", "headroom")),
-    (show, "report", report(X)),
+    *((suggest, x, 1.0, "") for x in ("min_scale", "max_scale", "headroom")),
+    (show, "report", report(GRADS), "Return it from the compiled function"),
 ]
 
 
-@pytest.mark.parametrize(("function", "name", "value"), TRACED)
-def test_diagnostics_refuse_traced_values(function, name, value):
-    way_out = "Return it from the compiled function" if function is show else ""
+@pytest.mark.parametrize(("function", "name", "value", "way_out"), TRACED)
+def test_diagnostics_refuse_traced_values(function, name, value, way_out):
     with pytest.raises(ValueError, match=f"`{name}` .*a traced value.*{way_out}"):
         jax.eval_shape(lambda x: function(**ACCEPTED[function] | {name: x}), value)

@@ -29,15 +29,6 @@ ONE, NAN, BAD = np.float32(1.0), np.float32(np.nan), np.float32([100.0, np.nan])
 COUNTED, FIRST_CLASS = np.int32(-100), np.float32(np.arange(8) == 0)
 
 
-def half(x):
-    return x.astype(jnp.float16)
-
-
-def mean_square(w, x):
-    """Of a layer in float16. The rest is float32."""
-    return jnp.mean(jnp.float32(half(x) @ half(w)) ** 2)
-
-
 def label_loss(w, label):
     loss = optax.softmax_cross_entropy_with_integer_labels
     return loss(X @ w, jnp.full(64, label)).mean()
@@ -48,8 +39,9 @@ def masked_classes(w, weights):
     return -jnp.mean(weights * logs)
 
 
+half = jnp.float16
 LOSSES = {
-    "float16": mean_square,
+    "float16": lambda w, x: jnp.mean(jnp.float32(half(x) @ half(w)) ** 2),
     "float32": lambda w, x: jnp.mean((x @ w) ** 2),
     "float16 loss": lambda w, x: jnp.mean(jnp.float32(jnp.square(half(w)))),
     "sum": lambda w, x: 1e9 * jnp.sum(jnp.float32(half(x) @ half(w))),
@@ -73,60 +65,63 @@ def stopped(rule):
     return jax.tree.map(lambda x: x[-1], run_rule(rule, [False] * 3))
 
 
-# A loss, its parameters and batch, the rule, and the cause that the message names.
-FAULTS = [
-    ("float16", W, X * NAN, DEFAULT, DATA),
-    ("float16", 1e6 * W, X, DEFAULT, FORWARD),
-    ("mean", W, NO_ROW, DEFAULT, EMPTY),
-    ("label", W, COUNTED, DEFAULT, LABEL),
-    ("classes", W, FIRST_CLASS, DEFAULT, "a mask multiplies inf by 0"),
-    ("float16 loss", 300 * W, X, ls.DynamicLossScale(1.0), LOSS),
-    ("sum", W, X, ls.DynamicLossScale(1.0, min_scale=1.0), LOW),
-    ("sum", W, X, ls.DynamicLossScale(2.0**-14), LOW),
-    ("float16", W, X, ls.FixedLossScale(2.0**24), HIGH),
-    ("norm", 0 * W, X, DEFAULT, DERIVATIVE),  # NaN
-    ("root", 0 * W, X, DEFAULT, DERIVATIVE),  # inf
+FAULTS = {
+    "NaN in the batch": ("float16", W, X * NAN, DEFAULT, DATA),
+    "large activations": ("float16", 1e6 * W, X, DEFAULT, FORWARD),
+    "mean over nothing": ("mean", W, NO_ROW, DEFAULT, EMPTY),
+    "label out of range": ("label", W, COUNTED, DEFAULT, LABEL),
+    "inf times 0": ("classes", W, FIRST_CLASS, DEFAULT, "a mask multiplies inf by 0"),
+    "large float16 loss": ("float16 loss", 300 * W, X, ls.DynamicLossScale(1.0), LOSS),
+    "sum": ("sum", W, X, ls.DynamicLossScale(1.0, min_scale=1.0), LOW),
+    "sum, scale below 1": ("sum", W, X, ls.DynamicLossScale(2.0**-14), LOW),
+    "high scale": ("float16", W, X, ls.FixedLossScale(2.0**24), HIGH),
+    "norm of 0, NaN": ("norm", 0 * W, X, DEFAULT, DERIVATIVE),
+    "root of 0, inf": ("root", 0 * W, X, DEFAULT, DERIVATIVE),
     # Without a scale, no scale and no float16 is to blame.
-    ("float32", W, X * NAN, UNIT, DATA),
-    ("float32", 1e30 * W, X, UNIT, "training diverges (clip"),
-    ("mean", W, NO_ROW, UNIT, EMPTY),
-    ("label", W, COUNTED, UNIT, LABEL),
-    ("root", 0 * W, X, UNIT, DERIVATIVE),
-]
+    "unscaled, NaN in the batch": ("float32", W, X * NAN, UNIT, DATA),
+    "unscaled, divergence": ("float32", 1e30 * W, X, UNIT, "training diverges (clip"),
+    "unscaled, mean over nothing": ("mean", W, NO_ROW, UNIT, EMPTY),
+    "unscaled, label out of range": ("label", W, COUNTED, UNIT, LABEL),
+    "unscaled, root of 0": ("root", 0 * W, X, UNIT, DERIVATIVE),
+}
 
 
-@pytest.mark.parametrize(("loss", "w", "x", "rule", "cause"), FAULTS)
+@pytest.mark.parametrize(
+    ("loss", "w", "x", "rule", "cause"), FAULTS.values(), ids=FAULTS
+)
 def test_message_names_the_fault_of_the_loss(loss, w, x, rule, cause):
     state = stopped(rule)
     value, grads = jax.jit(ls.value_and_grad(LOSSES[loss], state))(w, x)
     text = message(state, grads=grads, value=value)
     assert cause in text
-    # A text is about the loss and the gradients that there are.
+    # Only finite gradients put the blame on the loss itself.
     assert (LOSS in text) == (rule is not UNIT and bool(ls.all_finite(grads)))
 
 
-STOPPED = stopped(DEFAULT)
+STOPPED, APPLIED = stopped(DEFAULT), {"consecutive_skips": 0}
 SHARE = {"consecutive_skips": 1, "skip_rate": np.float32(0.3)}
-ROW = "The last 3 steps were all skipped, more than `max_consecutive_skips`=2. Loss "
-ROW += "scale: 4096. Skipped in all: 3. Likely causes: "
-SHARES = "Recently, 30% of the steps were skipped. Loss scale: 4096. Skipped in all: 3."
+NUMBERS = " Loss scale: 4096. Skipped in all: 3. Likely causes: "
+ROW = (
+    "The last 3 steps were all skipped, more than `max_consecutive_skips`=2." + NUMBERS
+)
+SHARES = "Recently, 30% of the steps were skipped." + NUMBERS
 MEMBERS = {"consecutive_skips": [[0, 4], [7, 1]], "loss_scale": [[1, 2], [4, 8]]}
 MEMBER = "The last 4 steps of member 0, 1 were all skipped, more than"
-GOING = {"consecutive_skips": 0}
-UNSCALED = GOING | {"loss_scale": 1, "is_fixed": True}
+UNSCALED = APPLIED | {"loss_scale": 1, "is_fixed": True}
 OFTEN = UNSCALED | {"skip_rate": 0.06, "skipped_steps": 61}
 ZEROS = ["All gradients are exactly 0. Likely", "does not reach", "no label of the"]
+# What differs in the state; what is known; the words, in their order.
 KNOWN = [
-    # What differs in the state; what is known; the words, in their order.
     ({}, {}, [ROW + DATA, FORWARD, OVERFLOW, MORE]),
     ({}, {"grads": BAD}, [ROW + DATA, FORWARD, OVERFLOW, MORE]),
     ({}, {"value": ONE}, [ROW + HIGH, DERIVATIVE, OLD_STATE, LAYER]),
     ({}, {"value": NAN}, [ROW + DATA, FORWARD, EMPTY]),
     ({}, {"grads": ONE}, [ROW + "the `value` that `update` got", WRONG_WAY, CHECKED]),
-    (SHARE, {}, [SHARES, BATCHES, FORWARD, "raise `growth_interval`"]),
+    (SHARE, {}, [SHARES + BATCHES, FORWARD, "raise `growth_interval`"]),
     (MEMBERS, {}, [MEMBER, " Loss scale: 2. Skipped in all: 3. ", DATA]),
     ({"loss_scale": NAN}, {}, ["The loss scale is not a", "was restored", "set a"]),
-    (GOING, {"grads": 0 * ONE}, [*ZEROS, "the count that a mean", "scale is too low"]),
+    (APPLIED, {"grads": BAD}, ["The gradients are not finite, but", "out, by an `if`"]),
+    (APPLIED, {"grads": 0 * ONE}, [*ZEROS, "count that a mean", "scale is too low"]),
     (UNSCALED, {"grads": 0 * ONE}, [*ZEROS[:2], "no label of the batch counts. http"]),
     (OFTEN, {}, ["More than 5 %", BATCHES, f"{DERIVATIVE}. https"]),
 ]
@@ -166,7 +161,7 @@ def test_message_has_lines_of_80_columns_an_address_and_the_report():
 
 
 def test_every_text_leads_to_a_page_and_heading_that_exist():
-    """Those of the guard, and those of other warnings."""
+    """Also the texts of other warnings."""
     sources = [x.read_text() for x in (ROOT / "optax_lossscale").rglob("*.py")]
     places = re.findall(r'"([\w/]+\.md)(?:#([\w-]+))?"', "".join(sources))
     assert len(places) > 10

@@ -1,0 +1,1 @@
+"""Support of Flax and Haiku, for programs that import them: nothing here does."""
