@@ -21,10 +21,10 @@ def skip_nonfinite(
     ``with_loss_scaling(inner, FixedLossScale(1.0))``, with the same state.
 
     Put it outermost. Gradients are always checked, the loss only as ``value=loss`` in
-    ``update``: a label out of range gives a NaN loss and finite gradients. The optimizer does not see BatchNorm
-    statistics and averages of the parameters: keep those with `keep_if_applied`.
-    `check_loss_scale` raises if steps are skipped, with ``max_consecutive_skips=0`` at
-    the first one.
+    ``update``: a label out of range gives a NaN loss and finite gradients. The
+    optimizer does not see BatchNorm statistics and averages of the parameters: keep
+    those with `keep_if_applied`. `check_loss_scale` raises if steps are skipped, with
+    ``max_consecutive_skips=0`` at the first one.
 
     Args:
         inner: the optimizer, any Optax transformation.
