@@ -126,23 +126,22 @@ def check_loss_scale(
         (scale_state, kept, grads, value)
     )
 
-    def report() -> tuple[Any, dict[str, jax.Array]]:
-        """Return what an error shows of the gradients and of the optimizer state."""
+    def arrays() -> Any:
         scale = scale_state.loss_scale
-        table = None if grads is None else gradient_report(grads, loss_scale=scale)
-        return table, {name: all_finite(x) for name, x in kept.items()}
+        report = None if grads is None else gradient_report(grads, loss_scale=scale)
+        return report, jax.tree.map(all_finite, kept)
 
     inexact = list(filter(is_inexact, jax.tree.leaves(grads)))
     due = _is_due(scale_state, inexact, value, limit, every, eager)
     if eager:
         if (fetched := jax.device_get(due)).any():
-            handle(fetched, scale_state, *report(), value)
+            handle(fetched, scale_state, arrays(), value)
         return
     if axis_name is not None:
         due &= jax.lax.axis_index(axis_name) == 0
     jax.lax.cond(
         due.any(),
-        lambda: jax.debug.callback(handle, due, scale_state, *report(), value),
+        lambda: jax.debug.callback(handle, due, scale_state, arrays(), value),
         lambda: None,
     )
 

@@ -147,18 +147,14 @@ _ERRORS = {
 
 
 def message(
-    event: Event,
-    limit: int,
-    due: Any,
-    state: Any,
-    report: Any,
-    kept_finite: dict[str, Any],
-    value: Any,
+    event: Event, limit: int, due: Any, state: Any, arrays: Any, value: Any
 ) -> str:
     """Return what has happened, its causes, their page, and for an error the arrays.
 
+    ``arrays`` are a report of the gradients or None, and which of the state are finite.
     Lines have up to 80 columns. An address is longer, so it gets a line of its own.
     """
+    report, finite = arrays
     # In an ensemble, the first member for which the event is due.
     member = np.unravel_index(np.argmax(due), np.shape(due))
     named = f" of member {', '.join(map(str, member))}" if member else ""
@@ -176,10 +172,10 @@ def message(
         causes, page = said.unscaled_causes, said.unscaled_page
     texts = [*said.text.format(**fields).splitlines(), f"Likely causes: {causes}."]
     wrapper = textwrap.TextWrapper(80, break_on_hyphens=False, break_long_words=False)
-    bad = [name for name, flags in kept_finite.items() if not np.all(flags)]
+    bad = [name for name, flags in finite.items() if not np.all(flags)]
     if event not in WARNINGS and bad:
-        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
-        texts.append(f"Not finite in the optimizer state: {', '.join(bad[:5])}{more}.")
+        bad[5:] = [f"{len(bad) - 5} more"] if len(bad) > 5 else []
+        texts.append(f"Not finite in the optimizer state: {', '.join(bad)}.")
     texts = [*map(wrapper.fill, texts), f"{BOOK}{page}"]
     if event not in WARNINGS and report is not None:
         kinds = FINITE_KINDS if is_unscaled else ALL_KINDS
