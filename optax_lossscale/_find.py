@@ -16,16 +16,16 @@ def get_loss_scale_state(state: Any) -> LossScaleState:
     """Return the `LossScaleState` of an optimizer state, for example to log counters.
 
     Args:
-        state: what the ``init(params)`` of `with_loss_scaling` returned, a
-            `LossScaleState`, or an object whose ``opt_state`` is one of these, such as
-            Flax's ``TrainState`` and ``nnx.Optimizer``.
+        state: what the ``init(params)`` of `with_loss_scaling` or `skip_nonfinite`
+            returned, a `LossScaleState`, or an object whose ``opt_state`` is one of
+            these, such as Flax's ``TrainState`` and ``nnx.Optimizer``.
 
     Returns:
         The `LossScaleState`, with arrays on the device.
 
     Raises:
         ValueError: if ``state`` is anything else. It is not searched: a chain around
-            `with_loss_scaling` could change the updates of a skipped step.
+            the wrapper could change the updates of a skipped step.
 
     Examples:
         >>> import optax
@@ -66,9 +66,9 @@ def find_state(state: Any) -> WithLossScalingState | LossScaleState:
     if isinstance(found, _STATES):
         return found
     raise ValueError(
-        "`state` must be what the `init(params)` of `with_loss_scaling` returned, a "
-        "LossScaleState, or an object whose `opt_state` is one of these, got "
-        f"{describe(found)}. {_advice(found)}"
+        "`state` must be what the `init(params)` of `with_loss_scaling` or "
+        "`skip_nonfinite` returned, a LossScaleState, or an object whose `opt_state` "
+        f"is one of these, got {describe(found)}. {_advice(found)}"
     )
 
 
@@ -120,7 +120,7 @@ def _advice(found: Any) -> str:
             "checkpointer as the target, so that it has its types. Else put"
         )
     return (
-        f"{put} `with_loss_scaling` around the whole optimizer, as in "
-        "`with_loss_scaling(optax.chain(...))`. If a trainer adds `optax.MultiSteps`, "
+        f"{put} `with_loss_scaling` or `skip_nonfinite` around the whole optimizer, as "
+        "in `skip_nonfinite(optax.chain(...))`. If a trainer adds `optax.MultiSteps`, "
         "turn off its accumulation."
     )

@@ -72,8 +72,10 @@ SCALE = [
     lambda state: ls.scale_loss(1.0, state),
     lambda state: ls.unscale_grads(1.0, state),
 ]
-NO_STATE = r"be what the `init\(params\)` of `with_loss_scaling` returned"
-WRAP = "ut `with_loss_scaling` around the whole"
+# Users of either wrapper know only its own name.
+EITHER = "`with_loss_scaling` or `skip_nonfinite`"
+NO_STATE = rf"be what the `init\(params\)` of {EITHER} returned"
+WRAP = f"ut {EITHER} around the whole"
 RESTORE = r"pass `init\(params\)` to the checkpointer as the target"
 RESTORED = {"scale_state": {"loss_scale": 1.0}, "inner_state": []}
 # Beside or around the scale, even where the state is empty, updates might change.

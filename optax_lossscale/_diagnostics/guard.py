@@ -10,7 +10,7 @@ import numpy as np
 
 from .._axes import AxisName, check_axis_name
 from .._dtypes import is_inexact
-from .._find import get_loss_scale_state
+from .._find import find_state, get_loss_scale_state
 from .._finite import all_finite, none_is_true
 from .._state import MOST_COUNTED_SKIPS, LossScaleState
 from .._validation import check_count, check_function, check_scalar, is_traced, warn
@@ -70,7 +70,8 @@ def check_loss_scale(
     - if ``grads`` are all exactly 0, but ``value`` is not.
 
     Args:
-        state: the optimizer state after the update, as for `get_loss_scale_state`.
+        state: the optimizer state after the update, as for `get_loss_scale_state`. An
+            error names its arrays that are not finite.
         max_consecutive_skips: how many steps in a row may be skipped; with 0, the first
             skip is an error.
         every: the number of skipped steps between two errors, 1 or more.
@@ -119,23 +120,28 @@ def check_loss_scale(
         check_axis_name(axis_name)
     eager = not is_traced((state, grads, value))
     handle = functools.partial(_raise_or_warn, limit, on_error)
-    scale_state, grads, value = jax.lax.stop_gradient((scale_state, grads, value))
+    leaves = jax.tree_util.tree_leaves_with_path(find_state(state))
+    kept = {jax.tree_util.keystr(path): x for path, x in leaves if is_inexact(x)}
+    scale_state, kept, grads, value = jax.lax.stop_gradient(
+        (scale_state, kept, grads, value)
+    )
 
-    def report() -> Any:
+    def arrays() -> Any:
         scale = scale_state.loss_scale
-        return None if grads is None else gradient_report(grads, loss_scale=scale)
+        report = None if grads is None else gradient_report(grads, loss_scale=scale)
+        return report, jax.tree.map(all_finite, kept)
 
     inexact = list(filter(is_inexact, jax.tree.leaves(grads)))
     due = _is_due(scale_state, inexact, value, limit, every, eager)
     if eager:
         if (fetched := jax.device_get(due)).any():
-            handle(fetched, scale_state, report(), value)
+            handle(fetched, scale_state, arrays(), value)
         return
     if axis_name is not None:
         due &= jax.lax.axis_index(axis_name) == 0
     jax.lax.cond(
         due.any(),
-        lambda: jax.debug.callback(handle, due, scale_state, report(), value),
+        lambda: jax.debug.callback(handle, due, scale_state, arrays(), value),
         lambda: None,
     )
 

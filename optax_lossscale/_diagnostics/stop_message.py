@@ -81,11 +81,18 @@ _GRADS_NOT_FINITE_AT_LOW_SCALE = (
     "troubleshooting.md#the-scale-falls-to-1",
     f"{_DERIVATIVE}; or {_DIVERGES}",
 )
+_OPTIMIZER = (
+    "with `check_updates=True`, the optimizer turns finite gradients into NaN or inf "
+    "(its state or a learning rate is not finite, or it squares gradients above 1e19)"
+)
+_FLAG = "`grads_finite` is the wrong way round, as `found_inf` of other systems is"
 _GRADS_FINITE = (
-    "the `value` that `update` got is not finite; its `grads_finite` is the wrong way "
-    "round, as `found_inf` of other systems is; or, with `check_updates=True`, the "
-    "optimizer turns finite gradients into NaN or inf",
+    f"the `value` that `update` got is not finite; its {_FLAG}; or, {_OPTIMIZER}",
     "guides/wrappers.md#what-else-can-skip-a-step",
+)
+_ALL_FINITE = (
+    f"{_OPTIMIZER}; or {_FLAG}",
+    "start/guarantees.md#what-is-guaranteed",
 )
 _SOME_STEPS = (
     f"some batches hold NaN, inf or no label; in the forward pass of some, {_FORWARD}; "
@@ -140,12 +147,14 @@ _ERRORS = {
 
 
 def message(
-    event: Event, limit: int, due: Any, state: Any, report: Any, value: Any
+    event: Event, limit: int, due: Any, state: Any, arrays: Any, value: Any
 ) -> str:
-    """Return what has happened, its causes, their page, and for an error the report.
+    """Return what has happened, its causes, their page, and for an error the arrays.
 
+    ``arrays`` are a report of the gradients or None, and which of the state are finite.
     Lines have up to 80 columns. An address is longer, so it gets a line of its own.
     """
+    report, finite = arrays
     # In an ensemble, the first member for which the event is due.
     member = np.unravel_index(np.argmax(due), np.shape(due))
     named = f" of member {', '.join(map(str, member))}" if member else ""
@@ -163,6 +172,10 @@ def message(
         causes, page = said.unscaled_causes, said.unscaled_page
     texts = [*said.text.format(**fields).splitlines(), f"Likely causes: {causes}."]
     wrapper = textwrap.TextWrapper(80, break_on_hyphens=False, break_long_words=False)
+    bad = [name for name, flags in finite.items() if not np.all(flags)]
+    if event not in WARNINGS and bad:
+        bad[5:] = [f"{len(bad) - 5} more"] if len(bad) > 5 else []
+        texts.append(f"Not finite in the optimizer state: {', '.join(bad)}.")
     texts = [*map(wrapper.fill, texts), f"{BOOK}{page}"]
     if event not in WARNINGS and report is not None:
         kinds = FINITE_KINDS if is_unscaled else ALL_KINDS
@@ -178,7 +191,7 @@ def _causes_of_skips(state: Any, report: Any, value: Any) -> tuple[str, ...]:
     if value is not None and not np.isfinite(float(value)):
         return _ONLY_LOSS_NOT_FINITE if grads_finite else _LOSS_NOT_FINITE
     if grads_finite:
-        return _GRADS_FINITE
+        return _GRADS_FINITE if value is None else _ALL_FINITE
     if value is None:
         return _LOSS_UNKNOWN
     is_low = state.loss_scale <= 1

@@ -79,8 +79,7 @@ def with_kept_types(
             raise ValueError(
                 "`inner` must keep the structure and the shapes of its state, but "
                 f"returns {new} at {path}, where it was given {old}. Give it its final "
-                "shape in `init`. `optax.monitor` never has one: chain it outside "
-                "`with_loss_scaling`."
+                "shape in `init`. `optax.monitor` never has one: chain it outside."
             )
         _check_types(new_state, state)
         if has_narrow and same_structure(new_updates, updates):

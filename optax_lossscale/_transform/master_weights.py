@@ -172,8 +172,8 @@ def warn_of_float16(params: optax.Params, inner_state: optax.OptState) -> None:
         f"{len(paths)} of {len(leaves)} parameters are float16"
         f"{f', the first one at {where}' if where else ''}, and the optimizer has no "
         "`with_master_weights`. Updates smaller than a 4,000th of a weight are lost. "
-        "Keep the parameters in float32 and cast them inside the loss, or wrap the "
-        "optimizer: `with_loss_scaling(with_master_weights(inner))`.",
+        "Keep the parameters in float32 and cast them inside the loss, or put "
+        "`with_master_weights` directly around the optimizer.",
         "guides/float16_parameters.md",
     )
 

@@ -14,23 +14,24 @@ def skip_nonfinite(
     axis_name: AxisName | None = None,
     check_updates: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Skip steps whose gradients are not finite, in bfloat16 and float32.
+    """Skip steps whose gradients or loss are not finite, in bfloat16 and float32.
 
     Nothing is scaled, and ``jax.value_and_grad`` stays. A skipped step is counted, and
     leaves the parameters and the state of ``inner`` as they were, bit for bit. It is
     ``with_loss_scaling(inner, FixedLossScale(1.0))``, with the same state.
 
-    Put it outermost. A label out of range gives a NaN loss and finite gradients: only
-    ``value=loss`` in ``update`` shows it. The optimizer does not see BatchNorm
-    statistics and averages of the parameters: keep those with `keep_if_applied`.
-    `check_loss_scale` raises if steps are skipped, with ``max_consecutive_skips=0`` at
-    the first one.
+    Put it outermost. Gradients are always checked, the loss only as ``value=loss`` in
+    ``update``: a label out of range gives a NaN loss and finite gradients. The
+    optimizer does not see BatchNorm statistics and averages of the parameters: keep
+    those with `keep_if_applied`. `check_loss_scale` raises if steps are skipped, with
+    ``max_consecutive_skips=0`` at the first one.
 
     Args:
         inner: the optimizer, any Optax transformation.
         axis_name: as for `with_loss_scaling`.
         check_updates: whether to skip a step, too, if ``inner`` turns finite gradients
-            into NaN or inf, as for `with_loss_scaling`.
+            into NaN or inf, as for `with_loss_scaling`. By default they go into the
+            parameters.
 
     Returns:
         The transformation, with the state and the ``update`` of `with_loss_scaling`.

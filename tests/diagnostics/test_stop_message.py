@@ -117,6 +117,7 @@ KNOWN = [
     ({}, {"value": ONE}, [ROW + HIGH, DERIVATIVE, OLD_STATE, LAYER]),
     ({}, {"value": NAN}, [ROW + DATA, FORWARD, EMPTY]),
     ({}, {"grads": ONE}, [ROW + "the `value` that `update` got", WRONG_WAY, CHECKED]),
+    ({}, {"grads": ONE, "value": ONE}, [ROW + CHECKED, WRONG_WAY]),
     (SHARE, {}, [SHARES + BATCHES, FORWARD, "raise `growth_interval`"]),
     (MEMBERS, {}, [MEMBER, " Loss scale: 2. Skipped in all: 3. ", DATA]),
     ({"loss_scale": NAN}, {}, ["The loss scale is not a", "was restored", "set a"]),
@@ -134,6 +135,23 @@ def test_message_names_more_causes_if_less_is_known(numbers, known, words):
     text = message(ls.LossScaleState(*map(np.asarray, fields, types)), **known)
     places = [text.find(x) for x in words]
     assert places[0] == 0 and -1 not in places and places == sorted(places)
+
+
+def test_message_names_what_is_not_finite_in_the_optimizer_state():
+    tx = ls.skip_nonfinite(optax.adam(1e-3), check_updates=True)
+    params = {"b": jnp.ones(2), "w": jnp.ones(3)}
+    state, seen = tx.init(params), []
+    moments = state.inner_state[0]._replace(mu={**params, "b": params["b"] * jnp.nan})
+    state = state._replace(inner_state=(moments, *state.inner_state[1:]))
+    for _ in range(3):
+        _, state = tx.update(params, state, params, value=ONE)
+    known = {"grads": params, "value": ONE}
+    named = "Not finite in the optimizer state: .inner_state[0].mu['b']. https"
+    assert named in message(state, **known)
+    options = {"max_consecutive_skips": 2, "on_error": seen.append}
+    jax.jit(lambda x: ls.check_loss_scale(x, **options))(state)
+    jax.effects_barrier()
+    assert named in " ".join(str(*seen).splitlines())
 
 
 @pytest.mark.parametrize("numbers", [{}, SHARE], ids=["in a row", "share"])

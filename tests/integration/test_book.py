@@ -117,6 +117,8 @@ def figures_in_the_text():
     gpu = [numbers("what_it_costs", x)["adamw"][0] for x in ("H100 and", "H100,")]
     cpu = numbers("what_it_costs", "16.8 million")
     timed = cpu["whole step of a small transformer, float16"][0], cpu["adamw"][1]
+    checked = numbers("what_it_costs", "adamw, one update")
+    gpu.append(checked["memory traffic of the whole step above, H100"][1])
     yield "what_it_costs.md)", [*(100 * x - 100 for x in gpu), *timed]
 
     trained = numbers("start/do_i_need_it", "trained in")

@@ -226,6 +226,9 @@ def test_guard_skips_what_apply_if_finite_applies(inner, grads, loss):
 
         return jax.jit(jax.vmap(update, axis_name="d"))(np.float32(grads))
 
-    ours = ls.skip_nonfinite(inner, axis_name="d", check_updates=True)
-    assert not np.any(updates(ours, value=np.float32(loss)))
+    for check_updates in (False, True):
+        ours = ls.skip_nonfinite(inner, axis_name="d", check_updates=check_updates)
+        applied = np.any(updates(ours, value=np.float32(loss)))
+        assert applied == (inner is NAN and not check_updates)
+    assert "`check_updates=True` also skips NaN that the optimizer makes" in README
     assert np.any(updates(optax.apply_if_finite(inner, 5)))

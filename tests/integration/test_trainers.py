@@ -1,10 +1,8 @@
 """Trainers that differentiate the loss themselves, as the page on them says."""
 
-import functools
 import importlib.util
 import sys
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +11,7 @@ import pytest
 import stand_ins
 from asserts import assert_same_bits
 from book import PAGES, run_page
-from flax import jax_utils, nnx
-from flax.training.train_state import TrainState
+from flax import nnx
 from training import normal
 
 import optax_lossscale as ls
@@ -88,50 +85,6 @@ def test_closed_fit_trains_at_a_fixed_scale_and_skips(page):
     batches = [page["batch"]] * 3 + [bad(page["batch"])]
     _, state = page["fit"](START, page["fit_tx"], page["fit_loss"], batches)
     assert int(ls.get_loss_scale_state(state).skipped_steps) == 1
-
-
-class Norm(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(32, dtype=jnp.float16)(x)
-        x = nn.BatchNorm(use_running_average=False, axis_name="batch")(x)
-        return nn.Dense(1, dtype=jnp.float16)(nn.relu(x)).astype(jnp.float32)
-
-
-@functools.partial(jax.pmap, axis_name="batch")
-def pmap_step(state, stats, x, y):
-    """As of Flax's examples, with two lines changed."""
-
-    def loss_fn(params):
-        variables = {"params": params, "batch_stats": stats}
-        logits, new = state.apply_fn(variables, x, mutable=["batch_stats"])
-        loss = optax.sigmoid_binary_cross_entropy(logits, y).mean()
-        return loss, new["batch_stats"]
-
-    fun = ls.value_and_grad(loss_fn, state, has_aux=True)
-    (loss, new_stats), grads = fun(state.params)
-    state = state.apply_gradients(grads=jax.lax.pmean(grads, "batch"))
-    return state, ls.keep_if_applied(state, new_stats, stats), loss
-
-
-def test_pmap_keeps_synchronized_statistics_through_a_bad_batch(page):
-    def after(batches):
-        tx = ls.with_loss_scaling(optax.adam(1e-2))
-        net = Norm()
-        variables = net.init(jax.random.key(0), batches[0][0])
-        state = TrainState.create(apply_fn=net.apply, tx=tx, params=variables["params"])
-        run = jax_utils.replicate((state, variables["batch_stats"]))
-        for batch in batches:
-            shards = jax.tree.map(lambda a: a.reshape(8, -1, *a.shape[1:]), batch)
-            *run, _ = pmap_step(*run, *shards)
-        return run
-
-    good = page["batch"]
-    (ours, stats), (undisturbed, undisturbed_stats) = (
-        after(batches) for batches in ([good, bad(good), good], [good, good])
-    )
-    assert_same_bits((ours.params, stats), (undisturbed.params, undisturbed_stats))
-    assert np.all(ls.get_loss_scale_state(ours).loss_scale == 2.0**14)
 
 
 NAN_ROW, NAN_LOSS = "of the fifth device", "of its loss alone"

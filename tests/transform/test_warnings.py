@@ -32,7 +32,7 @@ NARROW = r"The true gradients are float16 at \['w'\], but the parameter is float
 ROUNDED = (
     r"rounds the state .* at \[0\].trace\['b'\], from float32 to float16.*cast the"
 )
-FLOAT16 = "2 of 2 parameters are float16, .*with_loss_scaling.with_master_weights"
+FLOAT16 = "2 of 2 parameters are float16, .*put `with_master_weights` directly around"
 
 
 def takes_all(updates, state, params=None, *, loss, values):

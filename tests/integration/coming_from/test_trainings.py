@@ -5,6 +5,7 @@ import re
 from typing import NamedTuple
 
 import equinox as eqx
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,8 +13,9 @@ import optax
 import pytest
 from asserts import assert_same_bits, kept, state_in
 from book import PAGES, code_blocks, page, run_blocks, run_page
-from flax import serialization
+from flax import jax_utils, serialization
 from flax.training import checkpoints
+from flax.training.dynamic_scale import DynamicScale
 
 import optax_lossscale as ls
 
@@ -159,6 +161,9 @@ def test_run_begun_there_goes_on_here(guide):
     scales = [rule.update(state.scale_state, x).loss_scale for x in (False, True)]
     assert scales[0] < ls.get_loss_scale(state) == 16384.0 < scales[1] == 32768.0
     assert_same_bits(state.inner_state, page.get("old_opt_state", state.inner_state))
+    if guide == "flax":
+        resumed, _ = page["train_step"](page["resumed"], page["x"][0])
+        assert resumed.step == page["old"].step + 1 and ls.was_applied(resumed)
     if guide == "megatron":
         weights = optax.tree.get(state, "master_weights")
         assert_same_bits(weights, page["params"])
@@ -187,6 +192,89 @@ def test_checkpoint_of_flax_is_restored_into_its_own_state(tmp_path):
     new = ours["state"].replace(opt_state=ours["state"].tx.init(old.params))
     reset = checkpoints.restore_checkpoint(tmp_path, new)
     assert_same_bits((reset.params, reset.opt_state), (old.params, new.opt_state))
+
+
+class Norm(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(32, dtype=jnp.float16)(x)
+        x = nn.BatchNorm(use_running_average=False, axis_name="batch")(x)
+        return nn.Dense(1, dtype=jnp.float16)(nn.relu(x)).astype(jnp.float32)
+
+
+def after_imagenet_steps(side, batches):
+    """The state on 8 devices after the lines of one side of the page's diff."""
+    (diff,) = code_blocks(GUIDES["flax"], "diff")
+    lines = "\n".join(x[1:] for x in diff.splitlines() if x[0] in f" {side}")
+    names = run("flax", "python theirs" if side == "-" else "python")
+
+    class State(names["TrainState"]):
+        batch_stats: dict
+
+    def step(state, x):
+        def loss_fn(params):
+            variables = {"params": params, "batch_stats": state.batch_stats}
+            out, new = state.apply_fn(variables, x, mutable=["batch_stats"])
+            return jnp.mean((out - x[:, :1]) ** 2), (new, out)
+
+        found = {**names, "state": state, "loss_fn": loss_fn}
+        return run_blocks([lines], "diff", found)["new_state"]
+
+    net, tx = Norm(), optax.adam(1e-2)
+    fields = net.init(jax.random.key(0), batches[0])
+    if side == "-":
+        fields["dynamic_scale"] = DynamicScale(scale=jnp.float32(2.0**15))
+    else:
+        tx = ls.with_loss_scaling(tx)
+    state = jax_utils.replicate(State.create(apply_fn=net.apply, tx=tx, **fields))
+    mapped = jax.pmap(step, axis_name="batch")
+    for batch in batches:
+        state = mapped(state, batch.reshape(8, -1, 8))
+    return state
+
+
+@slow
+def test_imagenet_program_of_flax_is_converted_line_by_line():
+    """A bad shard leaves weights, statistics and step as they were, on all devices."""
+    good = jnp.asarray(run("flax")["x"][0])
+    bad, both = good.at[-1, -1].set(jnp.inf), [good, good]
+    ours, undisturbed, theirs = (
+        after_imagenet_steps(side, batches)
+        for side, batches in (("+", [good, bad, good]), ("+", both), ("-", both))
+    )
+    for name in ("params", "batch_stats", "step"):
+        assert_same_bits(*(getattr(x, name) for x in (ours, undisturbed)))
+    ours, theirs = (x.params["Dense_0"]["kernel"] for x in (ours, theirs))
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+    assert len(np.unique(ours, axis=0)) == 1
+
+
+LOSS = "ls.value_and_grad(loss_fn, opt_state)(params, x)"
+SCALED = "(lambda *x: loss_fn(*x) * ls.get_loss_scale(opt_state),"
+DIVIDED = "grads = jax.tree.map(lambda x: x / ls.get_loss_scale(opt_state), grads)"
+SELECTED = "opt_state = ls.select(jnp.isfinite(loss), opt_state, old)"
+OLD_LINES = [
+    ("`scale`, `unscale`", "(loss_fn,", SCALED),
+    ("and a division of your own", "    updates", f"    {DIVIDED}\n    updates"),
+    ("`jmp.select_tree` of `opt_state`,", "    return", f"    {SELECTED}\n    return"),
+]
+
+
+@slow
+@pytest.mark.parametrize(("words", "line", "old_line"), OLD_LINES)
+def test_page_names_old_lines_that_harm_in_silence(words, line, old_line):
+    """Silence: warnings are errors here."""
+    (block, _), harmed = code_blocks(GUIDES["jmp"], "python"), []
+    head, step = block.split("@jax.jit\n")
+    step = f"@jax.jit\n{step}".replace("x):\n", "x):\n    old = opt_state\n", 1)
+    for lines in (step, step.replace(line, old_line, 1)):
+        names = run_blocks([head, lines], "jmp", {})
+        bad = np.full_like(names["x"][0], 1e6)
+        _, state, _ = names["train_step"](names["params"], names["opt_state"], bad)
+        harmed.append((names["losses"][-1], ls.get_loss_scale(state)))
+    right, wrong = harmed
+    assert not np.allclose(right, wrong, rtol=0.01)
+    assert words in GUIDES["jmp"]
 
 
 def test_gradients_are_sent_in_float16_while_they_are_scaled():
