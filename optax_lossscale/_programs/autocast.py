@@ -53,8 +53,8 @@ def autocast(
     why the loss needs a scale. Sums, norms, softmax, exponentials, lookups and losses
     stay in float32.
 
-    A matrix product, also one times a vector, sums 8 numbers or more for each element
-    of its result. These are left as they are:
+    A product counts as a matrix product, also one times a vector, if each element of
+    its result sums 8 numbers or more. These are left as they are:
 
     - sums of products as in ``jnp.vdot``, outer and elementwise products, and products
       that sum fewer numbers, such as rotations: no matrix unit computes them;
@@ -66,11 +66,9 @@ def autocast(
       ``jax.custom_vjp``, ``jax.custom_batching.custom_vmap``, Pallas). Put `autocast`
       inside of these, as in ``scale_backward(autocast(fun), scale)``.
 
-    The body of a ``scan`` keeps, for its backward pass, the float16 results of products
-    instead of float32 ones. Which elementwise functions, reshapes and reductions are
-    computed again from these is counted for each body, so that it keeps the fewest
-    bytes. JAX alone decides in a body with a ``jax.checkpoint``, a ``while`` loop,
-    complex numbers, or an effect such as ``jax.debug.print``.
+    In a ``scan``, it computes cheap operations again in the backward pass where that
+    keeps fewer bytes. JAX alone decides in a body with a ``jax.checkpoint``, a
+    ``while`` loop, complex numbers, or an effect such as ``jax.debug.print``.
 
     Args:
         fun: a function of pytrees, traced as under ``jax.jit``. It must not change its
@@ -106,11 +104,11 @@ def autocast(
         `torch.autocast <https://docs.pytorch.org/docs/stable/amp.html>`_, which casts
         more: there, float16 flows on through additions and activations
     """
-    advice = "Pass it as in `autocast(loss_fn)(params, batch)`. It is no context: "
-    advice += (
-        '`with jax.default_matmul_precision("highest"):` keeps a part in float32. '
+    advice = (
+        "Pass it as in `autocast(loss_fn)(params, batch)`. It is not a context "
+        'manager: `with jax.default_matmul_precision("highest"):` keeps a part in '
+        "float32. A decorator with options is `functools.partial(autocast, dtype=...)`."
     )
-    advice += "A decorator with options is `functools.partial(autocast, dtype=...)`."
     check_function("fun", fun, advice)
     name = check_dtype("dtype", dtype)
     if name not in ("float16", "bfloat16"):

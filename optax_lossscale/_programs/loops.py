@@ -1,14 +1,13 @@
 """Choose what the body of a ``scan`` keeps for its backward pass, by counting bytes.
 
-JAX keeps what the derivative of each operation needs. Behind a float16 product that is
-float32, although it can be computed again from the float16 result. A ``jax.checkpoint``
-with a policy says which operations are computed again. JAX is asked once what it would
-keep without one. How much of that a policy leaves can be read from its program.
+JAX keeps what the derivative of each operation needs. After a float16 product, that is
+float32, which could be computed again from the float16 result. A ``jax.checkpoint``
+with a policy says which operations are computed again. JAX is asked once what a body
+keeps without one. The program that computes it shows what any policy would keep.
 """
 
 import dataclasses
 import functools
-import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -72,8 +71,8 @@ def with_least_kept(body: Any, inputs: Origins, constants: int, length: int) -> 
     casts = frozenset({"convert_element_type"})
     ways = [(casts, _bytes(needed, casts))]
     names = operations(body)
-    # On a CPU, XLA before jaxlib 0.12 may overwrite the factors of a recomputed product
-    # of many numbers before it has read them.
+    # On a CPU, XLA up to jaxlib 0.11.0 may write the derivative of a product of many
+    # numbers over its factors before it has read them, mostly if these are recomputed.
     if "reduce_prod" not in names:
         cheap = ELEMENTWISE | RESHAPES
         if names & MAXIMA:
@@ -187,15 +186,13 @@ def _kept(program: Any, differentiated: Sequence[bool]) -> Any:
     if not isinstance(program, ClosedJaxpr):
         program = ClosedJaxpr(program, [])
 
-    def pullback(*inputs: jax.Array) -> Any:
-        def run(*moving: jax.Array) -> Any:
-            rest, pairs = iter(moving), zip(inputs, differentiated, strict=True)
-            return jaxpr_as_fun(program)(*(next(rest) if y else x for x, y in pairs))
-
-        return jax.vjp(run, *itertools.compress(inputs, differentiated))[1]
+    def run(*inputs: jax.Array) -> Any:
+        pairs = zip(inputs, differentiated, strict=True)
+        inputs = tuple(x if y else jax.lax.stop_gradient(x) for x, y in pairs)
+        return jaxpr_as_fun(program)(*inputs)
 
     inputs = [zeros_like_aval(x.aval) for x in jaxpr_of(program).invars]
-    return jax.make_jaxpr(pullback)(*inputs)
+    return jax.make_jaxpr(lambda *inputs: jax.vjp(run, *inputs)[1])(*inputs)
 
 
 def _values(program: Any, inputs: list[_Value], times: int) -> list[_Value]:
@@ -209,28 +206,21 @@ def _outputs(eqn: JaxprEqn, inputs: list[_Value], times: int) -> list[_Value]:
     programs = programs_in(eqn.params)
     match eqn.primitive.name:
         case "scan":
-            return _outputs_of_scan(eqn.params, inputs, times)
+            consts, start, xs = inputs_of_scan(eqn.params, inputs)
+            carry = [_Value(operands=[x]) for x in start]
+            times *= eqn.params["length"]
+            outputs = _values(programs[0], [*consts, *carry, *xs], times)
+            for x, following in zip(carry, outputs, strict=False):
+                x.operands.append(following)
+            return outputs
         case "cond":
             index, *inputs = inputs
             branches = [_values(x, inputs, times) for x in programs]
             return [_Value(operands=[index, *xs]) for xs in zip(*branches, strict=True)]
         case name if name in ONE_PROGRAM:
-            [program] = programs
-            return _values(program, inputs, times)
+            return _values(programs[0], inputs, times)
     primitives = _primitives(eqn.primitive, eqn.params)
     return [_Value(_size(x, times), primitives, inputs) for x in eqn.outvars]
-
-
-def _outputs_of_scan(
-    params: dict[str, Any], inputs: list[_Value], times: int
-) -> list[_Value]:
-    consts, start, xs = inputs_of_scan(params, inputs)
-    carry = [_Value(operands=[x]) for x in start]
-    inputs = [*consts, *carry, *xs]
-    outputs = _values(params["jaxpr"], inputs, times * params["length"])
-    for x, following in zip(carry, outputs, strict=False):
-        x.operands.append(following)
-    return outputs
 
 
 def _reachable(values: _Values, following: Callable[[_Value], _Values]) -> _Values:

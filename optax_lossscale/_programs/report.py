@@ -21,7 +21,6 @@ from .products import Left, is_looked_into, reason_inside, reason_to_leave
 from .rewrite import evaluate_with_nan, replace, with_eqns, with_programs
 from .traced_call import traced_call
 
-_NO_LINE = "?"
 # Code that is not the user's. jax may be installed in any folder.
 _LIBRARIES = (sysconfig.get_path("stdlib"), os.path.dirname(jax.__file__))
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
@@ -241,7 +240,7 @@ def _noting(
 def _user_line(eqn: JaxprEqn) -> str:
     """Return the file, the line and the function of the user that an equation is from.
 
-    It is the innermost line outside of installed packages.
+    It is the innermost line outside of installed packages, or "?".
     """
     traceback: Any = eqn.source_info.traceback
     for frame in traceback.frames if traceback else ():
@@ -253,4 +252,4 @@ def _user_line(eqn: JaxprEqn) -> str:
             file = os.path.basename(frame.file_name)
             function = frame.function_name.rpartition("<locals>.")[2]
             return f"{file}:{frame.line_num} ({function})"
-    return _NO_LINE
+    return "?"

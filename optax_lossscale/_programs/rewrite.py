@@ -120,7 +120,7 @@ def check_axes(jaxpr: Jaxpr, axis_name: AxisName | None) -> None:
             "`axis_name` must name every mapped axis that `fun` or its gradient uses, "
             f"here {sorted(axes, key=str)}, got {axis_name!r}. Otherwise "
             "gradients at different scales are summed, or some devices wait for others "
-            "forever. Add the axis. It is also needed if all devices share parameters."
+            "forever. Add the axis, even if all devices have the same parameters."
         )
 
 
@@ -151,7 +151,7 @@ def with_eqns(
 ) -> Any:
     """Replace each equation by those that ``change`` returns, and append inputs.
 
-    They may have effects of debugging.
+    The new equations may have debugging effects.
     """
     jaxpr = jaxpr_of(program)
     eqns = [*itertools.chain.from_iterable(map(change, jaxpr.eqns))]

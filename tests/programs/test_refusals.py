@@ -33,7 +33,7 @@ def traced(call):
 
 
 report = ls.autocast_report
-CONTEXT = "must be a function, got None.* It is no context: .*functools.partial"
+CONTEXT = "must be a function, got None.* It is not a context .*functools.partial"
 TYPE_ERRORS = [
     ("`fun` must be a function, got 1", lambda: ls.autocast(1)),
     (CONTEXT, lambda: ls.autocast()),
