@@ -119,7 +119,13 @@ def figures_in_the_text():
     timed = cpu["whole step of a small transformer, float16"][0], cpu["adamw"][1]
     checked = numbers("what_it_costs", "adamw, one update")
     gpu.append(checked["memory traffic of the whole step above, H100"][1])
-    yield "what_it_costs.md)", [*(100 * x - 100 for x in gpu), *timed]
+    steps = numbers("what_it_costs", "H200, time")
+    gpu = [*(100 * x - 100 for x in gpu), *timed]
+    yield "what_it_costs.md)", [*gpu, *steps["whole step of the transformer below"][:2]]
+
+    steps = numbers("start/casts", "H200, program")
+    loop, scan = (steps[f"float16, {x}"][-1] for x in ("Python loop", "scan"))
+    yield "#timed-on-an-h200)", [loop, scan]
 
     trained = numbers("start/do_i_need_it", "trained in")
     loss, _, flushed = trained["float16, no scale"]
