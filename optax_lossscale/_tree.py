@@ -23,8 +23,7 @@ def select(pred: jax.typing.ArrayLike, on_true: Any, on_false: Any) -> Any:
     Args:
         pred: one boolean, such as the result of `all_finite`.
         on_true: any pytree. Arrays, typed PRNG keys and numbers that differ are
-            selected. Equal numbers, flags, functions and strings are returned as they
-            are, so Equinox modules may be given.
+            selected. Other leaves, such as functions, are returned unchanged.
         on_false: a pytree of the same structure and shapes.
 
     Returns:

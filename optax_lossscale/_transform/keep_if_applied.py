@@ -9,7 +9,7 @@ import numpy as np
 
 from .._axes import AxisName, all_along
 from .._dtypes import is_inexact
-from .._find import get_loss_scale_state, raw_scale_state
+from .._find import get_loss_scale_state
 from .._finite import all_finite
 from .._flax_internals.nnx_objects import is_object, leaves_with_objects
 from .._state import LossScaleState, check_state
@@ -40,26 +40,25 @@ def was_applied(state: Any) -> jax.Array:
 def keep_if_applied(
     state: Any, new: Any, old: Any, *, axis_name: AxisName | None = None
 ) -> Any:
-    """Return ``old`` after a skipped step, else each leaf of ``new`` that is finite.
+    """Return ``old`` after a skipped step, else every leaf of ``new`` that is finite.
 
     Args:
         state: the optimizer state that ``update`` returned, as for
             `get_loss_scale_state`. That before ``update`` tells of the previous step.
         new: what the optimizer does not protect, such as BatchNorm statistics, counters
             and PRNG keys, after the step; any pytree, as for `select`. It may be the
-            whole of Flax's ``TrainState`` or of an Equinox module.
+            whole of Flax's ``TrainState``.
         old: the values before the step, shaped like ``new``.
         axis_name: the mapped axes, as for `all_finite`.
 
     Returns:
-        A tree like ``new``. A leaf with a new NaN or inf stays the old one. Elements
-        that were not finite in ``old``, such as a minimum that starts at inf, are not
-        checked. A `LossScaleState` always comes from ``new``; otherwise the scale that
-        overflowed would return.
+        In an applied step, a leaf where NaN or inf is new is that of ``old``, every
+        other leaf is that of ``new``. A `LossScaleState` always comes from ``new``;
+        otherwise the scale that overflowed would return.
 
     Raises:
-        ValueError: as `get_loss_scale_state`, `select` and `all_finite`, or if ``old``
-            holds the loss scale of ``state``, and so is the tree after the step.
+        ValueError: as `get_loss_scale_state`, `select` and `all_finite`, or if
+            ``state`` is in ``old``.
 
     Examples:
         >>> import optax_lossscale as ls
@@ -67,15 +66,17 @@ def keep_if_applied(
         >>> float(ls.keep_if_applied(skipped, 1.0, 0.0))
         0.0
     """
-    applied = check_state(get_loss_scale_state(state)).applied
-    _check_order(raw_scale_state(state), new, old)
+    scale_state = check_state(get_loss_scale_state(state))
+    _check_order(scale_state.skipped_steps, new, old)
     _warn_of_the_same(new, old)
     given, new, old = new, _without_scales(new), _without_scales(old)
+    applied = scale_state.applied
     flags = [applied]
     for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=False):
         # `select_each` raises for other shapes.
         is_checked = is_inexact(x) and np.shape(x) == np.shape(y)
-        flags.append(applied & _stays_finite(x, y) if is_checked else applied)
+        checked = _zero_where_old_is_not_finite(x, y) if is_checked else ()
+        flags.append(applied & all_finite(checked))
     # One collective for all leaves.
     _, *flags = all_along(jnp.stack(flags), axis_name)
     kept = select_each(iter(flags), new, old)
@@ -84,15 +85,10 @@ def keep_if_applied(
     )
 
 
-def _check_order(scale_state: LossScaleState, new: Any, old: Any) -> None:
-    """Raise if the state after the step is in the old tree, and not in the new one."""
-
-    def holds_it(tree: Any) -> bool:
-        scales = filter(_is_scale, jax.tree.leaves(tree, is_leaf=_is_scale))
-        own = {*map(id, jax.tree.leaves(scale_state))}
-        return any({*map(id, jax.tree.leaves(scale))} == own for scale in scales)
-
-    if holds_it(old) and not holds_it(new):
+def _check_order(count: jax.Array, new: Any, old: Any) -> None:
+    """Raise if the count of the state is in the old tree, and not in the new one."""
+    holds = [any(x is count for x in jax.tree.leaves(tree)) for tree in (new, old)]
+    if holds == [False, True]:
         raise ValueError(
             "`new` must be the values after the step, and `old` those before it, got "
             "the loss scale of `state` in `old`. Pass the state that `update` "
@@ -102,20 +98,15 @@ def _check_order(scale_state: LossScaleState, new: Any, old: Any) -> None:
 
 def _warn_of_the_same(new: Any, old: Any) -> None:
     """Warn of variables of Flax NNX, which change in place, and of one whole tree."""
-    before = leaves_with_objects(old)
-    same = [
-        path
-        for path, x in leaves_with_objects(new).items()
-        if is_object(x) and x is before.get(path)
-    ]
-    if new is old and any(map(is_inexact, jax.tree.leaves(new))):
-        same.append("")
-    if same:
+    before, after = leaves_with_objects(old), leaves_with_objects(new)
+    same = [k for k, x in after.items() if is_object(x) and x is before.get(k)]
+    if same or new is old and any(map(is_inexact, after.values())):
+        place = same[0] if same else "the root"
         warn(
-            "`new` and `old` are the same object at "
-            f"{same[0] or 'the root'}, so a NaN in it would stay. If the step changes "
-            "it in place, as Flax NNX does, copy it before the step with "
-            "`jax.tree.map(jnp.copy, old)`. If it does not change it, leave it out."
+            f"`new` and `old` are the same object at {place}, "
+            "so a NaN in it would stay. If the step changes it in place, as Flax NNX "
+            "does, copy it before the step with `jax.tree.map(jnp.copy, old)`. If it "
+            "does not change it, leave it out."
         )
 
 
@@ -127,10 +118,6 @@ def _is_scale(x: Any) -> bool:
 
 def _without_scales(tree: Any) -> Any:
     return jax.tree.map(lambda x: None if _is_scale(x) else x, tree, is_leaf=_is_scale)
-
-
-def _stays_finite(new: Any, old: Any) -> jax.Array:
-    return all_finite(_zero_where_old_is_not_finite(new, old))
 
 
 # Compiled: a zero outside of a program would be transferred to the device.
