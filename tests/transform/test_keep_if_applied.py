@@ -66,16 +66,6 @@ def test_axis_decides_each_leaf_alike_with_one_collective(axis_name, means):
     assert str(program).count("pmin") == (axis_name is not None)
 
 
-class Net(eqx.Module):
-    linear: eqx.nn.Linear = eqx.nn.Linear(2, 2, key=KEYS[0])
-    dropout: eqx.nn.Dropout = eqx.nn.Dropout(0.5)
-    activation: object = jax.nn.relu
-    name: str = "net"
-
-    def __call__(self, x):
-        return self.dropout(self.activation(self.linear(x)), key=KEYS[1])
-
-
 @pytest.mark.parametrize(
     "choose",
     [ls.keep_if_applied, lambda s, *trees: ls.select(ls.was_applied(s), *trees)],
@@ -85,13 +75,14 @@ def test_whole_equinox_module_trains_on(choose):
     @eqx.filter_jit
     def step(model, grads):
         new = jax.tree.map(lambda x: 2 * x if eqx.is_array(x) else x, model)
-        return choose(after(grads), new, model), model(GOOD)
+        return choose(after(grads), new, model), model(GOOD, key=KEYS[1])
 
-    model = Net()
+    linear, dropout = eqx.nn.Linear(2, 2, key=KEYS[0]), eqx.nn.Dropout(0.5)
+    model = eqx.nn.Sequential([linear, eqx.nn.Lambda(jax.nn.relu), dropout])
     for grads in (GOOD, BAD, GOOD):
         model, _ = step(model, grads)
-    assert_same_bits(model.linear.weight, 4 * Net().linear.weight)
-    assert (model.dropout.p, model.dropout.inference) == (0.5, False)
+    assert_same_bits(model[0].weight, 4 * linear.weight)
+    assert (model[2].p, model[2].inference) == (0.5, False)
 
 
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "with an average"])
