@@ -1,5 +1,7 @@
 """Operations on trees: select one of two, convert their types, compare them."""
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -20,8 +22,8 @@ def select(pred: jax.typing.ArrayLike, on_true: Any, on_false: Any) -> Any:
 
     Args:
         pred: one boolean, such as the result of `all_finite`.
-        on_true: any pytree. Arrays, numbers and typed PRNG keys are selected. Other
-            leaves, such as functions and strings, are returned unchanged.
+        on_true: any pytree. Arrays, typed PRNG keys and numbers that differ are
+            selected. Other leaves, such as functions, are returned unchanged.
         on_false: a pytree of the same structure and shapes.
 
     Returns:
@@ -38,8 +40,13 @@ def select(pred: jax.typing.ArrayLike, on_true: Any, on_false: Any) -> Any:
         >>> ls.select(ls.all_finite(new), new, old)
         {'mean': Array([0., 0.], dtype=float32)}
     """
-    # ``optax.tree.where`` broadcasts other shapes, and takes no functions as leaves.
     check_flag("pred", pred)
+    return select_each(itertools.repeat(pred), on_true, on_false)
+
+
+def select_each(preds: Iterator[Any], on_true: Any, on_false: Any) -> Any:
+    """Select as `select` does, by one flag for each leaf, in their order."""
+    # ``optax.tree.where`` broadcasts other shapes, and takes no functions as leaves.
     if not same_structure(on_true, on_false):
         raise ValueError(
             "`on_true` and `on_false` must have the same structure, got "
@@ -49,10 +56,12 @@ def select(pred: jax.typing.ArrayLike, on_true: Any, on_false: Any) -> Any:
         )
 
     def leaf(path: Any, t: Any, f: Any) -> Any:
+        pred = next(preds)
+        # An array instead of a Python flag or number would fail in the next step.
+        if not any(hasattr(x, "dtype") for x in (t, f)) and (t is f or t == f):
+            return t
         if is_array(t) and is_array(f) and jnp.shape(t) == jnp.shape(f):
             return where(pred, t, f)
-        if not is_array(t) and not is_array(f) and (t is f or t == f):
-            return t
         raise ValueError(
             "`on_true` and `on_false` must have the same shapes, and equal leaves "
             f"where they are not arrays, got {describe(t)} and {describe(f)} at "

@@ -1,16 +1,19 @@
 """Ask whether steps were applied, and protect what the optimizer does not see."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from .._axes import AxisName
+from .._axes import AxisName, all_along
 from .._dtypes import is_inexact
 from .._find import get_loss_scale_state
 from .._finite import all_finite
+from .._flax_internals.nnx_objects import is_object, leaves_with_objects
 from .._state import LossScaleState, check_state
-from .._tree import as_sharded, same_structure, select, where
+from .._tree import as_sharded, select_each, where
 from .._validation import warn
 
 
@@ -37,7 +40,7 @@ def was_applied(state: Any) -> jax.Array:
 def keep_if_applied(
     state: Any, new: Any, old: Any, *, axis_name: AxisName | None = None
 ) -> Any:
-    """Return ``new`` if the last step was applied and ``new`` is finite, else ``old``.
+    """Return ``old`` after a skipped step, else every leaf of ``new`` that is finite.
 
     Args:
         state: the optimizer state that ``update`` returned, as for
@@ -45,16 +48,17 @@ def keep_if_applied(
         new: what the optimizer does not protect, such as BatchNorm statistics, counters
             and PRNG keys, after the step; any pytree, as for `select`. It may be the
             whole of Flax's ``TrainState``.
-        old: the values before the step, shaped like ``new``, but other arrays.
+        old: the values before the step, shaped like ``new``.
         axis_name: the mapped axes, as for `all_finite`.
 
     Returns:
-        The whole of ``new``, or the whole of ``old``. A `LossScaleState` always comes
-        from ``new``; otherwise the scale that overflowed would return. Where ``old`` is
-        not finite, such as a minimum that starts at inf, ``new`` need not be finite.
+        In an applied step, a leaf where NaN or inf is new is that of ``old``, every
+        other leaf is that of ``new``. A `LossScaleState` always comes from ``new``;
+        otherwise the scale that overflowed would return.
 
     Raises:
-        ValueError: as `get_loss_scale_state`, `select` and `all_finite`.
+        ValueError: as `get_loss_scale_state`, `select` and `all_finite`, or if
+            ``state`` is in ``old``.
 
     Examples:
         >>> import optax_lossscale as ls
@@ -63,33 +67,53 @@ def keep_if_applied(
         0.0
     """
     scale_state = check_state(get_loss_scale_state(state))
+    _check_order(scale_state.skipped_steps, new, old)
+    _warn_of_the_same(new, old)
     given, new, old = new, _without_scales(new), _without_scales(old)
-    leaves = jax.tree.leaves(new)
-    same = [x is y for x, y in zip(leaves, jax.tree.leaves(old), strict=False)]
-    if any(map(is_inexact, leaves)) and all(same):
-        warn(
-            "`new` and `old` are the same arrays, so a NaN in them would stay. If the "
-            "step changes them in place, as Flax NNX does, copy them before it with "
-            "`jax.tree.map(jnp.copy, old)`. If it does not change them, leave them out."
-        )
-
-    def checkable(new: Any, old: Any) -> Any:
-        if not is_inexact(new) or jnp.shape(new) != jnp.shape(old):
-            return new  # `select` raises
-        return _zero_where_old_is_not_finite(new, old)
-
-    checked = new
-    if same_structure(new, old):
-        checked = jax.tree.map(checkable, new, old)
-    applied = scale_state.applied & all_finite(checked, axis_name=axis_name)
-    kept = select(applied, new, old)
+    applied = scale_state.applied
+    flags = [applied]
+    for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=False):
+        # `select_each` raises for other shapes.
+        is_checked = is_inexact(x) and np.shape(x) == np.shape(y)
+        checked = _zero_where_old_is_not_finite(x, y) if is_checked else ()
+        flags.append(applied & all_finite(checked))
+    # One collective for all leaves.
+    _, *flags = all_along(jnp.stack(flags), axis_name)
+    kept = select_each(iter(flags), new, old)
     return jax.tree.map(
         lambda x, kept: x if _is_scale(x) else kept, given, kept, is_leaf=_is_scale
     )
 
 
+def _check_order(count: jax.Array, new: Any, old: Any) -> None:
+    """Raise if the count of the state is in the old tree, and not in the new one."""
+    holds = [any(x is count for x in jax.tree.leaves(tree)) for tree in (new, old)]
+    if holds == [False, True]:
+        raise ValueError(
+            "`new` must be the values after the step, and `old` those before it, got "
+            "the loss scale of `state` in `old`. Pass the state that `update` "
+            "returned, then `new`, then `old`."
+        )
+
+
+def _warn_of_the_same(new: Any, old: Any) -> None:
+    """Warn of variables of Flax NNX, which change in place, and of one whole tree."""
+    before, after = leaves_with_objects(old), leaves_with_objects(new)
+    same = [k for k, x in after.items() if is_object(x) and x is before.get(k)]
+    if same or new is old and any(map(is_inexact, after.values())):
+        place = same[0] if same else "the root"
+        warn(
+            f"`new` and `old` are the same object at {place}, "
+            "so a NaN in it would stay. If the step changes it in place, as Flax NNX "
+            "does, copy it before the step with `jax.tree.map(jnp.copy, old)`. If it "
+            "does not change it, leave it out."
+        )
+
+
 def _is_scale(x: Any) -> bool:
-    return isinstance(x, LossScaleState)
+    # `nnx.state(optimizer)` makes a mapping of it.
+    is_mapping = isinstance(x, Mapping) and {"loss_scale", "skipped_steps"} <= {*x}
+    return is_mapping or isinstance(x, LossScaleState)
 
 
 def _without_scales(tree: Any) -> Any:

@@ -1,13 +1,16 @@
 """The complete program of each framework: a bad batch, and a run that goes on."""
 
 import re
+import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from asserts import assert_same_bits, kept, state_in
 from book import PAGES, code_blocks, page, run_blocks, run_page
+from shared import slow_but
 
 import optax_lossscale as ls
 
@@ -96,6 +99,55 @@ def test_bad_batch_changes_nothing_that_is_kept(framework, tmp_path):
     assert (scale_state.skipped_steps, scale_state.consecutive_skips) == (2, 0)
     changed = zip(kept(run), before, strict=True)
     assert sum(not jnp.array_equal(new, old) for new, old in changed) > 10
+
+
+def ended(name, options, tx, batches, folder, stops):
+    """A run of a program with another optimizer, other batches, and checkpoints."""
+    definitions = block(name, "python").partition("= train(tempfile")[0]
+    lines = definitions.replace("% 100 == 99", "% 3 == 2").splitlines()[:-1]
+    library = types.SimpleNamespace(**{**vars(ls), **options, "autocast": lambda f: f})
+    namespace = {}
+    run_blocks(["\n".join(lines)], name, namespace)
+    namespace |= {"ls": library, "get_batch": batches.__getitem__}
+    namespace["tx"] = library.with_loss_scaling(tx)
+    for stop in stops:
+        run = namespace["train"](folder, stop)
+    return kept(run)
+
+
+NEVER_SKIPS = ls.FixedLossScale(1.0, skip_nonfinite=False)
+PLAIN = {
+    "with_loss_scaling": lambda tx: ls.with_loss_scaling(tx, NEVER_SKIPS),
+    "keep_if_applied": lambda state, new, old: new,
+    "value_and_grad": lambda fun, _, value_and_grad=jax.value_and_grad, **options: (
+        value_and_grad(fun, **options)
+    ),
+}
+
+
+@pytest.mark.parametrize("seed", slow_but([0], range(6)))
+@pytest.mark.parametrize("name", ["flax_linen", "flax_nnx", "equinox"])
+def test_drawn_run_is_the_plain_run_of_its_good_batches(name, seed, tmp_path):
+    """The optimizer accumulates and masks, and the run stops for a checkpoint."""
+    draw = np.random.default_rng(seed)
+    masked = optax.masked(
+        optax.scale(draw.choice([0.0, 0.5])),
+        lambda params: jax.tree.map(lambda p: jnp.ndim(p) > 1, params),
+    )
+    tx = optax.chain(masked, optax.sgd(0.1, momentum=0.9))
+    tx = optax.MultiSteps(tx, int(draw.integers(1, 4)))
+    x = draw.normal(size=(12, 64, 8)).astype(np.float32)
+    y = (x[..., 0] > 0).astype(np.float32)
+    good = [*zip(x, y, strict=True)]
+    # The last one overflows only in the scaled gradients.
+    batches = [*good]
+    for poison in [(x[0] * np.nan, y[0]), (x[0] * np.inf, y[0]), (x[0], y[0] * 1e37)]:
+        batches.insert(int(draw.integers(len(batches))), poison)
+    stops = [3 * int(draw.integers(1, 5)), len(batches)]
+    run = ended(name, {}, tx, batches, tmp_path / "drawn", stops)
+    plain = ended(name, PLAIN, tx, good, tmp_path / "plain", [len(good)])
+    for ours, theirs in zip(run, plain, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 @slow

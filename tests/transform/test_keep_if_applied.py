@@ -2,6 +2,7 @@
 
 import contextlib
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,11 @@ import optax_lossscale as ls
 
 GOOD, BAD = np.ones(2, np.float32), np.float32([1, np.nan])
 TX = ls.with_loss_scaling(optax.chain(optax.scale(1.0), optax.adam(0.1)))
+KEYS = [jax.random.wrap_key_data(np.uint32([0, i])) for i in range(2)]
+OLD = {"mean": np.float32([0, 0]), "key": KEYS[0], "name": "norm", "f": jax.nn.relu}
+NEW = {**OLD, "mean": np.float32([1, 1]), "key": KEYS[1]}
+LEAST, LESS = np.float32([np.inf, np.inf]), np.float32([3, np.inf])
+COUNT = {"count": np.int32(1)}
 
 
 @jax.jit
@@ -22,51 +28,68 @@ def after(grads):
     return TX.update(grads, TX.init(GOOD), GOOD)[1]
 
 
-KEYS = [jax.random.wrap_key_data(np.uint32([0, i])) for i in range(2)]
-OLD = {"mean": np.float32([0, 0]), "key": KEYS[0], "name": "norm", "f": jax.nn.relu}
-NEW = {**OLD, "mean": np.float32([1, 1]), "key": KEYS[1]}
-COUNT = {"count": np.int32(1)}
-OVERFLOWED = {**NEW, "mean": np.float32([1, np.inf])}
-FROZEN = {**OLD, "key": KEYS[1]}
-LEAST, LESS = np.float32([np.inf, np.inf]), np.float32([3, np.inf])
+ROWS = {
+    "applied": (GOOD, OLD, NEW, NEW),
+    "skipped": (BAD, OLD, NEW, OLD),
+    "NaN in one leaf": (GOOD, OLD, {**NEW, "mean": BAD}, {**NEW, "mean": OLD["mean"]}),
+    "infinite minimum": (GOOD, LEAST, LESS, LESS),
+    "infinite minimum, skipped": (BAD, LEAST, LESS, LEAST),
+    "NaN where it was": (GOOD, BAD, 2 * BAD, 2 * BAD),
+    "NaN where it was, and elsewhere": (GOOD, BAD, BAD[::-1], BAD),
+    "one array passed through": (GOOD, OLD, {**NEW, "mean": OLD["mean"]}, None),
+    "all integers": (GOOD, COUNT, COUNT, COUNT),
+    "nothing": (GOOD, {}, {}, {}),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_each_finite_leaf_is_new_in_an_applied_step(row):
+    grads, old, new, kept = ROWS[row]
+    expected = new if kept is None else kept
+    assert_same_bits(ls.keep_if_applied(after(grads), new, old), expected)
 
 
 @pytest.mark.parametrize(
-    ("grads", "old", "new", "kept"),
-    [
-        (GOOD, OLD, NEW, NEW),
-        (BAD, OLD, NEW, OLD),
-        (GOOD, OLD, OVERFLOWED, OLD),
-        # A running minimum starts from infinity, and may stay there.
-        (GOOD, LEAST, LESS, LESS),
-        (BAD, LEAST, LESS, LEAST),
-        (GOOD, GOOD, BAD, GOOD),
-        # Only values that are all the same arrays are warned of.
-        (GOOD, OLD, FROZEN, FROZEN),
-        (GOOD, COUNT, COUNT, COUNT),
-        (GOOD, {}, {}, {}),
-    ],
+    ("axis_name", "means"), [(None, [[1, 2], [0, 0]]), ("i", [[0, 0], [0, 0]])]
 )
-def test_new_values_are_kept_if_applied_and_finite(grads, old, new, kept):
-    assert_same_bits(ls.keep_if_applied(after(grads), new, old), kept)
+def test_axis_decides_each_leaf_alike_with_one_collective(axis_name, means):
+    def member(mean):
+        new, old = (mean, 2 * ones), (0 * ones, ones)
+        return ls.keep_if_applied(state, new, old, axis_name=axis_name)
+
+    state, ones = after(GOOD), jnp.ones(2)
+    new = np.float32([[1, 2], [np.nan, 3]])
+    members = jax.jit(jax.vmap(member, axis_name="i"))
+    np.testing.assert_array_equal(members(new)[0], means)
+    np.testing.assert_array_equal(members(new)[1], [[2, 2], [2, 2]])
+    program = jax.make_jaxpr(member, axis_env=[("i", 2)])(new[0])
+    assert str(program).count("pmin") == (axis_name is not None)
 
 
 @pytest.mark.parametrize(
-    ("axis_name", "kept"), [(None, [[1, 2], [0, 0]]), ("i", [[0, 0], [0, 0]])]
+    "choose",
+    [ls.keep_if_applied, lambda s, *trees: ls.select(ls.was_applied(s), *trees)],
+    ids=["keep_if_applied", "select"],
 )
-def test_members_of_a_named_axis_keep_together(axis_name, kept):
-    def member(new):
-        return ls.keep_if_applied(state, new, jnp.zeros(2), axis_name=axis_name)
+def test_whole_equinox_module_trains_on(choose):
+    @eqx.filter_jit
+    def step(model, grads):
+        new = jax.tree.map(lambda x: 2 * x if eqx.is_array(x) else x, model)
+        return choose(after(grads), new, model), model(GOOD, key=KEYS[1])
 
-    state = after(GOOD)
-    actual = jax.jit(jax.vmap(member, axis_name="i"))(np.float32([[1, 2], [np.nan, 3]]))
-    np.testing.assert_array_equal(actual, kept)
+    linear, dropout = eqx.nn.Linear(2, 2, key=KEYS[0]), eqx.nn.Dropout(0.5)
+    model = eqx.nn.Sequential([linear, eqx.nn.Lambda(jax.nn.relu), dropout])
+    for grads in (GOOD, BAD, GOOD):
+        model, _ = step(model, grads)
+    assert_same_bits(model[0].weight, 4 * linear.weight)
+    assert (model[2].p, model[2].inference) == (0.5, False)
 
 
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "with an average"])
 @pytest.mark.parametrize("around", [lambda f: f, nnx.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("copied", [False, True])
-def test_statistics_that_are_not_copied_are_warned_of(copied, around):
-    """Flax NNX changes them in place, so that old ones are the new ones."""
+@pytest.mark.parametrize("copied", [False, True], ids=["same", "copied"])
+def test_statistics_of_nnx_that_are_not_copied_are_warned_of(copied, around, alone):
+    """NNX changes them in place, so the old ones are the new ones."""
     model, loss_fn = nnx.BatchNorm(8, rngs=nnx.Rngs(0)), lambda model, x: model(x).sum()
     sgd = ls.with_loss_scaling(optax.sgd(0.1))
     optimizer = nnx.Optimizer(model, sgd, wrt=nnx.Param)
@@ -78,38 +101,75 @@ def test_statistics_that_are_not_copied_are_warned_of(copied, around):
         fun = ls.value_and_grad(loss_fn, optimizer, value_and_grad=nnx.value_and_grad)
         optimizer.update(model, fun(model, x)[1])
         new = nnx.state(model, nnx.BatchStat)
-        nnx.update(model, ls.keep_if_applied(optimizer, new, old))
+        new, old = (new, old) if alone else ((new, x / 2), (old, x))
+        kept = ls.keep_if_applied(optimizer, new, old)
+        nnx.update(model, kept if alone else kept[0])
 
-    told = pytest.warns(UserWarning, match="same arrays.* copy them before it")
+    told = pytest.warns(UserWarning, match="same object at .*'mean'.* copy it before")
     with contextlib.nullcontext() if copied else told as seen:
         step(model, optimizer, np.full((2, 8), np.inf, np.float32))
     assert copied or seen[0].filename == __file__
     assert bool(ls.all_finite(nnx.state(model))) == copied
 
 
+def test_unchanged_arrays_are_warned_of_only_if_the_whole_tree_is_the_same():
+    ls.keep_if_applied(after(GOOD), {**OLD}, OLD)
+    with pytest.warns(UserWarning, match="same object at the root"):
+        ls.keep_if_applied(after(GOOD), OLD, OLD)
+
+
 class Trained(TrainState):
     stats: object
 
 
-@pytest.mark.parametrize(
-    ("grads", "stats"), [(GOOD, GOOD), (BAD, BAD), (GOOD, BAD), (BAD, GOOD)]
-)
-def test_whole_train_state_is_new_or_old_but_the_scale_moves_on(grads, stats):
-    old = Trained.create(apply_fn=None, params={"w": GOOD}, tx=TX, stats=GOOD)
-    old = old.replace(step=jnp.int32(0))
+@jax.jit
+def step(old, grads, stats):
+    new = old.apply_gradients(grads={"w": grads}, stats=stats)
+    return new, ls.keep_if_applied(new, new, old)
 
-    @jax.jit
-    def step(old, grads, stats):
-        new = old.apply_gradients(grads={"w": grads}, stats=stats)
-        return new, ls.keep_if_applied(new, new, old)
 
-    new, kept = step(old, grads, stats)
-    expected, scale_state = new if grads is stats is GOOD else old, new.opt_state[0]
-    opt_state = expected.opt_state._replace(scale_state=scale_state)
-    assert_same_bits(kept, expected.replace(opt_state=opt_state))
-    # `select` puts the old scale back.
-    assert_same_bits(
-        ls.select(ls.was_applied(new), new, old), new if ls.was_applied(new) else old
-    )
-    with pytest.warns(UserWarning, match="same arrays"):
-        ls.keep_if_applied(new, new, new)
+STATE = Trained.create(apply_fn=None, params={"w": GOOD}, tx=TX, stats=GOOD)
+STATE = STATE.replace(step=jnp.int32(0))
+
+
+@pytest.mark.parametrize("grads", [GOOD, BAD], ids=["applied", "skipped"])
+@pytest.mark.parametrize("stats", [2 * GOOD, BAD], ids=["finite", "NaN"])
+def test_whole_train_state_is_kept_but_the_scale_moves_on(grads, stats):
+    new, kept = step(STATE, grads, stats)
+    expected = new.replace(stats=GOOD) if stats is BAD else new
+    if grads is BAD:
+        opt_state = STATE.opt_state._replace(scale_state=new.opt_state.scale_state)
+        expected = STATE.replace(opt_state=opt_state)
+    assert_same_bits(kept, expected)
+
+
+def test_whole_state_of_nnx_is_kept_but_the_scale_moves_on():
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+    old = jax.tree.map(jnp.copy, nnx.state((model, optimizer)))
+    scale = ls.get_loss_scale_state(optimizer)
+    optimizer.update(model, jax.tree.map(lambda x: x + np.nan, nnx.state(model)))
+    new = nnx.state((model, optimizer))
+    nnx.update((model, optimizer), ls.keep_if_applied(optimizer, new, old))
+    assert int(optimizer.step[...]) == 0
+    new_scale = ls.get_loss_scale_state(optimizer)
+    assert (scale.skipped_steps, new_scale.skipped_steps) == (0, 1)
+    assert new_scale.loss_scale == scale.loss_scale / 2
+
+
+@pytest.mark.parametrize("grads", [GOOD, BAD], ids=["applied", "skipped"])
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_exchanged_trees_and_the_state_before_the_step_are_refused(grads, around):
+    @around
+    def exchanged(old):
+        new = old.apply_gradients(grads={"w": grads})
+        return ls.keep_if_applied(new, old, new)
+
+    @around
+    def too_early(old):
+        new = old.apply_gradients(grads={"w": grads})
+        return ls.keep_if_applied(old, new, old)
+
+    for wrong in (exchanged, too_early):
+        with pytest.raises(ValueError, match="`new` must be the values after the step"):
+            wrong(STATE)
