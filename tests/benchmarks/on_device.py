@@ -23,10 +23,13 @@ import jax.numpy as jnp
 import nbclient
 import nbformat
 import transformer
+from casts import TRANSFORMERS
 from measure import measure
-from recipes import RECIPES, make_steps
+from recipes import DYNAMIC, RECIPES, lossscale, make_steps
 from step import machine, make_params
 from workload import DTYPES, OPTIMIZERS
+
+import optax_lossscale as ls
 
 ROOT = pathlib.Path(__file__).parents[2]
 LIMIT = 8 * 60  # seconds for a part
@@ -67,6 +70,31 @@ def step(dtype: str) -> list[dict[str, Any]]:
     ]
 
 
+def casts(dtype: str, name: str) -> list[dict[str, Any]]:
+    """A whole step of a transformer: in float32, cast by hand, and by `autocast`."""
+    options = dict(TRANSFORMERS[name])
+    params = transformer.init(jax.random.key(0), SIZES)
+    if options.pop("scan", False):
+        params = transformer.stacked(params)
+    around_loss = options.pop("around_loss", lambda loss_fn: loss_fn)
+
+    def loss_in(dtype: str) -> Any:
+        options["dtype"] = jnp.dtype(dtype)
+        return around_loss(functools.partial(transformer.loss_fn, **options))
+
+    tokens = transformer.tokens(jax.random.key(1), SIZES)
+    rule = DYNAMIC if dtype == "float16" else ls.FixedLossScale(1.0)
+    losses = {
+        "float32": loss_in("float32"),
+        "by hand": loss_in(dtype),
+        "autocast": ls.autocast(loss_in("float32"), dtype),
+    }
+    optimizer = OPTIMIZERS["adamw"]
+    steps = {key: lossscale(optimizer, loss, rule) for key, loss in losses.items()}
+    results = measure(steps, params, tokens, REPEATS, builds=1)
+    return list(map(dataclasses.asdict, results))
+
+
 def tests(folder: str) -> list[dict[str, Any]]:
     """The tests of the package, on this device."""
     pytest = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider"]
@@ -93,6 +121,11 @@ def notebook(name: str) -> list[dict[str, Any]]:
 PARTS = {
     **{f"update by {x}": (update, x) for x in ("sgd", "adamw", "clip + adamw")},
     **{f"step in {x}": (step, x) for x in DTYPES},
+    **{
+        f"casts in {x}, {name}": (casts, x, name)
+        for x in ("float16", "bfloat16")
+        for name in TRANSFORMERS
+    },
     **{f"tests of {x}": (tests, x) for x in TESTS},
     **{f"notebook {x}": (notebook, x) for x in NOTEBOOKS},
 }
@@ -127,8 +160,8 @@ def main() -> None:
     parser.add_argument("--print", dest="part", choices=PARTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
-        function, argument = PARTS[args.part]
-        print(json.dumps(function(argument)))
+        function, *arguments = PARTS[args.part]
+        print(json.dumps(function(*arguments)))
         return
     report = {"machine": machine(), "parts": {}}
     if args.json.exists():
