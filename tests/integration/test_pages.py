@@ -1,8 +1,10 @@
 """Every block of every page runs, prints what stands there, and does what is said."""
 
+import contextlib
 import functools
 import re
 import sys
+import traceback
 import unittest.mock
 import warnings
 from pathlib import Path
@@ -13,7 +15,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from asserts import assert_same_bits, assert_same_types
+from asserts import assert_same_bits, assert_same_types, kept
 from book import PAGES, README, code_blocks, first_program, page, run_page
 from training import run_rule
 
@@ -80,15 +82,13 @@ def test_one_program_scales_and_skips_only_in_half_precision(half_precision):
     assert ls.get_loss_scale(state) == (2.0**14 if half_precision else 1.0)
 
 
-def test_checkpoint_is_restored_bit_for_bit_on_any_mesh(tmp_path):
+def test_checkpoint_is_restored_bit_for_bit_on_any_mesh():
     guide = run("guides/checkpoints")
     saved = {"params": guide["params"], "opt_state": guide["opt_state"]}
     assert_same_bits(guide["restored"], saved)
     assert_same_types(guide["restored"], saved)
     assert_same_bits(guide["resharded"], saved)
     assert not guide["resharded"]["params"]["w"].sharding.is_fully_replicated
-    assert guide["printed"].startswith("from step 0\nfrom step 8\n")
-    assert_same_bits(guide["resumed"], guide["train"](tmp_path, 20))
 
 
 def test_checkpoint_made_without_loss_scaling_is_adopted():
@@ -106,6 +106,82 @@ def test_checkpoint_made_without_loss_scaling_is_adopted():
         refused = pytest.raises(ValueError, match=words)
         with ocp.StandardCheckpointer() as checkpointer, refused:
             checkpointer.restore(guide["old_path"], target)
+    model, optimizer = guide["model"], guide["new_optimizer"]
+    optimizer.update(model, guide["nnx"].state(model), value=1.0)
+    assert ls.was_applied(optimizer)
+    assert optimizer.step[...] == 1
+
+
+def test_run_of_weeks_goes_on_with_the_same_bits(tmp_path):
+    train = run("guides/nan_guard")["train"]
+    whole = train(tmp_path / "whole", 50)
+    train(tmp_path / "stopped", 45)
+    assert_same_bits(kept(train(tmp_path / "stopped", 50)), kept(whole))
+    # 100 steps, and 60 of those from 140 to 200.
+    assert run("guides/nan_guard")["run"][1].step[...] == 160
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("micro_batch", [0, 1])
+def test_bad_micro_batch_changes_nothing_in_a_run_of_weeks(bad, micro_batch, tmp_path):
+    guide = run("guides/nan_guard")
+    trained = guide["train"](tmp_path, micro_batch + 2)
+    before, (x, y) = kept(trained), guide["get_batch"](0)
+    guide["train_step"](*trained, (spoiled(x, bad), y))
+    assert not ls.was_applied(trained[1])
+    assert_same_bits(kept(trained), before)
+
+
+@pytest.mark.parametrize(
+    ("poisoned", "error", "words"),
+    [
+        ("model.norm.mean", FloatingPointError, r"after step 19: .*'norm'\]\['mean'"),
+        ("model.hidden.kernel", ls.LossScaleError, "The last 20 steps were all"),
+        ("optimizer.opt_state.inner_state.inner_opt_state[1][0].nu.out.bias", None, ""),
+    ],
+)
+def test_run_of_weeks_saves_unless_weights_or_statistics_are_broken(
+    poisoned, error, words, tmp_path, monkeypatch
+):
+    """A moment that is inf for good is no reason not to save."""
+    train, create = (run("guides/nan_guard")[name] for name in ("train", "create"))
+
+    def poisoned_run():
+        model, optimizer, average = create()
+        variable = eval(poisoned, {"model": model, "optimizer": optimizer})
+        variable[...] += np.nan if error else np.inf
+        return model, optimizer, average
+
+    monkeypatch.setitem(train.__globals__, "create", poisoned_run)
+    with pytest.raises(error, match=words) if error else contextlib.nullcontext():
+        train(tmp_path, 20)
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        assert manager.latest_step() == (None if error else 20)
+
+
+def test_checkify_names_the_line_of_the_model_through_autocast():
+    guide = run("guides/nan_guard")
+    checkify, program = (
+        guide["checkify"],
+        code_blocks(page("guides/nan_guard"), "python"),
+    )
+
+    def root(x):
+        return jnp.sqrt(0 * x).sum()  # its derivative is 1/0
+
+    grad = jax.jit(jax.grad(ls.autocast(root, jnp.bfloat16)))
+    checked = checkify.checkify(grad, errors=checkify.float_checks)
+    backward, _ = checked(np.ones(2, np.float32))
+    for error, line in ((guide["error"], "self.hidden(x)"), (backward, "jnp.sqrt")):
+        with pytest.raises(checkify.JaxRuntimeError) as raised:
+            error.throw()
+        frames = traceback.extract_tb(raised.value.__cause__.__traceback__)
+        lines = [
+            x.line or program[0].splitlines()[x.lineno - 1]
+            for x in frames
+            if x.name in ("__call__", "root")
+        ]
+        assert any(line in x for x in lines)
 
 
 def test_logging_reaches_every_logger_in_every_step():
@@ -125,6 +201,25 @@ def test_log_marks_a_skip_at_the_scale_that_overflowed():
         _, state, metrics = guide["logged_step"](guide["params"], state, batch)
         history.append((metrics["loss_scale"], metrics["skipped"]))
     assert history == [(2.0**15, False), (2.0**15, True), (2.0**14, False)]
+
+
+@pytest.mark.parametrize(("label", "classes"), [(-5, 32), (-100, 100)])
+def test_negative_label_in_range_gives_a_finite_loss(label, classes):
+    loss = optax.softmax_cross_entropy_with_integer_labels(np.zeros(classes), label)
+    assert np.isfinite(loss)
+    assert f"{label} of {classes}" in page("troubleshooting")
+
+
+def test_kind_of_batch_that_overflows_after_each_growth_is_never_learned():
+    rule = ls.DynamicLossScale(growth_interval=10)
+
+    def step(state, i):
+        fits = (i % 16 < 15) | (state.loss_scale < 2.0**16)
+        return rule.update(state, fits), fits
+
+    _, fits = jax.lax.scan(step, rule.init(), jnp.arange(320))
+    np.testing.assert_array_equal(fits, np.arange(320) % 16 < 15)
+    assert "unless it is always the same kind of batch" in page("guides/logging")
 
 
 @pytest.mark.parametrize(
