@@ -102,6 +102,8 @@ def check_scalar(name: str, value: Any, kind: str, advice: str) -> None:
     dtype = getattr(value, "dtype", None)
     if isinstance(value, int | float):
         dtype = jnp.result_type(value)
+    elif isinstance(value, jax.ShapeDtypeStruct):
+        dtype = None
     is_kind = {"boolean": _is_boolean, "real number": _is_real}[kind]
     if dtype is None or not is_kind(dtype) or jnp.shape(value) != ():
         raise ValueError(
@@ -192,9 +194,14 @@ _CHECKS: dict[str, Callable[[str, Any], Any]] = {
 }
 
 
-def check_field(name: str, value: Any) -> Any:
-    """Return the value of a field of a rule as a plain Python value, or raise."""
-    return _CHECKS[name](name, value)
+def check_field(field: str, value: Any, name: str = "") -> Any:
+    """Return the value of a field of a rule as a plain Python value, or raise.
+
+    ``name`` is what the user calls the field.
+    """
+    if field not in _CHECKS:
+        raise KeyError(f"`{field}` has no check. Add one to `_CHECKS` in {__file__}.")
+    return _CHECKS[field](name or field, value)
 
 
 def check_concrete(name: str, tree: Any, advice: str) -> None:
@@ -245,12 +252,14 @@ def _as_python_number(name: str, value: Any) -> float | None:
     if isinstance(value, bool | np.bool_):
         return None
     if isinstance(value, numbers.Real):
-        return float(value)
-    dtype = getattr(value, "dtype", None)
-    if dtype is None or jnp.shape(value) != () or not isinstance(dtype, np.dtype):
+        try:
+            return float(value)
+        except OverflowError:  # of an int
+            return None
+    if not isinstance(value, jax.Array | np.ndarray | np.generic) or value.shape != ():
         return None
     # The transfer is explicit, because a transfer guard may forbid implicit ones.
-    return float(jax.device_get(value).item()) if _is_real(dtype) else None
+    return float(jax.device_get(value).item()) if _is_real(value.dtype) else None
 
 
 def _is_boolean(dtype: Any) -> bool:

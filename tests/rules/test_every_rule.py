@@ -10,10 +10,9 @@ import numpy as np
 import optax
 import pytest
 from asserts import assert_same_bits, assert_same_types
-from every_rule import DEFAULTS, PRESETS, RULES, every_rule
+from every_rule import DEFAULTS, RULES, every_rule
 
 import optax_lossscale as ls
-from optax_lossscale import presets
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 
@@ -21,10 +20,6 @@ SMALLEST, LARGEST = 2.0**-126, 2.0**126
 def step(rule, state, grads_finite, magnitude):
     args = (magnitude,) if rule.uses_max_magnitude else ()
     return rule.update(state, grads_finite, *args)
-
-
-def test_every_preset_is_here():
-    assert PRESETS.keys() == {*presets.__all__}
 
 
 @every_rule
