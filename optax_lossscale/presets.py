@@ -19,7 +19,7 @@ Examples:
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from ._dtypes import LARGEST_SCALE, SMALLEST_SCALE
 from ._rules.dynamic import DynamicLossScale
@@ -87,32 +87,7 @@ _LEFT_OUT = {
     "tolerance": f"Write a rule: {BOOK}how_the_scale_moves.ipynb#write-your-own",
 }
 
-_P = ParamSpec("_P")
-_Rule = TypeVar("_Rule")
 
-
-def _preset(function: Callable[_P, _Rule]) -> Callable[_P, _Rule]:
-    """Document the arguments of a preset, and refuse others with the reason."""
-    arguments = inspect.signature(function).parameters
-
-    @functools.wraps(function)
-    def preset(*args: _P.args, **kwargs: _P.kwargs) -> _Rule:
-        for name in kwargs.keys() - arguments.keys():
-            reason = _LEFT_OUT.get(name, f"It takes {', '.join(arguments)}.")
-            raise TypeError(
-                f"`{name}` is not an argument of `presets.{function.__name__}`, got "
-                f"{describe(kwargs[name])}. {reason}"
-            )
-        return function(*args, **kwargs)
-
-    meanings = {x: _MEANINGS.get(x) or _MEANINGS[_FIELDS[x]] for x in arguments}
-    lines = [f"    {name}: {meaning}" for name, meaning in meanings.items()]
-    text = inspect.cleandoc(function.__doc__ or "")
-    preset.__doc__ = "\n".join([text, "", "Args:", *lines])
-    return preset
-
-
-@_preset
 def apex_amp(
     loss_scale: Any = "dynamic",
     *,
@@ -133,7 +108,6 @@ def apex_amp(
     return _dynamic(locals())
 
 
-@_preset
 def deepspeed(
     init_scale: float = 2.0**16,
     *,
@@ -151,7 +125,6 @@ def deepspeed(
     return _dynamic(locals())
 
 
-@_preset
 def deepspeed_fp16(
     *,
     enabled: bool = True,
@@ -179,7 +152,6 @@ def deepspeed_fp16(
     return _dynamic(locals())
 
 
-@_preset
 def fairseq(
     init_scale: float = 2.0**15,
     *,
@@ -205,7 +177,6 @@ def fairseq(
     return _dynamic(locals(), min_scale=least)
 
 
-@_preset
 def flax_dynamic_scale(
     *,
     growth_factor: float = 2.0,
@@ -224,7 +195,6 @@ def flax_dynamic_scale(
     return _dynamic(locals())
 
 
-@_preset
 def jmp_dynamic(
     loss_scale: Any,
     *,
@@ -239,7 +209,6 @@ def jmp_dynamic(
     return _dynamic(locals())
 
 
-@_preset
 def keras_loss_scale(
     initial_scale: float = 2.0**15,
     *,
@@ -258,7 +227,6 @@ def keras_loss_scale(
     return _dynamic(locals())
 
 
-@_preset
 def megatron(
     initial_scale: float = 2.0**32,
     *,
@@ -278,7 +246,6 @@ def megatron(
     return _dynamic(locals(), hysteresis_refill="growth")
 
 
-@_preset
 def mindspore_dynamic(
     init_loss_scale: float = 2.0**24,
     *,
@@ -292,7 +259,6 @@ def mindspore_dynamic(
     return _dynamic(locals(), min_scale=1.0)
 
 
-@_preset
 def mpx_dynamic(
     loss_scaling: Any,
     *,
@@ -307,7 +273,6 @@ def mpx_dynamic(
     return _dynamic(locals(), max_scale=65504.0)
 
 
-@_preset
 def tf_contrib_exponential_update(
     init_loss_scale: float,
     *,
@@ -325,7 +290,6 @@ def tf_contrib_exponential_update(
     return _dynamic(locals(), min_scale=1.0, hysteresis_refill="change")
 
 
-@_preset
 def tf_dynamic_loss_scale(
     initial_loss_scale: float = 2.0**15,
     *,
@@ -339,7 +303,6 @@ def tf_dynamic_loss_scale(
     return _dynamic(locals(), min_scale=1.0)
 
 
-@_preset
 def tf_keras_loss_scale(
     *,
     dynamic: bool = True,
@@ -365,7 +328,6 @@ def tf_keras_loss_scale(
     return FixedLossScale(initial_scale, skip_nonfinite=False)  # type: ignore[arg-type]
 
 
-@_preset
 def torch_grad_scaler(
     init_scale: float = 2.0**16,
     *,
@@ -412,3 +374,27 @@ def _dynamic(arguments: dict[str, Any], **fixed: Any) -> DynamicLossScale:
         fields[field] = value
     fields.setdefault("backoff_factor", 1 / fields.get("growth_factor", 2.0))
     return DynamicLossScale(**fields)
+
+
+def _documented(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a preset that documents its arguments and says why it refuses others."""
+    arguments = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def preset(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs.keys() - arguments.keys():
+            raise TypeError(
+                f"`{name}` is not an argument of `presets.{function.__name__}`, got "
+                f"{describe(kwargs[name])}. "
+                + _LEFT_OUT.get(name, f"It takes {', '.join(arguments)}.")
+            )
+        return function(*args, **kwargs)
+
+    meanings = {x: _MEANINGS.get(x) or _MEANINGS[_FIELDS[x]] for x in arguments}
+    lines = [f"    {name}: {meaning}" for name, meaning in meanings.items()]
+    text = inspect.cleandoc(function.__doc__ or "")
+    preset.__doc__ = "\n".join([text, "", "Args:", *lines])
+    return preset
+
+
+globals().update({name: _documented(globals()[name]) for name in __all__})

@@ -11,6 +11,7 @@ import pytest
 from every_rule import DEFAULTS
 
 import optax_lossscale as ls
+from optax_lossscale._validation import check_field
 
 FIXED, DYNAMIC, HEADROOM = ls.FixedLossScale, ls.DynamicLossScale, ls.HeadroomLossScale
 STATE, MOST = HEADROOM().init(), 2**31 - 1
@@ -110,6 +111,11 @@ def test_any_kind_of_number_becomes_pythons_own(number):
     assert fixed == FIXED() and hash(fixed) == hash(FIXED())
     assert (type(fixed.loss_scale), type(counting.hysteresis)) == (float, int)
     assert HEADROOM(dtype=jnp.float16) == HEADROOM()
+
+
+def test_field_without_a_check_is_named():
+    with pytest.raises(KeyError, match="`decay` has no check. Add one to `_CHECKS`"):
+        check_field("decay", 1.0)
 
 
 DESCRIBED = [

@@ -104,9 +104,9 @@ class LossScale(abc.ABC):
         ...         scale = jnp.where(grads_finite, 1.0, 0.5) * state.loss_scale
         ...         scale = jnp.maximum(scale, 1.0)
         ...         return state.record(grads_finite)._replace(loss_scale=scale)
-        >>> rule = HalvingLossScale()
+        >>> rule = HalvingLossScale(1.5)
         >>> float(rule.update(rule.init(), False).loss_scale)
-        512.0
+        1.0
     """
 
     skip_nonfinite: bool = True

@@ -102,13 +102,9 @@ class HeadroomLossScale(LossScale):
         grads_finite: jax.typing.ArrayLike,
         max_magnitude: jax.typing.ArrayLike,
     ) -> LossScaleState:
-        """Return the state after a step.
+        """Return the state after a step, by the `max_magnitude` of true gradients.
 
-        Args:
-            state: the state whose ``loss_scale`` multiplied this step's loss.
-            grads_finite: one boolean, whether all gradients were finite.
-            max_magnitude: the largest absolute value of the true gradients, as
-                `max_magnitude` returns it; 0 and NaN are ignored.
+        0 and NaN are ignored.
         """
         new_state = state.record(grads_finite)
         scale = jnp.clip(state.loss_scale, SMALLEST_SCALE, LARGEST_SCALE)

@@ -1,6 +1,7 @@
 """What holds of every rule: any state is carried on, in the types of its own."""
 
 import dataclasses
+import inspect
 import itertools
 import json
 
@@ -85,6 +86,12 @@ def test_rule_shows_its_class_and_its_numbers_and_is_equal_by_them():
     assert {*map(repr, DEFAULTS.values())} == {*SHOWN.strip().splitlines()}
     distinct = {repr(rule): rule for rule in RULES.values()}.values()
     assert len(set(distinct)) == len(distinct)
+
+
+def test_help_of_update_names_a_magnitude_if_the_rule_takes_one():
+    for rule in DEFAULTS.values():
+        text = inspect.getdoc(type(rule).update)
+        assert ("max_magnitude" in text) == rule.uses_max_magnitude
 
 
 @pytest.mark.parametrize("rule", [ls.DynamicLossScale(), ls.HeadroomLossScale()])

@@ -16,7 +16,7 @@ from optax_lossscale import presets
 
 @dataclasses.dataclass(frozen=True)
 class Halving(ls.LossScale):
-    """In the form that the documentation gives. It remembers its steps."""
+    """As the documentation has it, but without limits. It remembers its steps."""
 
     start: float = 64.0
 
