@@ -63,9 +63,9 @@ MEASURED = {
         [2**11, 2**9, 2**10, 2**8, 2**6, 2**7],
     ),
     "limits": (
-        {"min_scale": 4.0, "max_scale": 32.0},
-        [1e-6, math.inf, math.inf, 1e6, math.inf],
-        [32, 8, 4, 4, 4],
+        {"min_scale": 4.0, "max_scale": 32.0, "half_life": 1},
+        [1e-6, math.inf, math.inf, 1e6, math.inf, 0, 0, 0, 0],
+        [32, 8, 4, 4, 4, 4, 4, 4, 4],
     ),
 }
 
@@ -88,6 +88,11 @@ def test_shorter_interval_than_the_tracker_grows_at_once():
     state = ls.DynamicLossScale().init()._replace(growth_tracker=jnp.int32(1500))
     state = ls.DynamicLossScale(growth_interval=100).update(state, True)
     assert (float(state.loss_scale), int(state.growth_tracker)) == (2.0**16, 0)
+
+
+def test_restored_state_is_brought_within_the_limits_first():
+    state = ls.LossScaleState.create(2.0**30, hysteresis=5)
+    assert ls.DynamicLossScale().update(state, False).loss_scale == 2.0**23
 
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
