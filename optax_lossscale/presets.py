@@ -350,7 +350,8 @@ def torch_grad_scaler(
 def _dynamic(arguments: dict[str, Any], **fixed: Any) -> DynamicLossScale:
     """Return the rule of a preset's arguments, and of fields that its system fixes.
 
-    By default, a rule has no limits and divides by the growth factor.
+    ``arguments`` are the ``locals()`` of the preset, by the names of its system. By
+    default, a rule has no limits and divides by the growth factor.
     """
     fields = {"min_scale": SMALLEST_SCALE, "max_scale": LARGEST_SCALE, **fixed}
     for name, field in reversed(_FIELDS.items()):  # the first scale after its limits
@@ -359,9 +360,7 @@ def _dynamic(arguments: dict[str, Any], **fixed: Any) -> DynamicLossScale:
         value = arguments[name]
         if field == "init_scale":
             limits = fields["min_scale"], fields["max_scale"]
-            value = check_number(
-                name, value, *limits, "The rule keeps the scale there."
-            )
+            value = check_number(name, value, *limits, "The scale stays there.")
         elif field == "min_scale":
             value = 0 if value is None else value
             value = check_number(name, value, 0, LARGEST_SCALE, "0 is 2**-126.")
