@@ -6,7 +6,6 @@ import math
 import numbers
 import sys
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -102,6 +101,8 @@ def check_scalar(name: str, value: Any, kind: str, advice: str) -> None:
     dtype = getattr(value, "dtype", None)
     if isinstance(value, int | float):
         dtype = jnp.result_type(value)
+    elif isinstance(value, jax.ShapeDtypeStruct):
+        dtype = None
     is_kind = {"boolean": _is_boolean, "real number": _is_real}[kind]
     if dtype is None or not is_kind(dtype) or jnp.shape(value) != ():
         raise ValueError(
@@ -134,67 +135,47 @@ def check_order(**numbers: float) -> None:
             )
 
 
-_check_limit = functools.partial(
+_LIMIT = (
     check_number,
-    least=SMALLEST_SCALE,
-    largest=LARGEST_SCALE,
-    advice="Beyond, the scale or its reciprocal is no normal float32 number.",
+    SMALLEST_SCALE,
+    LARGEST_SCALE,
+    "Beyond, the scale or its reciprocal is no normal float32 number.",
 )
-# The arguments that are fields of rules. Each check takes the name and the value.
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "loss_scale": functools.partial(
-        check_number,
-        least=1,
-        largest=LARGEST_SCALE,
-        advice="1 leaves the loss unchanged.",
+_check_inside = functools.partial(check_number, is_open=True)
+# The fields of rules: each check, and what it takes behind the name and the value.
+_CHECKS: dict[str, tuple[Any, ...]] = {
+    "loss_scale": (check_number, 1, LARGEST_SCALE, "1 leaves the loss unchanged."),
+    "init_scale": _LIMIT,
+    "min_scale": _LIMIT,
+    "max_scale": _LIMIT,
+    "growth_factor": (_check_inside, 1, math.inf, "It multiplies a scale that grows."),
+    "backoff_factor": (_check_inside, 0, 1, "It multiplies the scale at overflow."),
+    "growth_interval": (
+        check_count,
+        "The scale grows after this many finite steps in a row.",
     ),
-    "init_scale": _check_limit,
-    "min_scale": _check_limit,
-    "max_scale": _check_limit,
-    "growth_factor": functools.partial(
-        check_number,
-        least=1,
-        largest=math.inf,
-        is_open=True,
-        advice="It multiplies a scale that grows, as 2.",
+    "hysteresis": (
+        check_count,
+        "The scale backs off after this many non-finite steps.",
     ),
-    "backoff_factor": functools.partial(
-        check_number,
-        least=0,
-        largest=1,
-        is_open=True,
-        advice="It multiplies the scale at overflow, as 0.5.",
-    ),
-    "growth_interval": functools.partial(
-        check_count, advice="The scale grows after this many finite steps in a row."
-    ),
-    "hysteresis": functools.partial(
-        check_count, advice="The scale backs off after this many non-finite steps."
-    ),
-    "hysteresis_refill": functools.partial(
+    "hysteresis_refill": (
         check_choice,
-        choices=("finite", "growth", "change"),
-        advice="It decides what resets the hysteresis counter.",
+        ("finite", "growth", "change"),
+        "It decides what resets the hysteresis counter.",
     ),
-    "headroom": functools.partial(
-        check_number,
-        least=0,
-        largest=126,
-        advice="It is how many powers of two to leave free, such as 3.",
-    ),
-    "half_life": functools.partial(
-        check_count, advice="A remembered maximum decays to a half in this many steps."
-    ),
-    "dtype": check_dtype,
-    "skip_nonfinite": functools.partial(
-        check_switch, advice="It decides whether to skip non-finite steps."
-    ),
+    "headroom": (check_number, 0, 126, "It is how many octaves to leave free, as 3."),
+    "half_life": (check_count, "A remembered maximum halves in this many steps."),
+    "dtype": (check_dtype,),
+    "skip_nonfinite": (check_switch, "It decides whether to skip non-finite steps."),
 }
 
 
-def check_field(name: str, value: Any) -> Any:
-    """Return the value of a field of a rule as a plain Python value, or raise."""
-    return _CHECKS[name](name, value)
+def check_field(field: str, value: Any, name: str = "") -> Any:
+    """Return a field of a rule, which the user calls ``name``, as a Python value."""
+    if field not in _CHECKS:
+        raise KeyError(f"`{field}` has no check. Add one to `_CHECKS` in {__file__}.")
+    check, *arguments = _CHECKS[field]
+    return check(name or field, value, *arguments)
 
 
 def check_concrete(name: str, tree: Any, advice: str) -> None:
@@ -245,12 +226,14 @@ def _as_python_number(name: str, value: Any) -> float | None:
     if isinstance(value, bool | np.bool_):
         return None
     if isinstance(value, numbers.Real):
-        return float(value)
-    dtype = getattr(value, "dtype", None)
-    if dtype is None or jnp.shape(value) != () or not isinstance(dtype, np.dtype):
+        try:
+            return float(value)
+        except OverflowError:  # of an int
+            return None
+    if not isinstance(value, jax.Array | np.ndarray | np.generic) or value.shape != ():
         return None
     # The transfer is explicit, because a transfer guard may forbid implicit ones.
-    return float(jax.device_get(value).item()) if _is_real(dtype) else None
+    return float(jax.device_get(value).item()) if _is_real(value.dtype) else None
 
 
 def _is_boolean(dtype: Any) -> bool:

@@ -3,7 +3,8 @@
 Each function returns a `DynamicLossScale`, or a `FixedLossScale` where the system has a
 constant scale. The tests replay scales that were recorded from the systems. What would
 break a training is left out: a scale stays between 2**-126 and 2**126, where some
-systems let it become 0 or infinite. An argument that is out of range raises ValueError.
+systems let it become 0 or infinite. The first scale may be positional. An argument that
+is out of range raises ValueError, and one that is left out here TypeError.
 
 A run that began in another system goes on from its scale and its counters: see the
 guides for those who come from another system.
@@ -15,13 +16,15 @@ Examples:
     >>> tx = ls.with_loss_scaling(optax.adamw(3e-4), rule)
 """
 
-import math
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 from ._dtypes import LARGEST_SCALE, SMALLEST_SCALE
 from ._rules.dynamic import DynamicLossScale
 from ._rules.fixed import FixedLossScale
-from ._validation import check_field, check_switch
+from ._validation import BOOK, check_field, check_number, check_switch, describe
 
 __all__ = [
     "apex_amp",
@@ -41,8 +44,53 @@ __all__ = [
 ]
 
 
+# The fields of `DynamicLossScale`, and what the systems call them.
+_NAMES = {
+    "init_scale": "init_scale initial_scale init_loss_scale initial_loss_scale scale "
+    "loss_scale loss_scaling",
+    "growth_interval": "growth_interval scale_window loss_scale_window period "
+    "dynamic_growth_steps increment_period incr_every_n_steps",
+    "growth_factor": "growth_factor scale_factor factor multiplier incr_ratio",
+    "backoff_factor": "backoff_factor decr_ratio",
+    "min_scale": "min_scale min_loss_scale min_loss_scaling minimum_scale",
+    "max_scale": "max_loss_scale",
+    "hysteresis": "hysteresis delayed_shift decr_every_n_nan_or_inf",
+    "hysteresis_refill": "consecutive_hysteresis",
+}
+_FIELDS = {name: field for field, names in _NAMES.items() for name in names.split()}
+# What `help` says of a field, or of another argument.
+_MEANINGS = {
+    "init_scale": "the first scale.",
+    "growth_interval": "how many finite steps in a row raise the scale.",
+    "growth_factor": "multiplies a scale that grows.",
+    "backoff_factor": "multiplies a scale that backs off.",
+    "min_scale": "the smallest scale; None or 0 is 2**-126.",
+    "max_scale": "the largest scale.",
+    "hysteresis": "how many non-finite steps it takes to back off.",
+    "hysteresis_refill": "whether any finite step resets the hysteresis counter.",
+    "auto_cast": "does not concern the scale.",
+    "dynamic": "whether the scale changes.",
+    "enabled": "whether the loss is scaled.",
+    "fp16_master_weights_and_grads": "does not concern the scale.",
+    "initial_scale_power": "the first scale is 2 to this power.",
+    "loss_scale": "the first scale, or a constant one.",
+    "raise_error_at_min_scale": "is ignored: a compiled step cannot raise.",
+    "threshold": "the smallest scale if it is above ``min_loss_scale``.",
+}
+_LEFT_OUT = {
+    "counter": "Set `growth_tracker` in the state that `init` returns.",
+    "device": "The scale is where the optimizer state is.",
+    "dtype": "It does not concern the scale.",
+    "fin_steps": "Set `growth_tracker` in the state that `init` returns.",
+    "inner_optimizer": "Pass the optimizer to `with_loss_scaling`.",
+    "scale_factor": "Apex does not use it: its factor is 2.",
+    "tolerance": f"Write a rule: {BOOK}how_the_scale_moves.ipynb#write-your-own",
+}
+
+
 def apex_amp(
     loss_scale: Any = "dynamic",
+    *,
     init_scale: float = 2.0**16,
     scale_window: int = 2000,
     min_loss_scale: float | None = None,
@@ -54,93 +102,83 @@ def apex_amp(
     """
     if loss_scale != "dynamic":
         return FixedLossScale(loss_scale, skip_nonfinite=False)
-    limits = {"min_scale": _least(min_loss_scale), "max_scale": max_loss_scale}
-    return _dynamic(min(init_scale, max_loss_scale), scale_window, **limits)
+    del loss_scale  # it is not the first one
+    most = check_field("max_scale", max_loss_scale, "max_loss_scale")
+    init_scale = min(check_field("init_scale", init_scale), most)
+    return _dynamic(locals())
 
 
 def deepspeed(
     init_scale: float = 2.0**16,
+    *,
     scale_factor: float = 2.0,
     scale_window: int = 1000,
-    min_scale: float = 1.0,
+    min_scale: float | None = 1.0,
     delayed_shift: int = 2,
     consecutive_hysteresis: bool = False,
     raise_error_at_min_scale: bool = True,
 ) -> DynamicLossScale:
     """Return the rule of DeepSpeed's ``DynamicLossScaler`` (ZeRO).
 
-    A compiled step cannot raise, so ``raise_error_at_min_scale`` is ignored.
-
     Source: https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/fp16/loss_scaler.py
     """
-    del raise_error_at_min_scale
-    return _dynamic(
-        init_scale,
-        scale_window,
-        scale_factor,
-        min_scale=_least(min_scale),
-        hysteresis=delayed_shift,
-        hysteresis_refill="finite" if consecutive_hysteresis else "growth",
-    )
+    return _dynamic(locals())
 
 
 def deepspeed_fp16(
+    *,
     enabled: bool = True,
     loss_scale: float = 0.0,
     initial_scale_power: int = 16,
     loss_scale_window: int = 1000,
     hysteresis: int = 2,
     consecutive_hysteresis: bool = False,
-    min_loss_scale: float = 1.0,
+    min_loss_scale: float | None = 1.0,
     auto_cast: bool = False,
     fp16_master_weights_and_grads: bool = False,
 ) -> DynamicLossScale | FixedLossScale:
     """Return the rule of the ``"fp16"`` section of a DeepSpeed configuration.
 
-    The last two arguments do not concern the scale.
-
     Source: https://www.deepspeed.ai/docs/config-json/#fp16-training-options
     """
-    del auto_cast, fp16_master_weights_and_grads
     if not check_switch("enabled", enabled, "It decides whether to scale the loss."):
         return FixedLossScale(1.0)
     if loss_scale != 0:
         return FixedLossScale(loss_scale)
-    return deepspeed(
-        2.0**initial_scale_power,
-        scale_window=loss_scale_window,
-        min_scale=min_loss_scale,
-        delayed_shift=hysteresis,
-        consecutive_hysteresis=consecutive_hysteresis,
-    )
+    del loss_scale  # it is not the first one
+    advice = "The first scale is 2 to this power."
+    power = check_number("initial_scale_power", initial_scale_power, -126, 126, advice)
+    init_scale = 2.0**power
+    return _dynamic(locals())
 
 
 def fairseq(
     init_scale: float = 2.0**15,
+    *,
     scale_factor: float = 2.0,
     scale_window: int = 2000,
     threshold: float | None = None,
-    min_loss_scale: float = 1e-4,
+    min_loss_scale: float | None = 1e-4,
 ) -> DynamicLossScale:
     """Return the rule of fairseq's ``DynamicLossScaler``.
 
     fairseq undoes a backoff to ``min_loss_scale`` or below, so the smallest scale is
-    the last one above. A larger ``threshold`` is the smallest scale.
+    the last one above.
 
     Source: https://github.com/facebookresearch/fairseq/blob/main/fairseq/optim/dynamic_loss_scaler.py
     """
-    rule = _dynamic(init_scale, scale_window, scale_factor)
-    lowest = check_field("min_scale", _least(min_loss_scale))
-    backoffs = math.floor(math.log(rule.init_scale / lowest, rule.growth_factor))
-    # The logarithm may round.
-    near = [init_scale / scale_factor**n for n in range(backoffs - 1, backoffs + 2)]
-    least = min([init_scale, *(x for x in near if x > lowest)])
-    if threshold is not None and threshold > lowest:
-        least = threshold
-    return _dynamic(init_scale, scale_window, scale_factor, min_scale=_least(least))
+    rule = _dynamic(locals())
+    least = rule.init_scale
+    while least / rule.growth_factor > rule.min_scale:
+        least /= rule.growth_factor
+    if threshold is not None:
+        threshold = check_field("min_scale", threshold, "threshold")
+        least = threshold if threshold > rule.min_scale else least
+    return _dynamic(locals(), min_scale=least)
 
 
 def flax_dynamic_scale(
+    *,
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
@@ -153,30 +191,27 @@ def flax_dynamic_scale(
 
     Source: https://github.com/google/flax/blob/main/flax/training/dynamic_scale.py
     """
-    return _dynamic(
-        scale,
-        growth_interval + 1,
-        growth_factor,
-        backoff_factor,
-        min_scale=_least(minimum_scale),
-    )
+    growth_interval = check_field("growth_interval", growth_interval) + 1
+    return _dynamic(locals())
 
 
 def jmp_dynamic(
     loss_scale: Any,
+    *,
     period: int = 2000,
     factor: float = 2,
-    min_loss_scale: float = 1.0,
+    min_loss_scale: float | None = 1.0,
 ) -> DynamicLossScale:
     """Return the rule of ``jmp.DynamicLossScale``.
 
     Source: https://github.com/google-deepmind/jmp#loss-scaling
     """
-    return _dynamic(loss_scale, period, factor, min_scale=_least(min_loss_scale))
+    return _dynamic(locals())
 
 
 def keras_loss_scale(
     initial_scale: float = 2.0**15,
+    *,
     dynamic_growth_steps: int = 2000,
     dynamic: bool = True,
 ) -> DynamicLossScale:
@@ -189,12 +224,13 @@ def keras_loss_scale(
             f"`dynamic` must be True, got {dynamic!r}. For a scale that never changes, "
             "use `FixedLossScale`."
         )
-    return _dynamic(initial_scale, dynamic_growth_steps)
+    return _dynamic(locals())
 
 
 def megatron(
     initial_scale: float = 2.0**32,
-    min_scale: float = 1.0,
+    *,
+    min_scale: float | None = 1.0,
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
     growth_interval: int = 1000,
@@ -207,19 +243,12 @@ def megatron(
 
     Source: https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/optimizer/grad_scaler.py
     """
-    return _dynamic(
-        initial_scale,
-        growth_interval,
-        growth_factor,
-        backoff_factor,
-        min_scale=_least(min_scale),
-        hysteresis=hysteresis,
-        hysteresis_refill="growth",
-    )
+    return _dynamic(locals(), hysteresis_refill="growth")
 
 
 def mindspore_dynamic(
     init_loss_scale: float = 2.0**24,
+    *,
     scale_factor: float = 2.0,
     scale_window: int = 2000,
 ) -> DynamicLossScale:
@@ -227,11 +256,12 @@ def mindspore_dynamic(
 
     Source: https://www.mindspore.cn/docs/en/master/api_python/amp/mindspore.amp.DynamicLossScaleManager.html
     """
-    return _dynamic(init_loss_scale, scale_window, scale_factor, min_scale=1.0)
+    return _dynamic(locals(), min_scale=1.0)
 
 
 def mpx_dynamic(
     loss_scaling: Any,
+    *,
     min_loss_scaling: Any = 1.0,
     factor: float = 2,
     period: int = 2000,
@@ -240,12 +270,12 @@ def mpx_dynamic(
 
     Source: https://github.com/Data-Science-in-Mechanical-Engineering/mixed_precision_for_JAX
     """
-    limits = {"min_scale": _least(min_loss_scaling), "max_scale": 65504.0}
-    return _dynamic(loss_scaling, period, factor, **limits)
+    return _dynamic(locals(), max_scale=65504.0)
 
 
 def tf_contrib_exponential_update(
     init_loss_scale: float,
+    *,
     incr_every_n_steps: int,
     decr_every_n_nan_or_inf: int = 2,
     incr_ratio: float = 2.0,
@@ -257,19 +287,12 @@ def tf_contrib_exponential_update(
 
     Source: https://github.com/tensorflow/tensorflow/blob/r1.15/tensorflow/contrib/mixed_precision/python/loss_scale_manager.py
     """
-    return _dynamic(
-        init_loss_scale,
-        incr_every_n_steps,
-        incr_ratio,
-        decr_ratio,
-        min_scale=1.0,
-        hysteresis=decr_every_n_nan_or_inf,
-        hysteresis_refill="change",
-    )
+    return _dynamic(locals(), min_scale=1.0, hysteresis_refill="change")
 
 
 def tf_dynamic_loss_scale(
     initial_loss_scale: float = 2.0**15,
+    *,
     increment_period: int = 2000,
     multiplier: float = 2.0,
 ) -> DynamicLossScale:
@@ -277,24 +300,26 @@ def tf_dynamic_loss_scale(
 
     Source: https://www.tensorflow.org/api_docs/python/tf/compat/v1/mixed_precision/DynamicLossScale
     """
-    return _dynamic(initial_loss_scale, increment_period, multiplier, min_scale=1.0)
+    return _dynamic(locals(), min_scale=1.0)
 
 
 def tf_keras_loss_scale(
+    *,
     dynamic: bool = True,
     initial_scale: float | None = None,
     dynamic_growth_steps: int | None = None,
 ) -> DynamicLossScale | FixedLossScale:
     """Return the rule of ``tf.keras``'s ``LossScaleOptimizer`` (Keras 2).
 
-    Without ``dynamic``, ``initial_scale`` is constant, and nothing is skipped.
+    The default numbers are 2**15 and 2,000. Without ``dynamic``, ``initial_scale`` is
+    constant, and nothing is skipped.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/keras/mixed_precision/LossScaleOptimizer
     """
     if check_switch("dynamic", dynamic, "Pass a number as `initial_scale`."):
-        first = 2.0**15 if initial_scale is None else initial_scale
+        initial_scale = 2.0**15 if initial_scale is None else initial_scale
         steps = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
-        return tf_dynamic_loss_scale(first, steps)
+        return _dynamic({**locals(), "dynamic_growth_steps": steps}, min_scale=1.0)
     if dynamic_growth_steps is not None:
         raise ValueError(
             "`dynamic_growth_steps` must be left out if `dynamic` is False, got "
@@ -305,6 +330,7 @@ def tf_keras_loss_scale(
 
 def torch_grad_scaler(
     init_scale: float = 2.0**16,
+    *,
     growth_factor: float = 2.0,
     backoff_factor: float = 0.5,
     growth_interval: int = 2000,
@@ -318,32 +344,56 @@ def torch_grad_scaler(
     """
     if not check_switch("enabled", enabled, "It decides whether to scale the loss."):
         return FixedLossScale(1.0, skip_nonfinite=False)
-    return _dynamic(init_scale, growth_interval, growth_factor, backoff_factor)
+    return _dynamic(locals())
 
 
-def _dynamic(
-    init_scale: float,
-    growth_interval: int,
-    growth_factor: float = 2.0,
-    backoff_factor: float | None = None,
-    min_scale: float = SMALLEST_SCALE,
-    max_scale: float = LARGEST_SCALE,
-    **hysteresis: Any,
-) -> DynamicLossScale:
-    """Return a rule without limits that, by default, divides by the growth factor."""
-    if backoff_factor is None:
-        backoff_factor = 1 / growth_factor
-    return DynamicLossScale(
-        init_scale,
-        growth_factor=growth_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=growth_interval,
-        min_scale=min_scale,
-        max_scale=max_scale,
-        **hysteresis,
-    )
+def _dynamic(arguments: dict[str, Any], **fixed: Any) -> DynamicLossScale:
+    """Return the rule of a preset's arguments, and of fields that its system fixes.
+
+    ``arguments`` are the ``locals()`` of the preset, by the names of its system. By
+    default, a rule has no limits and divides by the growth factor.
+    """
+    fields = {"min_scale": SMALLEST_SCALE, "max_scale": LARGEST_SCALE, **fixed}
+    for name, field in reversed(_FIELDS.items()):  # the first scale after its limits
+        if name not in arguments or field in fixed:
+            continue
+        value = arguments[name]
+        if field == "init_scale":
+            limits = fields["min_scale"], fields["max_scale"]
+            value = check_number(name, value, *limits, "The scale stays there.")
+        elif field == "min_scale":
+            value = 0 if value is None else value
+            value = check_number(name, value, 0, LARGEST_SCALE, "0 is 2**-126.")
+            value = max(value, SMALLEST_SCALE)
+        elif field == "hysteresis_refill":
+            value = check_switch(name, value, "It decides what resets the counter.")
+            value = "finite" if value else "growth"
+        else:
+            value = check_field(field, value, name)
+        fields[field] = value
+    fields.setdefault("backoff_factor", 1 / fields.get("growth_factor", 2.0))
+    return DynamicLossScale(**fields)
 
 
-def _least(scale: float | None) -> float:
-    """Return a smallest scale. In other systems it may be None or 0."""
-    return scale or SMALLEST_SCALE
+def _documented(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a preset that documents its arguments and says why it refuses others."""
+    arguments = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def preset(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs.keys() - arguments.keys():
+            raise TypeError(
+                f"`{name}` is not an argument of `presets.{function.__name__}`, got "
+                f"{describe(kwargs[name])}. "
+                + _LEFT_OUT.get(name, f"It takes {', '.join(arguments)}.")
+            )
+        return function(*args, **kwargs)
+
+    meanings = {x: _MEANINGS.get(x) or _MEANINGS[_FIELDS[x]] for x in arguments}
+    lines = [f"    {name}: {meaning}" for name, meaning in meanings.items()]
+    text = inspect.cleandoc(function.__doc__ or "")
+    preset.__doc__ = "\n".join([text, "", "Args:", *lines])
+    return preset
+
+
+globals().update({name: _documented(globals()[name]) for name in __all__})

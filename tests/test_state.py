@@ -29,8 +29,9 @@ TYPES = {
 def test_every_leaf_is_a_strongly_typed_scalar(rule, wrap, x64):
     with enable_x64(x64), jax.numpy_dtype_promotion("strict"):
         update, states = wrap(rule.update), [wrap(rule.init)()]
+        measured = [0.5] * rule.uses_max_magnitude
         for flag in (True, False, jnp.bool_(True), np.bool_(False)):
-            states.append(update(states[-1], flag))
+            states.append(update(states[-1], flag, *measured))
     for state in states:
         *fields, _ = state._asdict().items()
         assert [(name, x.dtype.name) for name, x in fields] == [*TYPES.items()]

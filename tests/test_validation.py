@@ -11,6 +11,7 @@ import pytest
 from every_rule import DEFAULTS
 
 import optax_lossscale as ls
+from optax_lossscale._validation import check_field
 
 FIXED, DYNAMIC, HEADROOM = ls.FixedLossScale, ls.DynamicLossScale, ls.HeadroomLossScale
 STATE, MOST = HEADROOM().init(), 2**31 - 1
@@ -20,15 +21,13 @@ show = functools.partial(ls.format_report, report())
 suggest = functools.partial(ls.suggest_loss_scale, 1.0)
 check = functools.partial(ls.check_loss_scale, STATE)
 select = functools.partial(ls.select, on_true=1.0, on_false=2.0)
-update = functools.partial(HEADROOM().update, STATE)
-
-
-def at_a_magnitude(max_magnitude):
-    return HEADROOM().update(STATE, True, max_magnitude)
-
+update = functools.partial(HEADROOM().update, STATE, max_magnitude=1.0)
+measure = functools.partial(HEADROOM().update, STATE, True)
 
 BOTH = DYNAMIC, HEADROOM
-NO_NUMBERS = [math.nan, True, np.True_, None, "2", [2.0], 2j, np.ones(1)]
+ABSTRACT = jax.ShapeDtypeStruct((), "float32")
+NO_NUMBERS = [math.nan, True, np.True_, None, "2", [2.0], 2j, np.ones(1), ABSTRACT]
+NO_NUMBERS += [10**400]
 SCALES = [0, 2.0**-127, 2.0**127, math.inf, *NO_NUMBERS]
 SHARES = [1e-6, 1 - 1e-6], [0, 1, 1e-50, 1 - 1e-9, *NO_NUMBERS]
 COUNTS = [1, MOST, 3.0, np.int64(7), jnp.int32(7)], [0, 1.5, MOST + 1, *NO_NUMBERS]
@@ -62,7 +61,7 @@ ARGUMENTS = [
     (select, "pred", *FLAGS),
     (update, "grads_finite", *FLAGS),
     (STATE.record, "applied", *FLAGS),
-    (at_a_magnitude, "max_magnitude", [0, 1.5, jnp.float16(1)], NO_NUMBERS[1:]),
+    (measure, "max_magnitude", [0, 1.5, jnp.float16(1)], NO_NUMBERS[1:-1]),
 ]
 
 
@@ -71,7 +70,8 @@ def test_argument_is_refused_by_name_and_value(call, name, good, bad):
     for value in good:
         call(**{name: value})
     for value in bad:
-        message = f"^`{name}` must .*got ({re.escape(repr(value))}|an array of dtype)"
+        shown = f"{re.escape(repr(value))}|an array of dtype|a jax.ShapeDtypeStruct"
+        message = f"^`{name}` must .*got ({shown})"
         with pytest.raises((TypeError, ValueError), match=message):
             call(**{name: value})
 
@@ -111,6 +111,11 @@ def test_any_kind_of_number_becomes_pythons_own(number):
     assert fixed == FIXED() and hash(fixed) == hash(FIXED())
     assert (type(fixed.loss_scale), type(counting.hysteresis)) == (float, int)
     assert HEADROOM(dtype=jnp.float16) == HEADROOM()
+
+
+def test_field_without_a_check_is_named():
+    with pytest.raises(KeyError, match="`decay` has no check. Add one to `_CHECKS`"):
+        check_field("decay", 1.0)
 
 
 DESCRIBED = [

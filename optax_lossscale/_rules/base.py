@@ -52,15 +52,17 @@ def check_and_compile(update: UpdateT) -> UpdateT:
     The numbers of the rule are constants of the program, so an eager update transfers
     nothing from the host.
     """
-    compiled = jax.jit(update, static_argnums=0)
+    compiled, signature = jax.jit(update, static_argnums=0), inspect.signature(update)
 
     @functools.wraps(update)
-    def checked_update(self: Any, state: Any, grads_finite: Any, *args: Any) -> Any:
-        check_flag("grads_finite", grads_finite)
-        for arg in args:
+    def checked_update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(self, *args, **kwargs).arguments
+        check_flag("grads_finite", bound["grads_finite"])
+        if "max_magnitude" in bound:
             advice = "`max_magnitude(grads)` returns one for gradients."
-            check_scalar("max_magnitude", arg, "real number", advice)
-        return compiled(self, matching_state(self, state), grads_finite, *args)
+            check_scalar("max_magnitude", bound["max_magnitude"], "real number", advice)
+        bound["state"] = matching_state(self, bound["state"])
+        return compiled(*bound.values())
 
     _COMPILED[checked_update] = compiled
     return cast(UpdateT, checked_update)
@@ -77,10 +79,15 @@ class LossScale(abc.ABC):
     gives it a repr, equality, a hash and ``get_config``. It must not define
     ``__call__``: ``optax.inject_hyperparams`` takes callables for schedules.
 
+    Limit the scale in ``update``: a scale that has become 0 stays 0. What the rule
+    remembers beside the scale is its ``rule_state``. In a step whose ``value`` is not
+    finite, the result of ``update`` is not used.
+
     Attributes:
         skip_nonfinite: whether steps with non-finite gradients are skipped. If False,
             gradients are not checked, and ``update`` is always given True.
-        uses_max_magnitude: whether ``update`` takes ``max_magnitude`` as well.
+        uses_max_magnitude: whether ``update`` takes a third argument, the largest
+            absolute value of the gradients; it is NaN if the step is skipped.
 
     Examples:
         >>> import dataclasses
@@ -95,10 +102,11 @@ class LossScale(abc.ABC):
         ...
         ...     def update(self, state, grads_finite):
         ...         scale = jnp.where(grads_finite, 1.0, 0.5) * state.loss_scale
+        ...         scale = jnp.maximum(scale, 1.0)
         ...         return state.record(grads_finite)._replace(loss_scale=scale)
-        >>> rule = HalvingLossScale()
+        >>> rule = HalvingLossScale(1.5)
         >>> float(rule.update(rule.init(), False).loss_scale)
-        512.0
+        1.0
     """
 
     skip_nonfinite: bool = True
@@ -118,15 +126,12 @@ class LossScale(abc.ABC):
             state: the state whose ``loss_scale`` multiplied this step's loss. Numbers
                 of other types, as ``optax.tree.set`` puts them there, are converted.
             grads_finite: one boolean, whether all gradients were finite.
-            max_magnitude: if ``uses_max_magnitude``, the largest absolute value of the
-                true gradients, as `max_magnitude` returns it; 0 and NaN are ignored.
 
         Raises:
             TypeError: if ``state`` is not a `LossScaleState`.
             ValueError: if ``state`` holds several runs outside of ``jax.vmap``, holds
-                no numbers, or has the ``rule_state`` of another rule; if
-                ``grads_finite`` is not one boolean, or ``max_magnitude`` not one real
-                number.
+                no numbers, or has the ``rule_state`` of another rule; or if
+                ``grads_finite`` is not one boolean.
         """
 
     def get_config(self) -> dict[str, Any]:
@@ -158,9 +163,10 @@ class LossScale(abc.ABC):
                 Only ``LossScale.from_config`` needs the ``"class_name"``.
 
         Raises:
-            ValueError: if ``config`` names another rule, or several classes have the
-                name, or a value is out of range.
-            TypeError: if the rule does not take an argument.
+            ValueError: if ``config`` names no rule or another one, or several classes
+                have the name, or a value is out of range.
+            TypeError: if ``config`` is no mapping, or the rule does not take an
+                argument.
 
         Examples:
             >>> import optax_lossscale as ls
@@ -168,8 +174,13 @@ class LossScale(abc.ABC):
             >>> ls.LossScale.from_config(rule.get_config()) == rule
             True
         """
+        if not isinstance(config, Mapping):
+            raise TypeError(
+                "`config` must be a mapping, as `get_config` returns it, got "
+                f"{describe(config)}."
+            )
         fields = dict(config)
-        name = fields.pop("class_name", cls.__name__)
+        name = fields.pop("class_name", None if cls is LossScale else cls.__name__)
         classes = [*_subclasses(cls), cls]
         # A class that is defined again, as in a notebook, replaces the earlier one.
         rules = {_full_name(x): x for x in classes if not inspect.isabstract(x)}
@@ -178,7 +189,7 @@ class LossScale(abc.ABC):
             names = sorted({x.__name__ for x in rules.values()})
             raise ValueError(
                 f"`config['class_name']` must be one of {names}, got {name!r}. "
-                "`LossScale.from_config` builds any rule whose class is imported."
+                "Add the name, call `from_config` of the class, or import the class."
             )
         if len(named) > 1 and cls not in named.values():
             raise ValueError(
@@ -203,10 +214,13 @@ def check_rule(rule: Any) -> None:
         package = str(getattr(rule, "__module__", None) or "").partition(".")[0]
         preset = _PRESETS.get(package)
         same = f"presets.{preset}(...)" if preset else "DynamicLossScale(2.0**15)"
+        way_out = f"Pass one, such as `FixedLossScale(128.0)` or `{same}`."
+        is_rule = inspect.isclass(rule) and issubclass(rule, LossScale)
+        if is_rule or inspect.isfunction(rule):
+            way_out = f"If this makes one, call it: `{rule.__name__}(...)`."
         raise TypeError(
             f"`rule` must be an instance of LossScale, got {describe(rule)}"
-            f"{f' of {package}' if package else ''}. Pass one, such as "
-            f"`FixedLossScale(128.0)` or `{same}`."
+            f"{f' of {package}' if package else ''}. {way_out}"
         )
     try:
         hash(rule)

@@ -64,7 +64,7 @@ class HeadroomLossScale(LossScale):
     Examples:
         >>> import optax_lossscale as ls
         >>> rule = ls.HeadroomLossScale(headroom=4)
-        >>> state = rule.update(rule.init(), True, 0.001)
+        >>> state = rule.update(rule.init(), True, max_magnitude=0.001)
         >>> float(state.loss_scale), 0.001 * float(state.loss_scale) <= 65504 / 2**4
         (2097152.0, True)
 
@@ -96,12 +96,16 @@ class HeadroomLossScale(LossScale):
         return LossScaleState.create(self.init_scale, rule_state=rule_state)
 
     @check_and_compile
-    def update(
+    def update(  # type: ignore[override]  # it measures gradients, too
         self,
         state: LossScaleState,
         grads_finite: jax.typing.ArrayLike,
-        max_magnitude: jax.typing.ArrayLike = 0.0,
+        max_magnitude: jax.typing.ArrayLike,
     ) -> LossScaleState:
+        """Return the state after a step, by the `max_magnitude` of true gradients.
+
+        0 and NaN are ignored.
+        """
         new_state = state.record(grads_finite)
         scale = jnp.clip(state.loss_scale, SMALLEST_SCALE, LARGEST_SCALE)
         seen = _finite_magnitude(max_magnitude)

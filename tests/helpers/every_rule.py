@@ -9,22 +9,13 @@ from shared import slow_but
 import optax_lossscale as ls
 from optax_lossscale import presets
 
-PRESETS = {
-    "apex_amp": presets.apex_amp(),
-    "deepspeed": presets.deepspeed(),
-    "deepspeed_fp16": presets.deepspeed_fp16(consecutive_hysteresis=True),
-    "fairseq": presets.fairseq(),
-    "flax_dynamic_scale": presets.flax_dynamic_scale(growth_interval=2),
-    "jmp_dynamic": presets.jmp_dynamic(2.0**15, period=2),
-    "keras_loss_scale": presets.keras_loss_scale(dynamic_growth_steps=1),
-    "megatron": presets.megatron(growth_interval=3),
-    "mindspore_dynamic": presets.mindspore_dynamic(scale_factor=3),
-    "mpx_dynamic": presets.mpx_dynamic(2.0**15),
-    "tf_contrib_exponential_update": presets.tf_contrib_exponential_update(1024, 2),
-    "tf_dynamic_loss_scale": presets.tf_dynamic_loss_scale(),
-    "tf_keras_loss_scale": presets.tf_keras_loss_scale(),
-    "torch_grad_scaler": presets.torch_grad_scaler(growth_interval=2),
+# The first scale, where it has no default.
+FIRST = {
+    "jmp_dynamic": {"loss_scale": 8.0},
+    "mpx_dynamic": {"loss_scaling": 8.0},
+    "tf_contrib_exponential_update": {"init_loss_scale": 8, "incr_every_n_steps": 100},
 }
+PRESETS = {x: getattr(presets, x)(**FIRST.get(x, {})) for x in presets.__all__}
 # The rules of the package with their defaults: "fixed", "headroom" and so on.
 DEFAULTS = {
     re.sub(r"(?<=.)(?=[A-Z])", "-", name.removesuffix("LossScale")).lower(): rule()

@@ -1,11 +1,11 @@
-"""What TensorFlow's and MindSpore's loss scales do, and what our tables say of it."""
+"""The code in our tables of what other systems have, row by row."""
 
 import re
 
 import jax.numpy as jnp
 import optax
 import pytest
-from book import page, table
+from book import page, run_blocks, table
 
 import optax_lossscale as ls
 
@@ -24,9 +24,16 @@ def test_code_in_the_tables_of_classes_runs(name):
     for class_name in ("FixedLossScaleManager", "LossScaleManager`"):
         assert class_name in str(rows)
     for *_, here in rows:
-        expressions = re.findall(r"`([^`]+)`", here)
-        assert expressions, here
-        for expression in expressions:
-            eval(expression, dict(NAMES))
-        for one, other in re.findall(r"`([^`]+)`, which is `([^`]+)`", here):
-            assert eval(one, dict(NAMES)) == eval(other, dict(NAMES))
+        code = re.findall(r"`([^`]+)`", here)
+        same = re.findall(r"`([^`]+)`, which is `([^`]+)`", here)
+        assert code, here
+        code += [f"assert {one} == {other}" for one, other in same]
+        run_blocks(code, name, dict(NAMES))
+
+
+def test_code_in_the_table_of_systems_makes_rules():
+    for _, rules, *_ in table(page("coming_from/index"), "system"):
+        code = re.findall(r"`(ls\.[^`]+)`", rules)
+        assert code, rules
+        same = [f"assert isinstance({rule}, ls.LossScale)" for rule in code]
+        run_blocks(same, "index", dict(NAMES))

@@ -6,7 +6,7 @@ import pytest
 from every_rule import PRESETS
 
 import optax_lossscale as ls
-from optax_lossscale import presets
+from optax_lossscale import presets as P
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 
@@ -22,30 +22,32 @@ def dynamic(first, interval, least=SMALLEST, largest=LARGEST, **others):
 
 BOTH = {"hysteresis_refill": "growth", "hysteresis": 2}
 SLOW = {"hysteresis_refill": "change", "hysteresis": 2, "backoff_factor": 0.8}
+# Of presets whose first scale has no default, it is 8.
+DEFAULTS = {
+    "apex_amp": dynamic(2.0**16, 2000, largest=2.0**24),
+    "deepspeed": dynamic(2.0**16, 1000, 1.0, **BOTH),
+    "deepspeed_fp16": dynamic(2.0**16, 1000, 1.0, **BOTH),
+    "fairseq": dynamic(2.0**15, 2000, 2.0**-13),
+    "flax_dynamic_scale": dynamic(2.0**16, 2001),  # a step later than documented
+    "jmp_dynamic": dynamic(8.0, 2000, 1.0),
+    "keras_loss_scale": dynamic(2.0**15, 2000),
+    "megatron": dynamic(2.0**32, 1000, 1.0, **BOTH),
+    "mindspore_dynamic": dynamic(2.0**24, 2000, 1.0),
+    "mpx_dynamic": dynamic(8.0, 2000, 1.0, 65504.0),
+    "tf_contrib_exponential_update": dynamic(8.0, 100, 1.0, **SLOW),
+    "tf_dynamic_loss_scale": dynamic(2.0**15, 2000, 1.0),
+    "tf_keras_loss_scale": dynamic(2.0**15, 2000, 1.0),
+    "torch_grad_scaler": dynamic(2.0**16, 2000),
+}
 
-CONTRIB = {"init_loss_scale": 8.0, "incr_every_n_steps": 100}
-# The rule of the defaults of each preset.
-P = presets
+
+@pytest.mark.parametrize("name", P.__all__)
+def test_preset_has_the_defaults_of_its_system(name):
+    assert PRESETS[name] == DEFAULTS[name]
+
+
+# The rules of arguments that no recorded run has.
 TABLE = [
-    (P.apex_amp, {}, dynamic(2.0**16, 2000, largest=2.0**24)),
-    (P.deepspeed, {}, dynamic(2.0**16, 1000, 1.0, **BOTH)),
-    (P.deepspeed_fp16, {}, dynamic(2.0**16, 1000, 1.0, **BOTH)),
-    (P.fairseq, {}, dynamic(2.0**15, 2000, 2.0**-13)),
-    # It grows one step later than documented.
-    (P.flax_dynamic_scale, {}, dynamic(2.0**16, 2001)),
-    (P.jmp_dynamic, {"loss_scale": 8.0}, dynamic(8.0, 2000, 1.0)),
-    (P.keras_loss_scale, {}, dynamic(2.0**15, 2000)),
-    (P.megatron, {}, dynamic(2.0**32, 1000, 1.0, **BOTH)),
-    (P.mindspore_dynamic, {}, dynamic(2.0**24, 2000, 1.0)),
-    (P.mpx_dynamic, {"loss_scaling": 8.0}, dynamic(8.0, 2000, 1.0, 65504.0)),
-    (P.tf_contrib_exponential_update, CONTRIB, dynamic(8.0, 100, 1.0, **SLOW)),
-    (P.tf_dynamic_loss_scale, {}, dynamic(2.0**15, 2000, 1.0)),
-    (P.tf_keras_loss_scale, {}, dynamic(2.0**15, 2000, 1.0)),
-    (P.torch_grad_scaler, {}, dynamic(2.0**16, 2000)),
-]
-assert {preset.__name__ for preset, _, _ in TABLE} == PRESETS.keys()
-# And of arguments that no recorded run has.
-TABLE += [
     (P.apex_amp, {"loss_scale": 8.0}, fixed(8.0, False)),
     (P.apex_amp, {"init_scale": 2.0**30}, dynamic(2.0**24, 2000, largest=2.0**24)),
     (P.deepspeed_fp16, {"enabled": False}, fixed(1.0, True)),
@@ -56,6 +58,10 @@ TABLE += [
         | dict(consecutive_hysteresis=True, min_loss_scale=4.0)
         | dict(auto_cast=True, fp16_master_weights_and_grads=True),
         dynamic(2.0**12, 5, 4.0, hysteresis=3),
+    ),
+    *(
+        (P.deepspeed_fp16, {"min_loss_scale": none}, dynamic(2.0**16, 1000, **BOTH))
+        for none in (None, 0)
     ),
     (
         P.fairseq,  # the scale stays above the minimum, also if that is the threshold
@@ -78,7 +84,7 @@ def test_preset_makes_a_rule_of_its_arguments(preset, given, rule):
 KERAS_2 = {"dynamic": False, "initial_scale": 8.0, "dynamic_growth_steps": 3}
 MPX = {"loss_scaling": 8.0, "min_loss_scaling": 16.0}
 FAIRSEQ = {"init_scale": 4.0, "threshold": 8.0}
-# Arguments, and the name in the error: a rule has its own.
+# The error names the argument as its system does.
 REFUSED = [
     (P.keras_loss_scale, {"dynamic": False}, "dynamic` must .*got False"),
     (P.tf_keras_loss_scale, {"dynamic": 128}, "dynamic` must .*got 128"),
@@ -86,21 +92,55 @@ REFUSED = [
     (P.deepspeed_fp16, {"enabled": "auto"}, "enabled` must .*got 'auto'"),
     (P.deepspeed_fp16, {"loss_scale": None}, "loss_scale` must .*got None"),
     (P.deepspeed_fp16, {"loss_scale": -1}, "loss_scale` must .*got -1"),
-    (P.apex_amp, {"max_loss_scale": -1}, "init_scale` must .*got .*-1"),
-    (P.apex_amp, {"scale_window": 0}, "growth_interval` must .*got .*0"),
-    (P.fairseq, {"min_loss_scale": math.nan}, "min_scale` must .*got .*nan"),
-    (P.flax_dynamic_scale, {"minimum_scale": -1}, "min_scale` must .*got .*-1"),
-    (P.mindspore_dynamic, {"init_loss_scale": 0.5}, "min_scale` must .*got .*0.5"),
-    (P.tf_dynamic_loss_scale, {"multiplier": 1}, "growth_factor` must .*got .*1"),
+    (P.deepspeed_fp16, {"min_loss_scale": False}, "min_loss_scale` .*got False"),
+    (P.deepspeed_fp16, {"initial_scale_power": 1e3}, "initial_scale_power` .*1000"),
+    (P.deepspeed, {"consecutive_hysteresis": 1}, "consecutive_hysteresis` must .*1"),
+    (P.deepspeed, {"delayed_shift": 0}, "delayed_shift` must .*got 0"),
+    (P.apex_amp, {"max_loss_scale": -1}, "max_loss_scale` must .*got -1"),
+    (P.apex_amp, {"scale_window": 0}, "scale_window` must .*got 0"),
+    (P.fairseq, {"min_loss_scale": math.nan}, "min_loss_scale` must .*got nan"),
+    (P.fairseq, {"threshold": 0}, "threshold` must .*got 0"),
+    (P.flax_dynamic_scale, {"minimum_scale": -1}, "minimum_scale` must .*got -1"),
+    (P.flax_dynamic_scale, {"growth_interval": "1"}, "growth_interval` must .*'1'"),
+    (P.mindspore_dynamic, {"init_loss_scale": 0.5}, "init_loss_scale` .*from 1 to"),
+    (P.mpx_dynamic, {"loss_scaling": 2.0**16}, "loss_scaling` .*to 65504, got 65536"),
+    (P.tf_dynamic_loss_scale, {"multiplier": 1}, "multiplier` must .*got 1"),
     # Those that do not go together.
     (P.tf_keras_loss_scale, KERAS_2, "dynamic_growth_steps` must be left out"),
-    (P.mpx_dynamic, MPX, "min_scale` must not exceed `init_scale"),
+    (P.mpx_dynamic, MPX, "loss_scaling` must be a number from 16 to"),
     (P.fairseq, {"init_scale": 0.0}, "init_scale` must be a number from"),
-    (P.fairseq, FAIRSEQ, "min_scale` must not exceed `init_scale"),
+    (P.fairseq, FAIRSEQ, "init_scale` must be a number from 8 to"),
 ]
 
 
 @pytest.mark.parametrize(("preset", "given", "words"), REFUSED)
-def test_preset_refuses_what_its_rule_refuses(preset, given, words):
+def test_preset_refuses_by_the_name_of_its_system(preset, given, words):
     with pytest.raises(ValueError, match=f"^`{words}"):
         preset(**given)
+
+
+# Arguments of the system that the preset does not take, and why.
+LEFT_OUT = [
+    (P.apex_amp, "scale_factor", "its factor is 2"),
+    (P.deepspeed, "dtype", "does not concern the scale"),
+    (P.fairseq, "tolerance", "Write a rule: https"),
+    (P.flax_dynamic_scale, "fin_steps", "`growth_tracker`"),
+    (P.keras_loss_scale, "inner_optimizer", "to `with_loss_scaling`"),
+    (P.torch_grad_scaler, "device", "is where the optimizer state is"),
+    (P.torch_grad_scaler, "interval", "It takes init_scale, growth_factor, "),
+    *((x, "counter", "`growth_tracker`") for x in (P.jmp_dynamic, P.mpx_dynamic)),
+]
+
+
+@pytest.mark.parametrize(("preset", "name", "reason"), LEFT_OUT)
+def test_preset_says_why_it_leaves_an_argument_out(preset, name, reason):
+    words = f"^`{name}` is not an argument of `presets.{preset.__name__}`, got 4.*"
+    with pytest.raises(TypeError, match=words + reason):
+        preset(8.0, **{name: 4})
+
+
+def test_second_argument_has_a_name():
+    """The other systems have other orders, and fairseq's fourth is its tolerance."""
+    for name in P.__all__:
+        with pytest.raises(TypeError, match="positional argument"):
+            getattr(P, name)(8.0, 2.0)

@@ -87,8 +87,7 @@ def test_scale_takes_the_recorded_course(case):
     if first > LARGEST or first < (least or 0):
         # In float32, where gradients are divided, a larger scale is inf. Below the
         # smallest one, an overflow would raise it.
-        refused = "init_scale` must be a number from |min_scale` must not exceed"
-        with pytest.raises(ValueError, match=f"`({refused})"):
+        with pytest.raises(ValueError, match="scal(e|ing)` must be a number from "):
             rule_of(case)
         return
     rule = rule_of(case)

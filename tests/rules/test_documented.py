@@ -1,47 +1,86 @@
 """The rules against the statements of their documentation."""
 
-import operator
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from asserts import noted
 from shared import slow_but
-from simulated_rules import Simulated
 from training import run_rule
 
 import optax_lossscale as ls
 
-FACTORS = {"growth_factor": 1.5, "backoff_factor": 0.75, "growth_interval": 3}
-LIMITS = {"min_scale": 2.0, "max_scale": 20.0}
-RULES = [
-    ls.FixedLossScale(3.0),
-    *(
-        ls.DynamicLossScale(8.0, hysteresis=2, hysteresis_refill=x, **FACTORS, **LIMITS)
-        for x in ("finite", "growth", "change")
+# The scale begins at 8. It grows by 4 after 3 finite steps, up to 20, and backs off by
+# half, down to 2, when the hysteresis of 2 is used up.
+DYNAMIC = {"growth_factor": 4.0, "growth_interval": 3, "hysteresis": 2}
+DYNAMIC |= {"init_scale": 8.0, "min_scale": 2.0, "max_scale": 20.0}
+FINITE = "1 1  1  0  1  0  1  1  0  1  1  1  0  0   0 0 0   0   0 0 0 1 1 1"
+GROWTH = "1 2  0  0  1  0  1  2  0  1  2  0  0  0   0 0 0   0   0 0 0 1 2 0"
+COURSES = {
+    "finite": (
+        "8 8 20 20 20 20 20 20 20 20 20 20 20 10   5 2.5 2  2   2 2 2 2 2 8",
+        "2 2  2  1  2  1  2  2  1  2  2  2  1  0   0   0 0  0   0 0 0 2 2 2",
     ),
-    *(
-        ls.HeadroomLossScale(half_life=x, headroom=4, max_scale=2.0**40)
-        for x in (1, 30)
+    "growth": (
+        "8 8 20 20 20 10 10 10  5  5  5 20 20 10   5 2.5 2  2   2 2 2 2 2 8",
+        "2 2  2  1  1  0  0  0  0  0  0  2  1  0   0   0 0  0   0 0 0 0 0 2",
     ),
-]
+    "change": (
+        "8 8 20 20 20 10 10 10 10 10 10 20 20 10  10   5 5 2.5 2.5 2 2 2 2 8",
+        "2 2  2  1  1  2  2  2  1  1  1  2  1  2   1   2 1  2   1 2 1 1 1 2",
+    ),
+}
 
 
-@pytest.mark.parametrize("rule", RULES, ids=repr)
-def test_rule_does_as_documented(rule):
-    rng = np.random.default_rng(0)
-    flags = rng.random(250) > np.repeat([0.1, 0.6], 125)
-    magnitudes = 2.0 ** rng.uniform(-30, -5, 250)
-    magnitudes[100:200] /= 2.0**10
-    states, simulated = run_rule(rule, flags, magnitudes), Simulated(rule)
-    for step, (finite, largest) in enumerate(zip(flags, magnitudes, strict=True)):
-        simulated.update(finite, np.float32(largest))
-        state = jax.tree.map(operator.itemgetter(step), states)
-        with noted(f"step {step}"):
-            simulated.assert_is(state)
-    if isinstance(rule, ls.DynamicLossScale):
-        assert {*LIMITS.values()} < {*states.loss_scale.tolist()}, "it meets both"
+def numbers(text):
+    return np.array(text.split(), float)
+
+
+@pytest.mark.parametrize("refill", COURSES)
+def test_dynamic_rule_takes_its_course(refill):
+    rule = ls.DynamicLossScale(**DYNAMIC, hysteresis_refill=refill)
+    states = run_rule(rule, numbers(FINITE))
+    scales, hysteresis = COURSES[refill]
+    np.testing.assert_array_equal(states.loss_scale, numbers(scales))
+    np.testing.assert_array_equal(states.hysteresis_tracker, numbers(hysteresis))
+    np.testing.assert_array_equal(states.growth_tracker, numbers(GROWTH))
+
+
+# Magnitudes, of which inf overflows, and the scales. A scale of 2**11 leaves 4 octaves
+# above 1: 2**11 < 65504 / 2**4 < 2**12.
+MEASURED = {
+    "the first scale stays until a gradient": ({}, [0, 0, 1], [8, 8, 2**11]),
+    "an octave in each half-life": (
+        {"half_life": 2},
+        [1, 0, 0, 0, 0, 0],
+        [2**11, 2**12, 2**12, 2**13, 2**13, 2**14],
+    ),
+    "at once for a larger gradient": ({}, [1, 3, 1], [2**11, 2**10, 2**10]),
+    "overflow is remembered": (
+        {"half_life": 1, "backoff_factor": 0.25},
+        [1, math.inf, 0, math.inf, math.inf, 0],
+        [2**11, 2**9, 2**10, 2**8, 2**6, 2**7],
+    ),
+    "limits": (
+        {"min_scale": 4.0, "max_scale": 32.0, "half_life": 1},
+        [1e-6, math.inf, math.inf, 1e6, math.inf, 0, 0, 0, 0],
+        [32, 8, 4, 4, 4, 4, 4, 4, 4],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "magnitudes", "scales"), MEASURED.values(), ids=MEASURED
+)
+def test_headroom_rule_takes_its_course(arguments, magnitudes, scales):
+    rule = ls.HeadroomLossScale(8.0, headroom=4, **arguments)
+    states = run_rule(rule, np.isfinite(magnitudes), magnitudes)
+    assert states.loss_scale.tolist() == scales
+
+
+def test_fixed_rule_keeps_its_scale():
+    assert {*run_rule(ls.FixedLossScale(3.0), [True, False]).loss_scale} == {3.0}
 
 
 def test_shorter_interval_than_the_tracker_grows_at_once():
@@ -49,6 +88,11 @@ def test_shorter_interval_than_the_tracker_grows_at_once():
     state = ls.DynamicLossScale().init()._replace(growth_tracker=jnp.int32(1500))
     state = ls.DynamicLossScale(growth_interval=100).update(state, True)
     assert (float(state.loss_scale), int(state.growth_tracker)) == (2.0**16, 0)
+
+
+def test_restored_state_is_brought_within_the_limits_first():
+    state = ls.LossScaleState.create(2.0**30, hysteresis=5)
+    assert ls.DynamicLossScale().update(state, False).loss_scale == 2.0**23
 
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
@@ -89,7 +133,7 @@ def test_rule_keeps_a_scale_that_retries_lowered():
 def test_rule_backs_off_from_a_scale_whose_gradients_no_float32_holds():
     rule = ls.HeadroomLossScale(min_scale=SMALLEST)
     state = rule.init()._replace(loss_scale=jnp.float32(2.0**-120))
-    assert float(rule.update(state, False).loss_scale) == 2.0**-122
+    assert float(rule.update(state, False, 0.0).loss_scale) == 2.0**-122
 
 
 def test_rule_with_less_headroom_raises_the_scale_slowly():

@@ -1,6 +1,7 @@
 """What holds of every rule: any state is carried on, in the types of its own."""
 
 import dataclasses
+import inspect
 import itertools
 import json
 
@@ -10,10 +11,9 @@ import numpy as np
 import optax
 import pytest
 from asserts import assert_same_bits, assert_same_types
-from every_rule import DEFAULTS, PRESETS, RULES, every_rule
+from every_rule import DEFAULTS, RULES, every_rule
 
 import optax_lossscale as ls
-from optax_lossscale import presets
 
 SMALLEST, LARGEST = 2.0**-126, 2.0**126
 
@@ -21,10 +21,6 @@ SMALLEST, LARGEST = 2.0**-126, 2.0**126
 def step(rule, state, grads_finite, magnitude):
     args = (magnitude,) if rule.uses_max_magnitude else ()
     return rule.update(state, grads_finite, *args)
-
-
-def test_every_preset_is_here():
-    assert PRESETS.keys() == {*presets.__all__}
 
 
 @every_rule
@@ -90,6 +86,12 @@ def test_rule_shows_its_class_and_its_numbers_and_is_equal_by_them():
     assert {*map(repr, DEFAULTS.values())} == {*SHOWN.strip().splitlines()}
     distinct = {repr(rule): rule for rule in RULES.values()}.values()
     assert len(set(distinct)) == len(distinct)
+
+
+def test_help_of_update_names_a_magnitude_if_the_rule_takes_one():
+    for rule in DEFAULTS.values():
+        text = inspect.getdoc(type(rule).update)
+        assert ("max_magnitude" in text) == rule.uses_max_magnitude
 
 
 @pytest.mark.parametrize("rule", [ls.DynamicLossScale(), ls.HeadroomLossScale()])
