@@ -150,6 +150,12 @@ def _cast(program: Any, dtype: str, inputs: Origins) -> Any:
     origin_of = origins(program, inputs)
     variables = (x for eqn in program.eqns for x in eqn.invars)
     uses = collections.Counter[Any](x for x in variables if isinstance(x, Var))
+    # What has a name, perhaps after a reshape.
+    named: set[Any] = set()
+    for eqn in reversed(program.eqns):
+        name, results = eqn.primitive.name, {*eqn.outvars}
+        if name == "name" or name in MOVES and results & named:
+            named |= {x for x in eqn.invars if uses[x] == 1}
     # The results of cast products before their conversion to float32, by those after.
     narrow: dict[Any, Var] = {}
 
@@ -159,7 +165,7 @@ def _cast(program: Any, dtype: str, inputs: Origins) -> Any:
             yield _cast_inside(eqn, dtype, [*map(origin_of, eqn.invars)])
         elif name in PRODUCTS and reason_to_leave(eqn, dtype) is None:
             yield from _cast_product(eqn, dtype, narrow)
-        elif name in MOVES and (x := eqn.invars[0]) in narrow and uses[x] == 1:
+        elif name in MOVES and (x := eqn.invars[0]) in narrow and x in named:
             # A policy of `jax.checkpoint` keeps what a `name` returns.
             yield from _converted_behind(eqn, [narrow[x]], dtype, narrow)
         else:
