@@ -17,8 +17,8 @@ A train step changes in three places::
 `autocast` computes the matmuls of a float32 loss in float16; leave it out if
 you cast by hand. `value_and_grad` multiplies the loss by a scale before the backward
 pass and divides the gradients by it afterward. `with_loss_scaling` skips a step whose
-gradients are not finite, and lets a rule change the scale. The loss as ``value`` tells
-a bad batch, which skips the step alone, from an overflow, which lowers the scale.
+gradients are not finite, and lets a rule change the scale. With ``value=loss``, a bad
+batch only skips the step; an overflow also lowers the scale.
 
 bfloat16 needs no scale. There, the cast and the guard are a line each::
 

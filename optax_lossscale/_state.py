@@ -35,8 +35,7 @@ class LossScaleState(NamedTuple):
         consecutive_skips: int32, the number of skipped steps since the last applied
             one; saturates.
         skip_rate: float32, the recent share of skipped steps, an exponential moving
-            average over about 100 steps; near 0 in a healthy run. Unless the scale is
-            fixed, only the first 25 of the skips in a row count.
+            average over about 100 steps.
         rule_state: what else a rule remembers, a ``NamedTuple`` of strongly typed
             arrays. It is an empty tuple, which adds no leaf, for most rules.
 
@@ -77,8 +76,7 @@ class LossScaleState(NamedTuple):
             loss_scale: the first scale.
             hysteresis: the first ``hysteresis_tracker``.
             rule_state: what else the rule remembers.
-            is_fixed: whether the rule never changes the scale, which may then be a
-                constant of a compiled function.
+            is_fixed: whether the rule never changes the scale.
 
         Returns:
             A state in which all other counters are 0.

@@ -17,8 +17,7 @@ def select(pred: jax.typing.ArrayLike, on_true: Any, on_false: Any) -> Any:
     """Select one of two trees of the same structure, as ``jnp.where`` does for arrays.
 
     Use it for values that the optimizer does not protect in a skipped step. With
-    `keep_if_applied` you need no condition of your own. Unlike ``optax.tree.where``, it
-    checks the trees, and takes one flag.
+    `keep_if_applied` you need no condition of your own.
 
     Args:
         pred: one boolean, such as the result of `all_finite`.

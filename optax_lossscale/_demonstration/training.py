@@ -47,11 +47,7 @@ def init_params() -> dict[str, jax.Array]:
 def network(
     params: Any, positions: Any, around: Any = lambda f: f, shift: Any = None
 ) -> jax.Array:
-    """Return a logit for each position and word, in float32 without a cast.
-
-    Each layer is called through ``around``. The last one adds ``shift`` to the logits,
-    by its matrix product.
-    """
+    """Return a logit for each position and word; call each layer through ``around``."""
 
     def layer(x: jax.Array, weights: jax.Array, bias: jax.Array) -> jax.Array:
         return x @ weights + bias

@@ -54,10 +54,9 @@ def check_loss_scale(
 ) -> None:
     """Raise an error if training has stopped, because too many steps are skipped.
 
-    Call this where you log, where it waits for the device, or in a compiled loop. In
-    the loop, the device calls the host only to report something. Without ``on_error``,
-    an error ends the compiled program with a ``jax.errors.JaxRuntimeError`` that quotes
-    the `LossScaleError`, and the results of the program are lost.
+    Call this where you log, where it waits for the device, or in a compiled loop. An
+    error ends the compiled program with a ``jax.errors.JaxRuntimeError`` that quotes
+    the `LossScaleError`, and its results are lost, unless ``on_error`` takes the error.
 
     It warns
 

@@ -121,9 +121,9 @@ WARNINGS = {
     ),
     Event.ALL_ZERO: _Message(
         "All gradients are exactly 0.",
-        f"{_STOP_GRADIENT}; no label of the batch counts; the count that a mean "
-        "divides by is inf in float16; or the scale is too low, and all gradients "
-        "underflow",
+        f"{_STOP_GRADIENT}; no label of the batch counts; a count or a norm in "
+        "a denominator is inf in float16; or the scale is too low, and all "
+        "gradients underflow",
         "troubleshooting.md#all-gradients-are-0",
         f"{_STOP_GRADIENT}; or no label of the batch counts",
         "troubleshooting.md#all-gradients-are-0",
@@ -152,7 +152,6 @@ def message(
     """Return what has happened, its causes, their page, and for an error the arrays.
 
     ``arrays`` are a report of the gradients or None, and which of the state are finite.
-    Lines have up to 80 columns. An address is longer, so it gets a line of its own.
     """
     report, finite = arrays
     # In an ensemble, the first member for which the event is due.

@@ -21,8 +21,7 @@ class GradientReport(NamedTuple):
     """The result of `gradient_report`: one number per leaf of the gradients.
 
     Each field is a tree with the structure of the gradients and float32 leaves of shape
-    ``()``. Counts are exact up to 2**24, and within a relative error of 1e-6 beyond, if
-    a leaf has less than 2**32 elements. An interactive session shows the table of
+    ``()``. Counts are exact up to 2**24. An interactive session shows the table of
     `format_report`.
 
     Attributes:
@@ -90,8 +89,7 @@ def format_report(report: GradientReport, *, limit: int = 20) -> str:
         A string of several lines, which an interactive session shows without ``print``.
 
     Raises:
-        ValueError: if ``report`` is not a `GradientReport`, is traced, or is that of an
-            ensemble; or if ``limit`` is not a whole number from 1.
+        ValueError: if ``report`` or ``limit`` is not as described.
 
     Examples:
         >>> import jax.numpy as jnp

@@ -150,13 +150,11 @@ def scale_block(
 
     Raises:
         TypeError: as `scale_backward`.
-        ValueError: if ``dtype`` or ``headroom`` is out of range; when called, if
-            ``fun`` changes an array in its arguments; when differentiated, if
-            ``axis_name`` is not bound or lacks an axis.
+        ValueError: as `scale_backward`; if ``dtype`` or ``headroom`` is out of range;
+            when differentiated, if ``axis_name`` is not bound or lacks an axis.
 
     Warns:
-        UserWarning: when differentiated, if gradients enter or leave in float16 or
-            float8, where they may underflow.
+        UserWarning: as `scale_backward`.
 
     Examples:
         >>> import jax
@@ -216,11 +214,8 @@ def _scale_program(
 ) -> Callable[..., Sequence[jax.Array]]:
     """Return a program whose backward pass runs at the scale from ``scale_from``.
 
-    Its first input is a scale from outside, for ``scale_backward``, or None.
-
-    One ``custom_vjp`` is around the whole program. With one around each input, nested
-    derivatives would scale in two places: the inner one scales only the inputs that it
-    differentiates, and the outer one scales the others.
+    Its first input is a scale from outside, for ``scale_backward``, or None. With a
+    ``custom_vjp`` around each input, nested derivatives would scale in two places.
     """
     refuse_effects(effect_names(jaxpr) - {COLLECTIVE, *DEBUGGING})
 

@@ -76,8 +76,8 @@ def value_and_grad_with_retries(
     Raises:
         ValueError: as `value_and_grad`; if ``max_retries`` or ``backoff_factor`` is out
             of range; when called, if devices would decide differently.
-        TypeError: as `value_and_grad`; when called, if ``fun`` reads or changes a
-            ``jax.Ref`` from outside, or ``state`` is an object that is no pytree.
+        TypeError: as `value_and_grad`; when called, if ``fun`` uses a ``jax.Ref`` from
+            outside, or ``state`` is not a pytree.
 
     Warns:
         UserWarning: as `value_and_grad`.

@@ -34,9 +34,6 @@ def value_and_grad(
     Call it inside the compiled function, with the state that is passed to that
     function. The scale of a state from outside never changes.
 
-    Gradients are not averaged over devices. Flax's ``DynamicScale`` did that if it had
-    an ``axis_name``; here you call ``jax.lax.pmean`` yourself.
-
     Args:
         fun: a function that returns the loss, or (loss, aux) if ``has_aux`` is True.
         state: the state, as for `get_loss_scale_state`. Pass the same one to the
@@ -54,11 +51,9 @@ def value_and_grad(
         float16 or float8. Where they overflowed, they are still NaN or inf.
 
     Raises:
-        ValueError: when called, as `get_loss_scale_state`, which refuses the state of a
-            wrapper, such as ``optax.MultiSteps``, around `with_loss_scaling`: it could
-            change the updates of a skipped step.
+        ValueError: when called, as `get_loss_scale_state`.
         TypeError: if ``fun`` is not a function that returns a floating-point scalar;
-            when called, if ``jax.value_and_grad`` is given an ``nnx.Module``.
+            when called, if ``jax.value_and_grad`` gets an ``nnx.Module``.
 
     Warns:
         UserWarning: if the loss is float16, in which a scale above 65504 is infinite;

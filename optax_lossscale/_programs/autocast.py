@@ -53,15 +53,14 @@ def autocast(
     why the loss needs a scale. Sums, norms, softmax, exponentials, lookups and losses
     stay in float32.
 
-    A product counts as a matrix product, also one times a vector, if each element of
-    its result sums 8 numbers or more. These are left as they are:
+    A product counts as a matrix product if each element of its result sums 8 numbers or
+    more. These are left as they are:
 
     - sums of products as in ``jnp.vdot``, outer and elementwise products, and products
-      that sum fewer numbers, such as rotations: no matrix unit computes them;
+      that sum fewer numbers, such as rotations;
     - products of other types than float32;
-    - with a ``precision`` other than the default, and so all that are traced under
-      ``jax.default_matmul_precision("highest")``. This keeps a part of ``fun`` in
-      float32;
+    - with a ``precision`` other than the default. So the context
+      ``jax.default_matmul_precision("highest")`` keeps a part of ``fun`` in float32;
     - in functions with a derivative or a batch rule of their own (``jax.custom_jvp``,
       ``jax.custom_vjp``, ``jax.custom_batching.custom_vmap``, Pallas). Put `autocast`
       inside of these, as in ``scale_backward(autocast(fun), scale)``.
@@ -96,13 +95,10 @@ def autocast(
         >>> print(loss_fn(w, x) - 24, ls.autocast(loss_fn)(w, x) - 24)
         0.0061035156 0.00024414062
 
-        In float16, 1 + 2**-12 rounds to 1. The sum, which is float32, does not round.
-
     References:
         Micikevicius et al., `Mixed Precision Training
         <https://arxiv.org/abs/1710.03740>`_, 2017, section 4; PyTorch,
-        `torch.autocast <https://docs.pytorch.org/docs/stable/amp.html>`_, which casts
-        more: there, float16 flows on through additions and activations
+        `torch.autocast <https://docs.pytorch.org/docs/stable/amp.html>`_
     """
     advice = (
         "Pass it as in `autocast(loss_fn)(params, batch)`. It is not a context "

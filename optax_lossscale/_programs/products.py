@@ -82,9 +82,8 @@ def reason_to_leave(
 
     ``outside`` is a reason that comes from what the product is inside of.
 
-    Uses of ``dot_general`` that are no matrix product, and that no matrix unit
-    computes, are sums of products, as in ``jnp.vdot``, and outer and elementwise
-    products. A product of a few numbers, such as a rotation, loses digits for nothing.
+    No matrix unit computes sums of products, as in ``jnp.vdot``, and outer and
+    elementwise products. A rotation and the like would lose digits for nothing.
     """
     avals: list[Any] = [x.aval for x in (*eqn.invars[:2], *eqn.outvars)]
     *operands, result = (x.dtype.name for x in avals)

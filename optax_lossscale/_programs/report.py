@@ -111,10 +111,10 @@ def autocast_report(
     It runs the function once and measures the operands and the result of each product:
     which one overflows in float16, which ones stay float32, and why.
 
-    Give it what you give to `autocast`: then all is measured in float32. Or give it the
-    gradient function of your step, ``ls.grad(ls.autocast(loss_fn), opt_state)``: then
-    the products of the backward pass are there, too, at the scale of the state, and
-    what overflows is inf. Behind the first product that overflows, others are NaN.
+    Pass what you pass to `autocast`: then it measures in float32. Or pass the gradient
+    function of your step, ``ls.grad(ls.autocast(loss_fn), opt_state)``: then it lists
+    the products of the backward pass, too. What overflows there is inf, and makes
+    later products NaN.
 
     Args:
         fun: a function.

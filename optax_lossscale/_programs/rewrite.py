@@ -1,7 +1,7 @@
 """Programs of JAX and their equations: look into them, and write them anew.
 
 `autocast`, its report and the masks in place are passes: functions that take a program
-and return it with some equations replaced. A pass is given one equation at a time and
+and return it with some equations replaced. A pass gets one equation at a time and
 yields those that take its place; the variables between them stay. It works on equations
 and does not run the program on other values, because a part of a program, such as the
 body of a loop, cannot be traced again by itself: a collective needs its mapped axis,

@@ -31,16 +31,14 @@ def with_master_weights(
     else.
 
     ``inner`` optimizes the master weights: copies, in ``dtype``, of all parameters that
-    are narrower. The updates then set the parameters to the rounded master weights:
-    ``optax.apply_updates(params, updates)`` equals ``master_weights`` cast to the types
-    of the parameters. Training is the same, bit for bit, as with float32 parameters
-    that the loss casts once each, before use.
+    are narrower. ``optax.apply_updates(params, updates)`` then sets the parameters to
+    the rounded master weights. Training is the same, bit for bit, as with float32
+    parameters that the loss casts once each, before use.
 
     Args:
         inner: the optimizer, any Optax transformation.
-        dtype: the type of the master weights. Complex parameters, integers, None, and
-            parameters that are at least as wide have no copy, and ``inner`` updates
-            them directly.
+        dtype: the type of the master weights. ``inner`` updates complex parameters,
+            and those that are at least as wide, directly.
 
     Returns:
         The transformation. Its ``update`` needs ``params``. Updates of parameters with
@@ -50,8 +48,8 @@ def with_master_weights(
         TypeError: if ``inner`` is not an Optax transformation.
         ValueError: if ``dtype`` is not a floating-point type, or float64 without
             ``jax_enable_x64``; from ``init``, if a parameter is float8, which no update
-            can set exactly; from ``update``, if ``params`` is None or differs from what
-            ``init`` was given: in structure, in shapes, or in which are narrow.
+            can set exactly; from ``update``, if ``params`` is None or differs from that
+            of ``init``.
 
     Examples:
         >>> import jax.numpy as jnp

@@ -30,8 +30,7 @@ def skip_nonfinite(
         inner: the optimizer, any Optax transformation.
         axis_name: as for `with_loss_scaling`.
         check_updates: whether to skip a step, too, if ``inner`` turns finite gradients
-            into NaN or inf, as for `with_loss_scaling`. By default they go into the
-            parameters.
+            into NaN or inf. By default they go into the parameters.
 
     Returns:
         The transformation, with the state and the ``update`` of `with_loss_scaling`.

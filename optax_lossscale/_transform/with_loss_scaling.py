@@ -70,7 +70,7 @@ def with_loss_scaling(
             skipped if it would put a new NaN or inf into the updates, the state or the
             parameters. The scale and its counters of growth and backoff do not change,
             because no scale prevents this. It costs another pass over gradients, state
-            and parameters: the whole step of a transformer moves 4 % more bytes.
+            and parameters.
 
     Returns:
         The transformation. Its ``update`` passes on the extra arguments that ``inner``
@@ -87,29 +87,20 @@ def with_loss_scaling(
             `LossScale`; from ``update``, if ``state`` is not a `WithLossScalingState`.
         ValueError: if ``check_updates`` is not a bool, or is True and the rule never
             skips; from ``init``, if ``inner`` scales losses itself, or changes updates
-            after `with_master_weights`; from ``update``, if ``inner`` changes the
-            structure, shapes or kinds of numbers of its state, gradients do not match
-            the parameters or the state, ``value`` or ``grads_finite`` is not one number
-            or flag, ``axis_name`` is not bound, or devices of a ``shard_map`` would
-            decide differently.
+            after `with_master_weights`; from ``update``, if gradients, the state or an
+            extra argument are not as described, ``axis_name`` is not bound, or devices
+            of a ``shard_map`` would decide differently.
 
     Warns:
-        UserWarning: from ``init`` and ``update``,
+        UserWarning: if parameters are float16, not frozen, and ``inner`` has no
+            `with_master_weights`; from ``update``,
 
-            - if parameters are float16, not frozen, and ``inner`` has no
-              `with_master_weights`;
-
-            and from ``update``,
-
-            - if no loss was ever scaled for a state of this structure, unless the rule
-              is ``FixedLossScale(1.0)``;
+            - if no loss was ever scaled for a state of this structure;
             - if a compiled step divides its gradients by a scale that is a constant;
             - if ``scale_loss`` was called in this step, but not ``unscale_grads``;
-            - if gradients are float16 or float8, but their parameters are not, unless
-              the rule is ``FixedLossScale(1.0)``;
+            - if gradients are float16 or float8, but their parameters are not;
             - if the state of ``inner`` is rounded to narrower types in every step;
-            - if ``loss`` is passed, but not ``value``, or ``is_finite``, but not
-              ``grads_finite``, and the like.
+            - if ``loss`` is passed, but not ``value``, and the like.
 
     Examples:
         >>> import jax.numpy as jnp

@@ -38,15 +38,13 @@ def plot_gradient_range(
     The plot is a histogram of the log2 of their absolute values, with one bar per
     octave (factor of two). Behind the bars are four zones of the type: lost (rounded to
     zero), subnormal (held with fewer digits), normal (held in full) and overflow. The
-    legend has the share of elements in each. Elements that are already zero, NaN or
-    infinite are in no bar and no share; the title counts them.
+    legend has the share of elements in each. The title counts zeros, NaN and inf.
 
     Args:
         grads: true (unscaled) gradients, any pytree of arrays.
         loss_scale: one number. With 1, only the unscaled gradients are drawn.
         dtype: the floating-point type whose zones are drawn, or its name.
-        ax: the matplotlib ``Axes`` to draw on, by default those of a new figure. If
-            their figure has no layout engine, it gets the constrained one.
+        ax: the matplotlib ``Axes`` to draw on, by default those of a new figure.
 
     Returns:
         The ``Axes``.
@@ -62,10 +60,6 @@ def plot_gradient_range(
         >>> axes = ls.plots.plot_gradient_range(grads, loss_scale=2.0**15)
         >>> [text.get_text() for text in axes.get_legend().get_texts()][:3]
         ['unscaled', 'scaled by 2^15', 'lost 24.6% → 0%']
-
-    References:
-        Micikevicius et al., `Mixed Precision Training
-        <https://arxiv.org/abs/1710.03740>`_, 2017, figure 3
     """
     check_concrete("grads", grads, _common.TRACED)
     check_concrete("loss_scale", loss_scale, _common.TRACED)

@@ -33,8 +33,7 @@ def plot_loss_scale(
             ``(steps,)``: `get_loss_scale` of the state before the update.
         skipped: whether each step was skipped, as booleans or 0 and 1, in this shape:
             ``~was_applied(state)`` of the state after the update.
-        ax: the matplotlib ``Axes`` to draw on, by default those of a new figure. If
-            their figure has no layout engine, it gets the constrained one.
+        ax: the matplotlib ``Axes`` to draw on, by default those of a new figure.
         style: passed on to ``Axes.step``, such as ``label`` or ``color``.
 
     Returns:

@@ -39,7 +39,7 @@ def masked_classes(w, weights):
     return -jnp.mean(weights * logs)
 
 
-half = jnp.float16
+half, MANY = jnp.float16, np.ones(70_000, np.float16)
 LOSSES = {
     "float16": lambda w, x: jnp.mean(jnp.float32(half(x) @ half(w)) ** 2),
     "float32": lambda w, x: jnp.mean((x @ w) ** 2),
@@ -110,6 +110,7 @@ MEMBER = "The last 4 steps of member 0, 1 were all skipped, more than"
 UNSCALED = APPLIED | {"loss_scale": 1, "is_fixed": True}
 OFTEN = UNSCALED | {"skip_rate": 0.06, "skipped_steps": 61}
 ZEROS = ["All gradients are exactly 0. Likely", "does not reach", "no label of the"]
+INFINITE = "a count or a norm in a denominator is inf in float16"
 # What differs in the state; what is known; the words, in their order.
 KNOWN = [
     ({}, {}, [ROW + DATA, FORWARD, OVERFLOW, MORE]),
@@ -122,7 +123,7 @@ KNOWN = [
     (MEMBERS, {}, [MEMBER, " Loss scale: 2. Skipped in all: 3. ", DATA]),
     ({"loss_scale": NAN}, {}, ["The loss scale is not a", "was restored", "set a"]),
     (APPLIED, {"grads": BAD}, ["The gradients are not finite, but", "out, by an `if`"]),
-    (APPLIED, {"grads": 0 * ONE}, [*ZEROS, "count that a mean", "scale is too low"]),
+    (APPLIED, {"grads": 0 * ONE}, [*ZEROS, INFINITE, "scale is too low"]),
     (UNSCALED, {"grads": 0 * ONE}, [*ZEROS[:2], "no label of the batch counts. http"]),
     (OFTEN, {}, ["More than 5 %", BATCHES, f"{DERIVATIVE}. https"]),
 ]
@@ -135,6 +136,17 @@ def test_message_names_more_causes_if_less_is_known(numbers, known, words):
     text = message(ls.LossScaleState(*map(np.asarray, fields, types)), **known)
     places = [text.find(x) for x in words]
     assert places[0] == 0 and -1 not in places and places == sorted(places)
+
+
+@pytest.mark.parametrize("divisor", [jnp.linalg.norm, lambda _: jnp.sum(MANY)])
+def test_message_names_an_infinite_divisor_of_zero_gradients(divisor):
+    def loss_fn(w):
+        return 1 + jnp.float32(jnp.max(half(w) / divisor(half(w))))
+
+    state, w = DEFAULT.init(), np.full(8, 300.0, np.float32)
+    value, grads = jax.jit(ls.value_and_grad(loss_fn, state))(w)
+    assert not np.any(grads)
+    assert INFINITE in message(state, grads=grads, value=value)
 
 
 def test_message_names_what_is_not_finite_in_the_optimizer_state():

@@ -283,18 +283,24 @@ def test_hyperparameters_of_bfloat16_parameters_are_float32(fix):
     assert (optax.tree.get(state, "b2") < 1) == bool(fix)
 
 
+@pytest.mark.parametrize("grad", [1, 0], ids=["gradient", "weight decay"])
 @pytest.mark.parametrize(("copied", "moved"), [(False, 0), (True, 512)])
-def test_small_updates_move_bfloat16_weights_that_have_master_weights(copied, moved):
-    """Without them nothing moves, and no warning says so."""
-    tx, weights = optax.adam(6e-4), jnp.ones(512, jnp.bfloat16)
+def test_small_updates_move_bfloat16_weights_that_have_master_weights(
+    copied, moved, grad
+):
+    """Without them nothing moves, no second moment falls, and no warning says so."""
+    tx, weights = optax.adamw(6e-4, weight_decay=1.0), jnp.ones(512, jnp.bfloat16)
     tx = ls.skip_nonfinite(ls.with_master_weights(tx) if copied else tx)
 
     def step(run, _):
-        updates, state = tx.update(jnp.ones_like(weights), run[1], run[0])
+        updates, state = tx.update(grad * jnp.ones_like(weights), run[1], run[0])
         return (optax.apply_updates(run[0], updates), state), None
 
-    (moving, _), _ = jax.lax.scan(step, (weights, tx.init(weights)), length=20)
+    start = tx.init(weights)
+    start = optax.tree.set(start, nu=jnp.ones_like(optax.tree.get(start, "nu")))
+    (moving, state), _ = jax.lax.scan(step, (weights, start), length=20)
     assert np.sum(moving != 1) == moved
+    assert np.all(optax.tree.get(state, "nu") < 1) == (copied and not grad)
     assert "6e-4 moves none of 512 weights" in page("guides/float16_parameters")
     # An average of weights does not move, either.
     assert np.all(optax.incremental_update(2 * weights, weights, 1e-3) == 1)
