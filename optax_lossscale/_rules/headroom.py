@@ -99,8 +99,8 @@ class HeadroomLossScale(LossScale):
     def update(
         self,
         state: LossScaleState,
-        grads_finite: jax.typing.ArrayLike,
-        max_magnitude: jax.typing.ArrayLike = 0.0,
+        grads_finite: "jax.typing.ArrayLike",
+        max_magnitude: "jax.typing.ArrayLike" = 0.0,
     ) -> LossScaleState:
         new_state = state.record(grads_finite)
         scale = jnp.clip(state.loss_scale, SMALLEST_SCALE, LARGEST_SCALE)
