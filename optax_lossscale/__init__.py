@@ -20,15 +20,20 @@ pass and divides the gradients by it afterward. `with_loss_scaling` skips a step
 gradients are not finite, and lets a rule change the scale. With ``value=loss``, a bad
 batch only skips the step; an overflow also lowers the scale.
 
-bfloat16 needs no scale. There, the cast and the guard are a line each::
+bfloat16 needs no scale. There, as in float32, `skip_nonfinite` is the guard::
 
     tx = ls.skip_nonfinite(optax.adamw(3e-4))
     loss, grads = jax.value_and_grad(ls.autocast(loss_fn, jnp.bfloat16))(params, batch)
 
+Several losses of one optimizer share its state: add up their gradients. To accumulate
+gradients in a ``scan``, call `value_and_grad` in its body with the state from outside,
+and ``update`` once, behind it. A checkpoint holds all of ``opt_state``: restore it with
+that of ``tx.init(params)`` as the target. Under ``pmap``, or ``shard_map`` with
+``check_vma=False``, pass ``axis_name``, or devices drift apart without an error.
+
 - Rules decide how the scale changes: `DynamicLossScale` (the default),
   `FixedLossScale`, `HeadroomLossScale`, the rules of other systems in `presets`, and
   your own, derived from `LossScale`.
-- For bfloat16 and float32, where nothing is scaled: `skip_nonfinite`.
 - For float16 parameters: `with_master_weights`.
 - To read the state: `get_loss_scale`, `get_loss_scale_state`, `was_applied`,
   `LossScaleState`.

@@ -48,20 +48,23 @@ def reduce_along(
     return reduce(x, axis_name)
 
 
-def check_axis_name(axis_name: AxisName) -> None:
+def check_axis_name(axis_name: AxisName | None) -> None:
     """Raise if a name, or one in a tuple of names, is not bound here."""
+    if axis_name is None:
+        return
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     try:
+        hash(axis_name)  # some functions of JAX take a list, but not all of ours
         # ``jax.lax`` takes an integer for an axis of the array. The psum of a Python
         # number raises the same error in all kinds of mapped functions.
         if all(not isinstance(name, int) for name in names):
             jax.lax.psum(1, axis_name)
             return
         unbound = None
-    except NameError as error:
+    except (NameError, TypeError) as error:
         unbound = error
     raise ValueError(
         "`axis_name` must name an axis of the surrounding `shard_map`, `pmap` or "
-        f"`vmap(axis_name=...)`, got {axis_name!r}. Under plain `jit`, leave it "
-        "out: arrays are global there, and so is the check."
+        f"`vmap(axis_name=...)`, or a tuple of them, got {axis_name!r}. "
+        "Under plain `jit`, leave it out: arrays are global there, and so is the check."
     ) from unbound

@@ -7,6 +7,7 @@ import optax
 
 from ._flax_internals.nnx_objects import unwrap
 from ._state import LossScaleState, WithLossScalingState, canonical
+from ._tree import is_array
 from ._validation import describe
 
 _STATES = (WithLossScalingState, LossScaleState)
@@ -111,16 +112,23 @@ def _advice(found: Any) -> str:
         return "It is the optimizer: pass what its `init(params)` returns."
     if callable(getattr(found, "init", None)):
         return "It is not a state yet: pass what its `init()` returns."
-    put = "Put"
+    if is_array(found):
+        return "The state of a scale of 1024 is `FixedLossScale(1024.0).init()`."
     # A chain's state is a tuple of named ones; in optax 0.2.5, a named chain's a dict.
-    named = isinstance(found, tuple) and any(hasattr(x, "_fields") for x in found)
-    if type(found) in (dict, list, tuple) and not named:
+    named = [hasattr(x, "_fields") for x in found] if isinstance(found, tuple) else []
+    put = "Put"
+    if named == [False, True] and isinstance(found[1], _STATES):
+        put = "If `update` returned it, pass the second of the two. Else put"
+    elif type(found) in (dict, list, tuple) and not any(named):
         put = (
             "If it was restored from a checkpoint, pass `init(params)` to the "
             "checkpointer as the target, so that it has its types. Else put"
         )
+    rest = "If a trainer adds `optax.MultiSteps`, turn off its accumulation."
+    if not find_nodes(found, LossScaleState):
+        rest = "With the state of the unwrapped optimizer, train on from "
+        rest += "`init(params)._replace(inner_state=...)`."
     return (
         f"{put} `with_loss_scaling` or `skip_nonfinite` around the whole optimizer, as "
-        "in `skip_nonfinite(optax.chain(...))`. If a trainer adds `optax.MultiSteps`, "
-        "turn off its accumulation."
+        f"in `skip_nonfinite(optax.chain(...))`. {rest}"
     )

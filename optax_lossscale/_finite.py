@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._axes import AxisName, all_along, reduce_along
+from ._axes import AxisName, all_along, check_axis_name, reduce_along
 from ._dtypes import dtype_of, is_inexact, wide_dtype
 
 # The scope of the product in a check, by which a report of products leaves it out.
@@ -114,6 +114,7 @@ def max_magnitude(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
         >>> ls.max_magnitude({"w": jnp.array([0.5, -3.0]), "b": jnp.zeros(2)})
         Array(3., dtype=float32)
     """
+    check_axis_name(axis_name)
     return _max_magnitude([*filter(is_inexact, jax.tree.leaves(tree))], axis_name)
 
 
@@ -130,17 +131,17 @@ def _max_magnitude(leaves: list[jax.Array], axis_name: AxisName | None) -> jax.A
 def finite_max_magnitude(tree: Any, axis_name: AxisName | None = None) -> jax.Array:
     """Return `max_magnitude` of a finite tree, at half of the cost on a CPU."""
     leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x)]
-    magnitudes = [jnp.max(_magnitude(x), initial=0) for x in leaves]
+    magnitudes = [jnp.max(magnitude(x), initial=0) for x in leaves]
     largest = jnp.max(jnp.stack([*magnitudes, jnp.zeros((), jnp.float32)]))
     return reduce_along(jax.lax.pmax, largest, axis_name)
 
 
 def _is_nan(x: Any) -> jax.Array:
-    magnitude_bits = _magnitude(x).view(jnp.int32)
+    magnitude_bits = magnitude(x).view(jnp.int32)
     return magnitude_bits > np.asarray(np.inf, np.float32).view(np.int32)
 
 
-def _magnitude(x: Any) -> jax.Array:
+def magnitude(x: Any) -> jax.Array:
     x = jnp.asarray(x, wide_dtype(dtype_of(x)))
     magnitude = jnp.abs(x)
     if x.dtype != jnp.float32:

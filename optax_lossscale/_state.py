@@ -64,8 +64,8 @@ class LossScaleState(NamedTuple):
     @classmethod
     def create(
         cls,
-        loss_scale: jax.typing.ArrayLike,
-        hysteresis: jax.typing.ArrayLike = 1,
+        loss_scale: "jax.typing.ArrayLike",
+        hysteresis: "jax.typing.ArrayLike" = 1,
         rule_state: Any = (),
         *,
         is_fixed: bool = False,
@@ -89,7 +89,7 @@ class LossScaleState(NamedTuple):
         numbers = (loss_scale, 0, hysteresis, is_fixed, 0, 0, 0.0)
         return cls._make([*map(jnp.asarray, numbers, _DTYPES), rule_state])
 
-    def record(self, applied: jax.typing.ArrayLike) -> "LossScaleState":
+    def record(self, applied: "jax.typing.ArrayLike") -> "LossScaleState":
         """Record whether the last step was applied, first in the ``update`` of a rule.
 
         Args:

@@ -13,7 +13,7 @@ from ._jax_internals import in_memory_of
 from ._validation import check_flag, describe
 
 
-def select(pred: jax.typing.ArrayLike, on_true: Any, on_false: Any) -> Any:
+def select(pred: "jax.typing.ArrayLike", on_true: Any, on_false: Any) -> Any:
     """Select one of two trees of the same structure, as ``jnp.where`` does for arrays.
 
     Use it for values that the optimizer does not protect in a skipped step. With

@@ -90,8 +90,9 @@ def check_dtype(name: str, value: Any) -> str:
             return dtype.name
     except TypeError:
         pass
+    like = "bfloat16" if "bf" in str(value) else "float16"
     raise ValueError(
-        f'`{name}` must be a floating-point type or its name, such as "float16", got '
+        f'`{name}` must be a floating-point type or its name, such as "{like}", got '
         f"{value!r}."
     )
 
@@ -218,10 +219,8 @@ def _as_python_number(name: str, value: Any) -> float | None:
     """Return a real number as a Python float, and None for bools and all else."""
     if isinstance(value, jax.core.Tracer):
         raise ValueError(
-            f"`{name}` must be a plain number, got a traced value. It is fixed when a "
-            "step is compiled: `jax.jit` and `optax.inject_hyperparams` cannot pass "
-            "it. To change a rule during training, continue with another one: "
-            "`opt_state` carries over."
+            f"`{name}` must be a plain number, got a traced value. Make it a static "
+            "argument of `jax.jit`, as in `jax.jit(step, static_argnames=...)`."
         )
     if isinstance(value, bool | np.bool_):
         return None

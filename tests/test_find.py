@@ -77,6 +77,7 @@ EITHER = "`with_loss_scaling` or `skip_nonfinite`"
 NO_STATE = rf"be what the `init\(params\)` of {EITHER} returned"
 WRAP = f"ut {EITHER} around the whole"
 RESTORE = r"pass `init\(params\)` to the checkpointer as the target"
+UPDATED = f"of type tuple. If `update` returned it, pass the second .*p{WRAP}"
 RESTORED = {"scale_state": {"loss_scale": 1.0}, "inner_state": []}
 # Beside or around the scale, even where the state is empty, updates might change.
 OUTSIDE = [
@@ -90,15 +91,16 @@ OUTSIDE = [
     optax.named_chain(("a", SCALED(CLIP)), ("b", SCALED(ADAM))),
 ]
 REFUSED = [
-    *((tx.init, f"{NO_STATE}.*got an object of type .*{WRAP}") for tx in OUTSIDE),
-    (ADAM.init, f"{NO_STATE}.*{WRAP}"),
+    *((tx.init, f"{NO_STATE}.*of type .*{WRAP} .*`optax.Multi") for tx in OUTSIDE),
+    (ADAM.init, rf"{NO_STATE}.*{WRAP} .*from `init\(params\)._replace\(inner_state="),
+    (lambda _: 1024.0, r"got 1024.0. .* is `FixedLossScale\(1024.0\).init\(\)`"),
     (lambda _: TX, r"It is the optimizer: pass what its `init\(params\)` returns"),
     (lambda _: RULE, r"It is not a state yet: pass what its `init\(\)` returns"),
     (lambda _: None, f"got None. P{WRAP}"),
     (lambda _: (64.0, ()), f"{RESTORE}, so that it has its types. Else p{WRAP}"),
     (lambda _: RESTORED, RESTORE),
     (lambda _: Trainer(RESTORED), RESTORE),
-    (lambda params: (params, TX.init(params)), f"of type tuple. P{WRAP}"),
+    (lambda params: TX.update(params, TX.init(params), params), UPDATED),
     (lambda params: jax.eval_shape(TX.init, params), "hold numbers, got a jax.Shape"),
 ]
 

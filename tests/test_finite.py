@@ -96,7 +96,9 @@ def test_members_along_named_axes_get_the_same_answer(names, finite):
         np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("axis_name", ["data", 0, ("i", "data"), ("i", 0)])
+@pytest.mark.parametrize(
+    "axis_name", ["data", 0, ("i", "data"), ("i", 0), ["i"], ("i", {})]
+)
 @pytest.mark.parametrize("check", [ls.all_finite, ls.max_magnitude])
 def test_unbound_axis_name_is_explained(check, axis_name):
     message = "`axis_name` must name an axis .* got " + re.escape(repr(axis_name))

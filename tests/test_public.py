@@ -36,6 +36,8 @@ def test_every_argument_is_documented(function):
     docstring, signature = inspect.getdoc(function), inspect.signature(function)
     for argument in signature.parameters:
         assert f"\n    {argument}: " in docstring, argument
+    # As `help` shows it: names of types, and defaults that can be written.
+    assert not re.search(r"Union\[| at 0x", str(signature))
     sections = ["Args:", "Raises:", "Examples:"]
     if signature.return_annotation is not None:
         sections.append("Returns:")

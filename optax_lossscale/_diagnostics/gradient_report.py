@@ -16,7 +16,7 @@ from .table import GradientReport
 def gradient_report(
     grads: Any,
     *,
-    loss_scale: jax.typing.ArrayLike = 1.0,
+    loss_scale: "jax.typing.ArrayLike" = 1.0,
     dtype: Any = jnp.float16,
     axis_name: AxisName | None = None,
 ) -> GradientReport:

@@ -115,8 +115,7 @@ def check_loss_scale(
         advice = "It is the unscaled loss, which `value_and_grad` returns first: "
         advice += "`loss, grads = ...`."
         check_scalar("value", value, "real number", advice)
-    if axis_name is not None:
-        check_axis_name(axis_name)
+    check_axis_name(axis_name)
     eager = not is_traced((state, grads, value))
     handle = functools.partial(_raise_or_warn, limit, on_error)
     leaves = jax.tree_util.tree_leaves_with_path(find_state(state))

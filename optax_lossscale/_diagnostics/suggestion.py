@@ -90,6 +90,7 @@ def suggest_loss_scale(
         <https://docs.nvidia.com/deeplearning/performance/mixed-precision-training/>`_,
         "Choosing A Scaling Factor"
     """
+    headroom = check_field("headroom", headroom)
     min_scale = check_field("min_scale", min_scale)
     max_scale = check_field("max_scale", max_scale)
     check_order(min_scale=min_scale, max_scale=max_scale)

@@ -36,6 +36,12 @@ def set_model_state(state: tuple[Any, Any]) -> None:
         _stateful().update_internal_state(haiku_state)
 
 
+def traced() -> Any:
+    """Tell Haiku of the trace that follows, as its ``hk.remat`` does."""
+    base = sys.modules["haiku._src.base"] if _haiku() else contextlib
+    return getattr(base, "push_jax_trace_level", contextlib.nullcontext)()
+
+
 def _write(old: dict[str, Any], new: dict[str, Any]) -> None:
     for name, x in new.items():
         if isinstance(x, dict):

@@ -39,7 +39,7 @@ def value_and_grad_with_retries(
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-    value_and_grad: Callable[..., Any] = jax.value_and_grad,
+    value_and_grad: Callable[..., Any] | None = None,
 ) -> Callable[..., tuple[Any, Any, Any]]:
     """Create a function that computes overflowed gradients again at a lower scale.
 

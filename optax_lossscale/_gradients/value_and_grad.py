@@ -23,7 +23,7 @@ def value_and_grad(
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-    value_and_grad: Callable[..., Any] = jax.value_and_grad,
+    value_and_grad: Callable[..., Any] | None = None,
 ) -> Callable[..., tuple[Any, Any]]:
     """Create a function that evaluates a loss and its gradients with loss scaling.
 
@@ -34,6 +34,8 @@ def value_and_grad(
     Call it inside the compiled function, with the state that is passed to that
     function. The scale of a state from outside never changes.
 
+    Gradients are not averaged over devices: call ``jax.lax.pmean`` yourself.
+
     Args:
         fun: a function that returns the loss, or (loss, aux) if ``has_aux`` is True.
         state: the state, as for `get_loss_scale_state`. Pass the same one to the
@@ -42,7 +44,7 @@ def value_and_grad(
         has_aux: whether ``fun`` returns a pair.
         holomorphic: whether ``fun`` is promised to be holomorphic.
         allow_int: whether to allow integer arguments. Their gradients are ``float0``.
-        value_and_grad: the function that differentiates, such as
+        value_and_grad: what differentiates instead of ``jax.value_and_grad``, such as
             ``flax.nnx.value_and_grad`` or ``equinox.filter_value_and_grad``.
 
     Returns:
@@ -95,7 +97,7 @@ def grad(
     has_aux: bool = False,
     holomorphic: bool = False,
     allow_int: bool = False,
-    value_and_grad: Callable[..., Any] = jax.value_and_grad,
+    value_and_grad: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Create a function that evaluates the gradients of a loss with loss scaling.
 
@@ -138,7 +140,7 @@ def grad(
 def differentiate(
     fun: Callable[..., Any],
     has_aux: bool,
-    value_and_grad: Callable[..., Any],
+    value_and_grad: Callable[..., Any] | None,
     **options: Any,
 ) -> Callable[..., tuple[Any, Any]]:
     """Create a function of a scale and the loss's arguments that differentiates it.
@@ -146,6 +148,7 @@ def differentiate(
     It returns the output of the loss, a tuple if ``has_aux``, and its true gradients.
     """
     check_function("fun", fun, "It comes first: `value_and_grad(loss_fn, opt_state)`.")
+    value_and_grad = value_and_grad or jax.value_and_grad
     advice = "Pass `nnx.value_and_grad` or another library's."
     check_function("value_and_grad", value_and_grad, advice)
     argnums = options["argnums"]

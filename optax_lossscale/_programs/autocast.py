@@ -118,7 +118,9 @@ def autocast(
     def cast_fun(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
         if is_initializing():
             return fun(*args, **kwargs)
-        with traced_call(fun, args, kwargs) as call:
+        # The constants of a program are no transfers that a guard should stop.
+        allowed = jax.transfer_guard_host_to_device("allow")
+        with traced_call(fun, args, kwargs) as call, allowed:
             refuse_effects(effect_names(call.jaxpr) & MUTABLE_ARRAYS)
             _warn_if_nothing_is_cast(call.jaxpr, name)
             program = _cast(call.jaxpr, name, origins_of_arguments(call.inputs))

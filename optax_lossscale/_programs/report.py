@@ -5,7 +5,7 @@ import math
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from .._dtypes import is_inexact
-from .._finite import CHECK_SCOPE, max_magnitude
+from .._finite import CHECK_SCOPE, magnitude
 from .._validation import check_concrete, check_function
 from .primitives import PRODUCTS
 from .products import Left, is_looked_into, reason_inside, reason_to_leave
@@ -22,9 +22,13 @@ from .rewrite import evaluate_with_nan, replace, with_eqns, with_programs
 from .traced_call import traced_call
 
 # Code that is not the user's. jax may be installed in any folder.
-_LIBRARIES = (sysconfig.get_path("stdlib"), os.path.dirname(jax.__file__))
+_JAX, _STANDARD = os.path.dirname(jax.__file__), sysconfig.get_path("stdlib")
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _THIS_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+# The program runs only once, and slower, so that it compiles in a half of the time.
+_RUNS_ONCE = dict(
+    xla_backend_optimization_level=0, xla_llvm_disable_expensive_passes=True
+)
 # A scope that ``jax.checkpoint`` adds.
 _REMAT = "rematted_computation"
 _LARGEST = float(np.finfo(np.float16).max)
@@ -71,8 +75,8 @@ class AutocastReport(tuple[Product, ...]):
     others, in the order of the program. An interactive session shows a table. Each row
     has
 
-    - ``line``: the innermost line outside of installed packages, its function, and
-      whether it is the backward pass of that; "?" if there is none;
+    - ``line``: the innermost line outside of installed packages, or else outside of
+      JAX, its function, and whether it is the backward pass of that;
     - ``scope``: the path of the module or of ``jax.named_scope``, such as
       "decoder/layers_3/mlp", or an empty string;
     - ``operands``: the types and shapes of both operands;
@@ -138,7 +142,7 @@ def autocast_report(
     """
     check_function("fun", fun, "Pass it as in `autocast_report(loss_fn, params)`.")
     check_concrete("args", (args, kwargs), "Call it outside of `jax.jit`.")
-    seen: list[_Measured] = []
+    seen: _Seen = []
     # Loops are counted as loops, and NaN is what one looks for. What measures a product
     # inside of a `shard_map` is not of its types.
     with jax.disable_jit(False), jax.debug_nans(False), jax.enable_checks(False):
@@ -146,47 +150,41 @@ def autocast_report(
             check_concrete("fun", call.inputs, "Call it outside of `jax.jit`.")
             program = _measured(call.jaxpr, _Place(), seen)
             run = functools.partial(evaluate_with_nan, program)
-            jax.block_until_ready(jax.jit(run)(*call.inputs))
+            compiled = jax.jit(run, compiler_options=_RUNS_ONCE)
+            jax.block_until_ready(compiled(*call.inputs))
         jax.effects_barrier()
     return AutocastReport(sorted(_rows(seen), key=lambda x: bool(x.left) or x.fits))
 
 
 class _Place(NamedTuple):
-    """What is around an equation: scopes, as JAX names them, and a reason to leave."""
+    """What is around an equation: scopes, a reason to leave, and the user's line."""
 
-    scopes: str = ""
+    scopes: str = ""  # as JAX names them
     reason: Left | None = None
+    line: str = ""
 
     def inside(self, eqn: JaxprEqn) -> "_Place":
         # JAX names the backward pass of a checkpoint twice, as in
         # `transpose(jvp(decoder))/layers_3/jvp(decoder)/layers_3`.
         stack = str(eqn.source_info.name_stack)
         stack = re.sub(r"(transpose\(.*?)/jvp\(.*", r"\1", stack)
-        return _Place(f"{self.scopes}/{stack}", reason_inside(eqn, self.reason))
+        line = _user_line(eqn) or self.line
+        return _Place(f"{self.scopes}/{stack}", reason_inside(eqn, self.reason), line)
 
 
-class _Measured(NamedTuple):
-    """A product of the program, and the numbers of each time that it is computed."""
-
-    line: str
-    scope: str
-    operands: str
-    left: str
-    numbers: list[list[float]]
-
-    def note(self, *largest: Any) -> None:
-        self.numbers.append([float(x) for x in largest])
+# The products of a program, and the numbers of each time that one is computed.
+_Seen = list[tuple[Product, list[list[float]]]]
 
 
-def _rows(measured: list[_Measured]) -> Iterator[Product]:
+def _rows(seen: _Seen) -> Iterator[Product]:
     """Yield a row for each product. Those of a line that are alike and fit share it."""
     rows: dict[Any, Product] = {}
-    for i, (line, scope, operands, left, numbers) in enumerate(measured):
+    for i, (product, numbers) in enumerate(seen):
         if not numbers:
             continue  # its branch was not taken
         a, b, c = np.max(numbers, axis=0).tolist()
-        row = Product(line, scope, operands, len(numbers), left, (a, b, c))
-        key = (line, scope, operands, left) if row.fits else i
+        row = product._replace(times=len(numbers), largest=(a, b, c))
+        key = product if row.fits else i
         if (same := rows.get(key)) is not None:
             a, b, c = np.maximum(same.largest, row.largest).tolist()
             row = row._replace(times=same.times + row.times, largest=(a, b, c))
@@ -194,14 +192,12 @@ def _rows(measured: list[_Measured]) -> Iterator[Product]:
     yield from rows.values()
 
 
-def _measured(program: Any, place: _Place, seen: list[_Measured]) -> Any:
+def _measured(program: Any, place: _Place, seen: _Seen) -> Any:
     """Return a program that notes what its products are like."""
     return with_eqns(program, lambda eqn: _measured_eqn(eqn, place, seen))
 
 
-def _measured_eqn(
-    eqn: JaxprEqn, place: _Place, seen: list[_Measured]
-) -> Iterator[JaxprEqn]:
+def _measured_eqn(eqn: JaxprEqn, place: _Place, seen: _Seen) -> Iterator[JaxprEqn]:
     """Yield an equation, and behind a product one that notes its numbers."""
     if is_looked_into(eqn):
         inside = place.inside(eqn)
@@ -209,27 +205,28 @@ def _measured_eqn(
     yield eqn
     scopes = f"{place.scopes}/{eqn.source_info.name_stack}"
     if eqn.primitive.name in PRODUCTS and CHECK_SCOPE not in scopes:
-        yield _noting(eqn, scopes, place.reason, seen)
+        yield _noting(eqn, scopes, place, seen)
 
 
-def _noting(
-    eqn: JaxprEqn, scopes: str, reason: Left | None, seen: list[_Measured]
-) -> JaxprEqn:
+def _noting(eqn: JaxprEqn, scopes: str, place: _Place, seen: _Seen) -> JaxprEqn:
     """Return an equation that notes the numbers of a product each time it runs."""
     avals: list[Any] = [x.aval for x in eqn.invars[:2]]
     operands = ", ".join(f"{x.dtype.name}{[*x.shape]}" for x in avals)
-    left = reason_to_leave(eqn, "float16", reason)
-    line = _user_line(eqn)
+    left = reason_to_leave(eqn, "float16", place.reason)
+    # Of a function that was traced before, JAX has only the lines of that time.
+    line = _user_line(eqn) or place.line or _line(eqn, (_JAX,)) or "?"
     if "transpose(" in scopes:
         line += ", backward"
     # Without the transformations, as in `transpose(jvp(decoder))/layers_3/vmap()`.
     names = re.findall(r"[^/()]+(?=[/)]|$)", scopes.replace(_REMAT, ""))
-    text = left.reason if left else ""
-    seen.append(product := _Measured(line, "/".join(names), operands, text, []))
+    text, numbers = left.reason if left else "", list[list[float]]()
+    seen.append((Product(line, "/".join(names), operands, 0, text, (0, 0, 0)), numbers))
+
+    def note(*largest: Any) -> None:
+        numbers.append([float(x) for x in largest])
 
     def measure(*arrays: jax.Array) -> None:
-        floats = [x if is_inexact(x) else x.astype(jnp.float32) for x in arrays]
-        jax.debug.callback(product.note, *map(max_magnitude, floats))
+        jax.debug.callback(note, *map(_largest, arrays))
 
     measured: list[Any] = [*eqn.invars[:2], *eqn.outvars]
     like = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in measured]
@@ -237,19 +234,25 @@ def _noting(
     return replace(noting, invars=measured)
 
 
-def _user_line(eqn: JaxprEqn) -> str:
-    """Return the file, the line and the function of the user that an equation is from.
+def _largest(x: jax.Array) -> jax.Array:
+    # Unlike `max_magnitude`, it is one reduction, which compiles faster.
+    x = x if is_inexact(x) else x.astype(jnp.float32)
+    # As integers, nonnegative floats keep their order, and NaN is the largest.
+    return jnp.max(magnitude(x).view(jnp.int32), initial=0).view(jnp.float32)
 
-    It is the innermost line outside of installed packages, or "?".
-    """
+
+def _user_line(eqn: JaxprEqn) -> str:
+    return _line(eqn, (_STANDARD, _JAX, *_INSTALLED))
+
+
+def _line(eqn: JaxprEqn, left_out: Sequence[str]) -> str:
+    # The innermost one outside of some folders, with its function.
     traceback: Any = eqn.source_info.traceback
     for frame in traceback.frames if traceback else ():
-        if frame.file_name.startswith(_LIBRARIES):
-            continue
         if frame.file_name.startswith(_THIS_PACKAGE):
             break  # what is outside has called this package
-        if not any(folder in frame.file_name for folder in _INSTALLED):
+        if not any(folder in frame.file_name for folder in left_out):
             file = os.path.basename(frame.file_name)
             function = frame.function_name.rpartition("<locals>.")[2]
             return f"{file}:{frame.line_num} ({function})"
-    return "?"
+    return ""

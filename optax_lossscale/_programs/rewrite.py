@@ -110,8 +110,7 @@ def refuse_effects(effects: set[str]) -> None:
 
 def check_axes(jaxpr: Jaxpr, axis_name: AxisName | None) -> None:
     """Raise if devices could communicate while they compute at different scales."""
-    if axis_name is not None:
-        check_axis_name(axis_name)
+    check_axis_name(axis_name)
     axes = collective_axes(jaxpr) - set(
         axis_name if isinstance(axis_name, tuple) else [axis_name]
     )

@@ -67,7 +67,8 @@ def traced_call(
                 jax.tree.unflatten(structure, leaves), copies=True
             )
             changes = _watch(arguments)
-            returned = fun(*first, *arguments[0], **arguments[1])
+            with running_model.traced():
+                returned = fun(*first, *arguments[0], **arguments[1])
             traced, output = _without_arrays(returned, changes())
             return traced
 

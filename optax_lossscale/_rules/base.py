@@ -15,6 +15,7 @@ from .._finite import finite_max_magnitude
 from .._state import LossScaleState, check_state
 from .._tree import cast_like, mismatch, select
 from .._validation import (
+    check_concrete,
     check_field,
     check_flag,
     check_order,
@@ -39,7 +40,9 @@ RuleT = TypeVar("RuleT", bound="LossScale")
 
 def check_fields(rule: Any) -> None:
     """Check the fields of a frozen rule, and that its limits ascend."""
+    advice = "To change a rule, continue with another one: `opt_state` carries over."
     for field in dataclasses.fields(rule):
+        check_concrete(field.name, getattr(rule, field.name), advice)
         value = check_field(field.name, getattr(rule, field.name))
         object.__setattr__(rule, field.name, value)
     limits = ("min_scale", "init_scale", "max_scale")
@@ -118,7 +121,7 @@ class LossScale(abc.ABC):
 
     @abc.abstractmethod
     def update(
-        self, state: LossScaleState, grads_finite: jax.typing.ArrayLike
+        self, state: LossScaleState, grads_finite: "jax.typing.ArrayLike"
     ) -> LossScaleState:
         """Return the state after a step.
 

@@ -84,7 +84,7 @@ class DynamicLossScale(LossScale):
 
     @check_and_compile
     def update(
-        self, state: LossScaleState, grads_finite: jax.typing.ArrayLike
+        self, state: LossScaleState, grads_finite: "jax.typing.ArrayLike"
     ) -> LossScaleState:
         state = state.record(grads_finite)
         finite = state.applied

@@ -50,6 +50,6 @@ class FixedLossScale(LossScale):
 
     @check_and_compile
     def update(
-        self, state: LossScaleState, grads_finite: jax.typing.ArrayLike
+        self, state: LossScaleState, grads_finite: "jax.typing.ArrayLike"
     ) -> LossScaleState:
         return state.record(grads_finite) if self.skip_nonfinite else state

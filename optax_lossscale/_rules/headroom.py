@@ -99,8 +99,8 @@ class HeadroomLossScale(LossScale):
     def update(  # type: ignore[override]  # it measures gradients, too
         self,
         state: LossScaleState,
-        grads_finite: jax.typing.ArrayLike,
-        max_magnitude: jax.typing.ArrayLike,
+        grads_finite: "jax.typing.ArrayLike",
+        max_magnitude: "jax.typing.ArrayLike",
     ) -> LossScaleState:
         """Return the state after a step, by the `max_magnitude` of true gradients.
 

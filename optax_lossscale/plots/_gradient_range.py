@@ -29,7 +29,7 @@ _ZONES = (
 def plot_gradient_range(
     grads: Any,
     *,
-    loss_scale: jax.typing.ArrayLike = 1.0,
+    loss_scale: "jax.typing.ArrayLike" = 1.0,
     dtype: Any = jnp.float16,
     ax: "Axes | None" = None,
 ) -> "Axes":

@@ -3,20 +3,20 @@
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from .._validation import check_concrete, describe
 from . import _common
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from matplotlib.axes import Axes
 
 _SKIPPED = "skipped step"
 
 
 def plot_loss_scale(
-    scales: npt.ArrayLike,
-    skipped: npt.ArrayLike | None = None,
+    scales: "npt.ArrayLike",
+    skipped: "npt.ArrayLike | None" = None,
     *,
     ax: "Axes | None" = None,
     **style: Any,
@@ -51,17 +51,17 @@ def plot_loss_scale(
     """
     check_concrete("scales", scales, _common.TRACED)
     check_concrete("skipped", skipped, _common.TRACED)
-    values = np.asarray(scales, np.float64)
+    values = _as_array(scales, np.float64)
     if values.ndim != 1 or not np.all((values > 0) & (values < np.inf)):
         raise ValueError(
             "`scales` must be numbers above 0, one for each step, got "
-            f"{describe(values)}. Collect `get_loss_scale(state)` before each update."
+            f"{describe(scales)}. Collect `get_loss_scale(state)` before each update."
         )
-    flags = np.zeros(len(values)) if skipped is None else np.asarray(skipped)
+    flags = np.zeros(len(values)) if skipped is None else _as_array(skipped)
     if flags.shape != values.shape or not np.all((flags == 0) | (flags == 1)):
         raise ValueError(
             f"`skipped` must be {len(values)} booleans, one for each scale, got "
-            f"{describe(flags)}. Collect `~was_applied(state)` after each update."
+            f"{describe(skipped)}. Collect `~was_applied(state)` after each update."
         )
     ax = _common.prepare(ax)
     # Repeat the last value, so that its step is as wide as the others.
@@ -84,3 +84,10 @@ def plot_loss_scale(
     ax.grid(alpha=0.3)
     _common.legend_beside(ax)
     return ax
+
+
+def _as_array(x: "npt.ArrayLike", dtype: Any = None) -> "npt.NDArray[Any]":
+    try:
+        return np.asarray(x, dtype)
+    except (TypeError, ValueError):  # no numbers, such as optimizer states
+        return np.array(np.nan)

@@ -24,9 +24,10 @@ OF_GRADS = [
     ({"a": np.arange(3)}, "must hold floating-point gradients, got {'a'"),
     ({"a": [1.0, "b"]}, r"must hold only arrays, got 'b' at \['a'\]\[1\]"),
 ]
+NO_AXIS = "must name an axis of the surrounding"
 REFUSED = [
     *((x, "grads", *row) for x in (report, suggest, check) for row in OF_GRADS),
-    *((x, "axis_name", "z", "must name an axis of the surr") for x in (report, check)),
+    *((f, "axis_name", x, NO_AXIS) for f in (report, check) for x in ("z", ["z"])),
     (suggest, "min_scale", 2.0**25, "must not exceed `max_scale`"),
     (show, "report", {}, "must be a GradientReport"),
     (show, "report", OF_MEMBERS, "must hold one number in each leaf.* ensemble"),
@@ -40,8 +41,10 @@ def test_diagnostics_refuse_what_they_cannot_use(function, name, value, words):
         function(**ACCEPTED[function] | {name: value})
 
 
+STATIC = "Make it a static argument of `jax.jit`"
 TRACED = [
-    *((suggest, x, 1.0, "") for x in ("min_scale", "max_scale", "headroom")),
+    *((suggest, x, 1.0, STATIC) for x in ("min_scale", "max_scale", "headroom")),
+    *((check, x, 1, STATIC) for x in ("every", "max_consecutive_skips")),
     (show, "report", report(GRADS), "Return it from the compiled function"),
 ]
 

@@ -85,6 +85,7 @@ ERRORS = {
     ],
     ValueError: [
         (lambda: ls.scale_block(apply, headroom=-1), "`headroom` must be .* 0 to 126"),
+        (lambda: jax.jit(lambda x: ls.scale_block(apply, headroom=x))(8), "a static a"),
         (lambda: ls.scale_block(apply, dtype="int8"), "`dtype` must be a floating"),
         (lambda: backward(jnp.sum, scale=0.0)(X), "`scale` must be a number from 2"),
         (lambda: backward(jnp.sum, scale=X)(X), "number from 2.* got array"),

@@ -140,7 +140,8 @@ def test_nothing_is_cut_off_or_overlaps():
 GIVEN = {plot_range: {"grads": SPREAD}, plot_scale: {"scales": [8.0, 8.0]}}
 PLOTS = dict.fromkeys(["grads", "loss_scale", "dtype"], plot_range)
 PLOTS |= dict.fromkeys(["scales", "skipped"], plot_scale)
-BAD_SCALES = (8.0, [[8.0]], [0.0, 1.0], [np.nan], [np.inf])
+STATES = [ls.DynamicLossScale().init()]
+BAD_SCALES = (8.0, [[8.0]], ["x"], STATES, [0.0, 1.0], [np.nan], [np.inf])
 BAD_FLAGS = (True, [True], [2, 0], [np.nan, 1.0], ["1", "0"], [True] * 3)
 REFUSED = [
     ("grads", "x", "must"),

@@ -48,6 +48,7 @@ VALUE_ERRORS = [
     ("float8 needs a scale for each", lambda: ls.autocast(jnp.sum, "float8_e4m3fn")),
     (NO_TYPE, lambda: ls.autocast(jnp.sum, jnp.int8)),
     (NO_TYPE, lambda: ls.autocast(jnp.sum, None)),
+    ('such as "bfloat16", got .bf16', lambda: ls.autocast(jnp.sum, "bf16")),
     (CHANGE("w"), lambda: changed(lambda tree: tree.update(w=2 * tree["w"]))),
     (CHANGE("new"), lambda: changed(lambda tree: tree.update(new=tree["w"]))),
     (CHANGE("w"), lambda: changed(lambda tree: tree.pop("w"))),

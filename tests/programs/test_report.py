@@ -120,11 +120,13 @@ def test_layers_of_one_line_are_told_by_their_scopes():
     assert "  attention/mlp  " in repr(found)
 
 
-def test_product_without_a_line_of_the_user_has_a_row():
+def test_product_of_a_library_has_its_line_or_that_of_the_users_call():
+    """A compiled function that was traced before does not know who calls it."""
     model = nn.Dense(8, precision="highest")
-    params = model.init(jax.random.key(0), X)
-    [row] = report(model.apply, params, X)
-    assert (row.line, row.left) == ("?", "precision")
+    params, apply = model.init(jax.random.key(0), X), jax.jit(model.apply)
+    [row], [called] = report(apply, params, X), report(lambda *x: apply(*x), params, X)
+    assert row.left == "precision" and "(Dense.__call__)" in row.line
+    assert called.line.startswith("test_report.py:") and "<lambda>" in called.line
 
 
 def test_products_that_float16_cannot_hold_come_first():

@@ -135,7 +135,7 @@ def layers_of_linen(wrap):
     return variables, jax.jit(apply)(variables, X)
 
 
-def layers_of_haiku(wrap):
+def layers_of_haiku(wrap, checks=False):
     def layers(x):
         norm = hk.BatchNorm(True, True, 0.9)
         x = wrap(hk.Linear(8))(wrap(lambda x: hk.Linear(8)(x))(x))
@@ -145,8 +145,9 @@ def layers_of_haiku(wrap):
         return x, jax.random.uniform(hk.next_rng_key())
 
     model = hk.transform_with_state(layers)
-    variables = jax.jit(model.init)(KEY, X)
-    return variables, jax.jit(model.apply)(*variables, KEY, X)
+    with hk.config.context(check_jax_usage=checks):
+        variables = jax.jit(model.init)(KEY, X)
+        return variables, jax.jit(model.apply)(*variables, KEY, X)
 
 
 CALLS = [
@@ -157,6 +158,7 @@ CALLS = [
     tree_that_computes_its_leaves,
     layers_of_linen,
     layers_of_haiku,
+    functools.partial(layers_of_haiku, checks=True),
 ]
 
 

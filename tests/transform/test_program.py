@@ -117,6 +117,7 @@ def test_step_uses_a_donated_state():
         lambda params, state: ls.was_applied(state),
         lambda params, state: ls.check_loss_scale(state, grads=[X]),
         lambda params, state: ls.keep_if_applied(state, {"mean": X}, {"mean": -X}),
+        lambda *_: ls.autocast(lambda x: jnp.mean(2 * x))(X),
     ],
 )
 def test_steps_and_questions_transfer_nothing(call):
