@@ -148,9 +148,9 @@ def faults(session: nox.Session) -> None:
 def random(session: nox.Session) -> None:
     """Random optimizers, masked early and late."""
     install(session, "test")
-    program = ("python", "tests/helpers/random_optimizers.py", *session.posargs)
-    session.run(*program)
-    session.run(*program, "--late")
+    program = "tests/transform/test_random_optimizers.py"
+    options = ("-m", "slow or not slow", *session.posargs)
+    session.run("pytest", program, *options, env={"RANDOM_OPTIMIZERS": "400"})
 
 
 @nox.session(venv_backend="venv")
