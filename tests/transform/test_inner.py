@@ -16,7 +16,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:. of . parameters are float16"),
     pytest.mark.filterwarnings("ignore:The true gradients are float16"),
 ]
-AROUND = pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
 
 
 def of(dtype):
@@ -85,7 +84,6 @@ WEAK = optax.GradientTransformation(
 NEVER_SKIPS = ls.FixedLossScale(4.0, skip_nonfinite=False)
 
 
-@AROUND
 @pytest.mark.parametrize("rule", [ls.DynamicLossScale(16.0), NEVER_SKIPS, WeakRule()])
 def test_types_of_the_state_never_change(rule, around):
     """So one program serves a run. Of Optax's optimizers `test_optimizers` says so."""
@@ -99,7 +97,6 @@ def test_types_of_the_state_never_change(rule, around):
     assert float(ls.get_loss_scale(state)) == 4.0
 
 
-@AROUND
 @pytest.mark.parametrize("check_updates", [False, True])
 def test_non_array_leaves_pass_through(check_updates, around):
     """Such as the functions of an Equinox module, and names."""
@@ -151,7 +148,6 @@ SAM = optax.contrib.sam(SGD, SGD)
 PLAIN_SAM = optax.GradientTransformation(*SAM)
 
 
-@AROUND
 @pytest.mark.parametrize(
     "wrap",
     [lambda tx: optax.chain(optax.clip(1.0), tx), lambda tx: optax.MultiSteps(tx, 2)],
@@ -175,7 +171,6 @@ def loss_in(dtype, params, steepness=1.0):
     return total.astype(jnp.float32)
 
 
-@AROUND
 @pytest.mark.parametrize("check_updates", [False, True])
 def test_overflow_of_a_gradient_that_the_optimizer_takes_skips(around, check_updates):
     """The gradients given are finite, but those at SAM's other parameters are not."""

@@ -136,9 +136,23 @@ WRITES = {
 }
 # Of whole trees.
 GLOBAL = {
-    "global norm": lambda x: optax.tree.scale(1 / (1 + optax.tree.norm(x)), x),
+    "global norm": lambda _, x: optax.tree.scale(1 / (1 + optax.tree.norm(x)), x),
 }
-LEAFWISE, WITH_COUNT = UNARY | BINARY | POSITIVE | OF_POSITIVE, COUNTED | WRITES
+
+
+def leafwise(function):
+    return lambda count, *trees: jax.tree.map(function, *trees)
+
+
+def counted(function):
+    return lambda count, *trees: jax.tree.map(lambda *x: function(count, *x), *trees)
+
+
+OPERATIONS = {
+    **{k: leafwise(f) for k, f in (UNARY | BINARY | POSITIVE | OF_POSITIVE).items()},
+    **{k: counted(f) for k, f in (COUNTED | WRITES).items()},
+    **GLOBAL,
+}
 # With how many operands, and how often.
 KINDS = [(UNARY, 1, 3), (BINARY, 2, 3), (POSITIVE, 2, 2), (OF_POSITIVE, 1, 6)]
 KINDS += [(COUNTED, 1, 1), (WRITES, 2, 2), (GLOBAL, 1, 1)]
@@ -182,16 +196,8 @@ class Program:
     def update(self, grads, state, params):
         (count, slots), ones = state, jax.tree.map(jnp.ones_like, params)
         values = [grads, params, *slots]
-
-        def result(name, *trees):
-            if name in GLOBAL:
-                return GLOBAL[name](*trees)
-            if name in LEAFWISE:
-                return jax.tree.map(LEAFWISE[name], *trees)
-            return jax.tree.map(lambda *x: WITH_COUNT[name](count, *x), *trees)
-
         for name, operands in self.operations:
-            values.append(result(name, *(values[i] for i in operands)))
+            values.append(OPERATIONS[name](count, *(values[i] for i in operands)))
         slots = [ones if i is None else values[i] for i in self.slots]
         return values[self.updates], (count + 1, slots)
 
