@@ -134,7 +134,9 @@ def package(session: nox.Session) -> None:
 def compiled(session: nox.Session) -> None:
     """Steps compiled for a TPU, without the device."""
     install(session, "test", "tpu")
-    session.run("pytest", "-m", "slow", "tests/integration/test_compiled.py")
+    session.run(
+        "pytest", "-m", "slow", "-k", "on_a_tpu", "tests/integration/test_benchmark.py"
+    )
 
 
 @nox.session

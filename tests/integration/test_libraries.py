@@ -94,7 +94,7 @@ def of_the_library(module):
 
 
 @pytest.mark.parametrize(("way", "module"), CELLS)
-def test_gradients_and_changes_of_a_module_are_those_of_its_library(way, module):
+def test_scaled_module_has_the_gradients_and_changes_of_its_library(way, module):
     make, jit, differentiate = MODULES[module]
     model = make()
     loss, grads, *_ = jit(lambda model: WAYS[way](differentiate)(model))(model)

@@ -130,8 +130,10 @@ PLAIN = {
 RUNS = itertools.product(["flax_linen", "flax_nnx", "equinox"], range(6))
 
 
-@pytest.mark.parametrize("run", slow_but([("equinox", 0)], RUNS), ids=str)
-def test_drawn_run_is_the_plain_run_of_its_good_batches(run, tmp_path):
+@pytest.mark.parametrize(
+    "run", slow_but([("equinox", 0)], RUNS), ids=lambda x: f"{x[0]}-{x[1]}"
+)
+def test_drawn_run_equals_the_plain_run_of_its_good_batches(run, tmp_path):
     """The optimizer accumulates and masks, and the run stops for a checkpoint."""
     name, seed = run
     draw = np.random.default_rng(seed)

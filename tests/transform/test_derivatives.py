@@ -96,7 +96,7 @@ CASES = itertools.product(ROWS, KINDS, (True, False))
 @pytest.mark.parametrize(
     "case", slow_but(QUICK, CASES), ids=lambda x: " ".join(map(str, x))
 )
-def test_derivative_is_that_without_the_skipped_steps(case):
+def test_derivative_leaves_out_skipped_steps(case):
     """But reverse mode cannot pass a later batch whose derivative is not finite."""
     row, kind, in_scan = case
     make, wrap, start, noises, factors, applied = ROWS[row]

@@ -172,7 +172,7 @@ def loss_in(dtype, params, steepness=1.0):
 
 
 @pytest.mark.parametrize("check_updates", [False, True])
-def test_overflow_of_a_gradient_that_the_optimizer_takes_skips(around, check_updates):
+def test_overflow_inside_the_optimizer_skips_the_step(around, check_updates):
     """The gradients given are finite, but those at SAM's other parameters are not."""
     sam = optax.contrib.sam(SGD, SGD, opaque_mode=True)
     tx = ls.with_loss_scaling(sam, check_updates=check_updates)
@@ -201,7 +201,7 @@ def test_overflow_of_a_gradient_that_the_optimizer_takes_skips(around, check_upd
         ("obj_fn", optax.contrib.sophia(0.1, update_interval=1)),
     ],
 )
-def test_scale_backward_scales_a_loss_that_the_optimizer_evaluates(name, inner):
+def test_scale_backward_scales_a_loss_inside_the_optimizer(name, inner):
     """Of a loss whose gradients are too small for float16, it makes the same steps."""
     tx, params = ls.with_loss_scaling(inner), of(FLOAT32)
 

@@ -128,7 +128,7 @@ PLACES = {
 @pytest.mark.filterwarnings("ignore:Every update rounds the state")
 @pytest.mark.parametrize("run", slow_but(["adam"], RUNS))
 @pytest.mark.parametrize("place", slow_but([*PLACES][:-1], PLACES))
-def test_step_is_the_optimizers_or_leaves_no_trace(place, run):
+def test_step_equals_optaxs_or_changes_nothing(place, run):
     """After each step the run goes on from a pickled state."""
     inner, params, rule = RUNS[run]
     axis_name = "d" if place == "shard_map" else None

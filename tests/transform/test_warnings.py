@@ -97,7 +97,7 @@ def warns_here(words, call, *args):
 
 
 @pytest.mark.parametrize(("arguments", "words"), UPDATES)
-def test_update_warns_once_of_what_harms_training(arguments, words, around):
+def test_update_warns_once_of_harm_to_training(arguments, words, around):
     """A second call of a compiled one is silent."""
     options = {"grads": GRADS, "params": PARAMS, "inner": NONE, **arguments}
     grads, params, inner = (options.pop(x) for x in ("grads", "params", "inner"))
@@ -122,5 +122,5 @@ def test_update_warns_once_of_what_harms_training(arguments, words, around):
         (PARAMS, ADAM, None),
     ],
 )
-def test_init_warns_once_of_float16_parameters_that_are_trained(params, inner, words):
+def test_init_warns_once_of_trained_float16_parameters(params, inner, words):
     warns_here(words, ls.with_loss_scaling(inner).init, params)

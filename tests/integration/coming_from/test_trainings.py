@@ -78,13 +78,13 @@ def run_mpx(guide):
 
 
 @pytest.mark.parametrize("guide", WHOLE)
-def test_their_programs_are_python(guide):
+def test_programs_of_other_systems_are_python(guide):
     compile("".join(code_blocks(GUIDES[guide], "python theirs")), guide, "exec")
 
 
 @slow
 @pytest.mark.parametrize("guide", ["flax", "jmp"])
-def test_their_program_and_ours_print_the_same_scale_and_loss(guide):
+def test_both_programs_print_the_same_scale_and_loss(guide):
     theirs, ours = (run(guide, x)["printed"] for x in ("python theirs", "python"))
     (their_loss, their_scale), (loss, scale) = (
         re.findall(r"[\d.]+", printed) for printed in (theirs, ours)
@@ -138,7 +138,7 @@ def test_bad_batch_changes_the_scale_alone(guide, step, state, batch, backoff):
 @pytest.mark.parametrize(
     "guide", ["megatron", *(pytest.param(guide, marks=slow) for guide in WHOLE)]
 )
-def test_run_begun_there_goes_on_here(guide):
+def test_run_of_another_system_continues_here(guide):
     """With the scale and the counters: the next step moves the scale, good or bad."""
     page = run(guide)
     state, rule = page["resumed_state"], page["rule"]
