@@ -76,6 +76,8 @@ LEFT_OUT = {
 }
 # More than the defaults of a factory show.
 VARIANTS = {
+    "optax.chain": optax.chain(optax.clip(0.1), optax.trace(0.9)),
+    "optax.named_chain": optax.named_chain(("a", optax.clip(0.1)), ("b", ADAM)),
     "adafactor factored": optax.adafactor(0.1, min_dim_size_to_factor=2),
     "adam float32 moments": optax.adam(0.1, mu_dtype=jnp.float32),
     "adam scheduled": optax.adam(optax.cosine_decay_schedule(0.1, 10)),
@@ -116,14 +118,9 @@ OPTIMIZERS = [
 
 
 def make(name):
-    chained = [optax.clip(0.1), optax.trace(0.9)]
     if name in VARIANTS:
         return VARIANTS[name]
-    if name == "optax.chain":
-        return optax.chain(*chained)
-    if name == "optax.named_chain":
-        return optax.named_chain(*zip("ab", chained, strict=True))
-    # The parameters that have no default, or one that will not do.
+    # Parameters without a default, or one that will not do.
     required = {
         p.name: ARGUMENTS.get(p.name, 0.1)
         for p in _parameters(FACTORIES[name]).values()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from asserts import assert_same_bits
 from flax import nnx
+from shared import slow_but
 from training import normal
 
 import optax_lossscale as ls
@@ -84,6 +85,7 @@ CELLS = [
     ("closed over", "unchanged"),
     *((x, "equinox") for x in WAYS),
 ]
+QUICK = [x for x in CELLS if x[0] != "fixed block"]
 
 
 @functools.cache
@@ -93,8 +95,9 @@ def of_the_library(module):
     return jit(lambda model: differentiate(loss_fn)(model))(model), model
 
 
-@pytest.mark.parametrize(("way", "module"), CELLS)
-def test_scaled_module_has_the_gradients_and_changes_of_its_library(way, module):
+@pytest.mark.parametrize("cell", slow_but(QUICK, CELLS), ids=", ".join)
+def test_scaled_module_has_the_gradients_and_changes_of_its_library(cell):
+    way, module = cell
     make, jit, differentiate = MODULES[module]
     model = make()
     loss, grads, *_ = jit(lambda model: WAYS[way](differentiate)(model))(model)

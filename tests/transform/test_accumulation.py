@@ -107,18 +107,3 @@ def test_scale_and_weights_move_where_another_systems_did(case):
         moved += "1" if float(run[0]) != float(old[0]) else "0"
     np.testing.assert_array_equal(scales, case["log2_scale"])
     assert moved == case.get("applied", moved)
-
-
-def test_accumulated_sums_are_divided_by_the_count_of_a_window():
-    counted = np.arange(8) < np.array([8, 2, 5, 1])[:, None]
-    count = np.float32(counted.sum())
-
-    def loss_fn(w, batch):
-        x, counts, total = batch
-        return jnp.sum(jnp.where(counts, jnp.sum((x @ w - 1.0) ** 2, -1), 0.0)) / total
-
-    whole = jax.jit(jax.grad(loss_fn))(PARAMS["w"], (X[0], counted, count))
-    gradient = jax.jit(ls.grad(loss_fn, RULE.init()))
-    batches = zip(X[0], counted, strict=True)
-    grads = [np.asarray(gradient(PARAMS["w"], (*batch, count))) for batch in batches]
-    chex.assert_trees_all_close(sum(grads), whole, rtol=1e-5)

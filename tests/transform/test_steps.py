@@ -127,7 +127,7 @@ PLACES = {
 # Told where Optax turns a bfloat16 average into float32.
 @pytest.mark.filterwarnings("ignore:Every update rounds the state")
 @pytest.mark.parametrize("run", slow_but(["adam"], RUNS))
-@pytest.mark.parametrize("place", slow_but([*PLACES][:-1], PLACES))
+@pytest.mark.parametrize("place", slow_but([*PLACES][1:-1], PLACES))
 def test_step_equals_optaxs_or_changes_nothing(place, run):
     """After each step the run goes on from a pickled state."""
     inner, params, rule = RUNS[run]

@@ -79,8 +79,8 @@ UPDATES = [
     # Arguments that sound as if they decided whether the step is applied.
     *(
         (dict(inner=inner, **{name: value}), f"Pass `{way}` if it should")
-        for inner in (SGD, COPIED)
-        for way, name, value in DECIDING
+        for inner, cases in ((SGD, DECIDING), (COPIED, DECIDING[:1]))
+        for way, name, value in cases
     ),
     *((dict(inner=inner, loss=1.0, value=1.0), None) for inner in (SGD, COPIED)),
     (dict(is_finite=YES, grads_finite=YES), None),
