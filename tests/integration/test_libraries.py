@@ -45,17 +45,18 @@ class Holding(eqx.Module):
     block = ls.scale_block(__call__)
 
 
-NNX, EQUINOX = (
-    (nnx.jit, nnx.value_and_grad),
-    (eqx.filter_jit, eqx.filter_value_and_grad),
-)
+def linear():
+    return nnx.Linear(8, 1, rngs=nnx.Rngs(0))
+
+
+def holding():
+    return Holding(eqx.nn.Linear(8, 1, key=jax.random.key(0)), jax.nn.tanh)
+
+
 MODULES = {
-    "changes": (Changing, *NNX),
-    "unchanged": (lambda: nnx.Linear(8, 1, rngs=nnx.Rngs(0)), *NNX),
-    "equinox": (
-        lambda: Holding(eqx.nn.Linear(8, 1, key=jax.random.key(0)), jax.nn.tanh),
-        *EQUINOX,
-    ),
+    "changes": (Changing, nnx.jit, nnx.value_and_grad),
+    "unchanged": (linear, nnx.jit, nnx.value_and_grad),
+    "equinox": (holding, eqx.filter_jit, eqx.filter_value_and_grad),
 }
 
 
@@ -119,5 +120,5 @@ def test_loss_of_an_equinox_module_may_return_a_function(make):
         has_aux=True,
         value_and_grad=eqx.filter_value_and_grad,
     )
-    (_, activation), grads, *_ = eqx.filter_jit(fun)(MODULES["equinox"][0]())
+    (_, activation), grads, *_ = eqx.filter_jit(fun)(holding())
     assert activation is jax.nn.tanh and grads.activation is None

@@ -18,22 +18,12 @@ from flax.training.dynamic_scale import DynamicScale
 
 import optax_lossscale as ls
 
-# By page, in the order of its headings "From ...".
-PARTS = {
-    "pytorch": ["pytorch"],
-    "keras_and_tensorflow": ["keras", "tensorflow"],
-    "mindspore": ["mindspore"],
-    "flax_and_jmp": ["flax", "jmp", "mpx"],
-}
-GUIDES = {
-    name: text
-    for stem, names in PARTS.items()
-    for name, text in zip(
-        names,
-        re.split(r"^## From ", page(f"coming_from/{stem}"), flags=re.M)[-len(names) :],
-        strict=True,
-    )
-}
+# The text below each heading "From ...", or below such a title.
+GUIDES = {}
+for stem in ("pytorch", "keras_and_tensorflow", "mindspore", "flax_and_jmp"):
+    text = page(f"coming_from/{stem}")
+    _, *parts = re.split(r"^#+ .*?[Ff]rom (\w+)", text, flags=re.M)
+    GUIDES |= zip(map(str.lower, parts[::2]), parts[1::2], strict=True)
 MPX = ["mpx", "mpx with its casts"]  # a step alone
 WHOLE = [name for name in GUIDES if name not in MPX]
 slow = pytest.mark.slow
