@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from asserts import assert_same_bits
-from book import code_blocks, page
+from book import code_blocks, page, run_blocks
 from shared import recordings, slow_but
 from training import float16_loss, make_step, normal, train
 
@@ -27,11 +27,10 @@ def by_scan(tx, loss_fn=float16_loss, params=PARAMS, batch=WINDOW):
     blocks = code_blocks(page("guides/wrappers"), "python")
     [recipe] = [block for block in blocks if "def accumulated_step" in block]
     recipe = recipe.replace(", value=loss", "")  # at which other systems do not look
-    namespace = {"jax": jax, "jnp": jnp, "optax": optax, "ls": ls}
-    namespace |= {"loss_fn": loss_fn, "tx": tx, "batch": batch}
-    namespace |= {"params": params, "opt_state": tx.init(params)}
-    exec(compile(recipe, "wrappers.md", "exec"), namespace)
-    return lambda *arguments: namespace["accumulated_step"](*arguments)[:2]
+    names = {"jax": jax, "jnp": jnp, "optax": optax, "ls": ls, "loss_fn": loss_fn}
+    names |= {"tx": tx, "batch": batch, "params": params, "opt_state": tx.init(params)}
+    step = run_blocks([recipe], "wrappers.md", names)["accumulated_step"]
+    return lambda *arguments: step(*arguments)[:2]
 
 
 def by_microbatching(tx):
