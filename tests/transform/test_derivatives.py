@@ -41,8 +41,8 @@ def copied(tx):
 KINDS = {
     "reverse": lambda f: jax.jit(jax.grad(f)),
     "reverse, eager": jax.grad,
-    "forward": jax.jacfwd,
-    "of second order": jax.hessian,
+    "forward": lambda f: jax.jit(jax.jacfwd(f)),
+    "of second order": lambda f: jax.jit(jax.hessian(f)),
 }
 
 
