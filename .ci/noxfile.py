@@ -134,7 +134,9 @@ def package(session: nox.Session) -> None:
 def compiled(session: nox.Session) -> None:
     """Steps compiled for a TPU, without the device."""
     install(session, "test", "tpu")
-    session.run("pytest", "-m", "slow", "tests/integration/test_compiled.py")
+    session.run(
+        "pytest", "-m", "slow", "-k", "on_a_tpu", "tests/integration/test_benchmark.py"
+    )
 
 
 @nox.session
@@ -148,9 +150,9 @@ def faults(session: nox.Session) -> None:
 def random(session: nox.Session) -> None:
     """Random optimizers, masked early and late."""
     install(session, "test")
-    program = ("python", "tests/helpers/random_optimizers.py", *session.posargs)
-    session.run(*program)
-    session.run(*program, "--late")
+    program = "tests/transform/test_random_optimizers.py"
+    options = ("-m", "slow or not slow", *session.posargs)
+    session.run("pytest", program, *options, env={"RANDOM_OPTIMIZERS": "400"})
 
 
 @nox.session(venv_backend="venv")

@@ -33,6 +33,7 @@ for name, value in {
 
 import chex  # noqa: E402
 import hypothesis  # noqa: E402
+import jax  # noqa: E402
 import pytest  # noqa: E402
 
 # Programs, with dependencies of their own.
@@ -46,6 +47,12 @@ def pytest_addoption(parser, pluginmanager):
     if not pluginmanager.hasplugin("xdist"):
         for name in ("--numprocesses", "--dist", "--no-loadscope-reorder"):
             parser.addoption(name, nargs="?")
+
+
+@pytest.fixture(params=[lambda f: f, jax.jit], ids=["eager", "jit"])
+def around(request):
+    """A function is called as it is, or compiled."""
+    return request.param
 
 
 @pytest.fixture

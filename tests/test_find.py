@@ -107,7 +107,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("make", "words"), REFUSED)
 @pytest.mark.parametrize("use", [ls.get_loss_scale_state, ls.was_applied, *SCALE])
-def test_what_is_no_state_is_refused(make, words, use):
+def test_readers_and_scalers_refuse_other_states(make, words, use):
     with pytest.raises(ValueError, match=f"^`state` must .*{words}"):
         use(make(PARAMS))
 

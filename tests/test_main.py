@@ -44,9 +44,8 @@ def test_float16_with_a_scale_is_float32_and_without_one_is_not(tmp_path):
     assert unscaled["words"] > 5 * reference["words"]
     assert unscaled["flushed"] > 0.9 and reference["flushed"] == 0.0
     for run in scaled:
-        figures = [run["loss"], run["words"]]
-        expected = [reference["loss"], reference["words"]]
-        np.testing.assert_allclose(figures, expected, rtol=0.02)
+        for figure in ("loss", "words"):
+            np.testing.assert_allclose(run[figure], reference[figure], rtol=0.02)
         assert run["flushed"] < 0.1
     assert "The step was skipped, the scale went from 2^18 to 2^17" in printed
     dynamic = runs[NAMES[3]]

@@ -29,11 +29,11 @@ def test_select_is_where_on_every_kind_of_leaf(select):
     assert_same_bits(select(jnp.bool_(False), tree(1), tree(2)), tree(2))
 
 
-def test_derivative_of_select_is_that_of_the_chosen_tree():
+def test_select_differentiates_the_chosen_tree():
     assert jax.grad(lambda x: ls.select(True, x**2, x**3))(3.0) == 6.0
 
 
-def test_select_passes_on_what_is_no_array():
+def test_select_accepts_equal_leaves_that_are_no_arrays():
     tree = {"f": jax.nn.relu, "name": "relu", "n": 1}
     equal = {**tree, "name": "".join(["re", "lu"]), "n": 2}
     assert ls.select(False, equal, tree) == tree

@@ -33,32 +33,31 @@ def value_fn(params):
     return sum(jnp.sum((x.astype(jnp.float32) - 0.25) ** 2) for x in leaves)
 
 
-# What the factories require, by the name of the parameter.
+ADAM = optax.adam(0.1)
+WRAPPED = (
+    "adv_optimizer",
+    "base_optimizer",
+    "fast_optimizer",
+    "inner",
+    "optimizer",
+    "tx",
+)
+# What the factories require, by the name of the parameter; 0.1 for all others.
 ARGUMENTS = {
-    "adv_optimizer": optax.sgd(0.1),
-    "base_optimizer": optax.adam(0.1),
-    "clipping": 0.1,
+    **dict.fromkeys(WRAPPED, ADAM),
     "decay": 0.9,
-    "eta": 0.01,
     "f": lambda updates, params: jax.tree.map(lambda u: -u, updates),
-    "fast_optimizer": optax.adam(0.1),
     "freeze_mask": {"w": False, "b": True, "s": False},
     "gamma": 0.55,
-    "inner": optax.adam(0.1),
     "key": 0,
     "l2_norm_clip": 1.0,
-    "learning_rate": 0.1,
     "mask": {"w": True, "b": False, "s": True},
     "max_backtracking_steps": 5,
     "max_consecutive_errors": 2,
-    "max_delta": 0.1,
-    "max_learning_rate": 0.1,
     "max_linesearch_steps": 5,
     "max_norm": 1.0,
     "measure": optax.tree.norm,
     "measure_name": "norm",
-    "noise_multiplier": 0.1,
-    "optimizer": optax.adam(0.1),
     "param_labels": {"w": "adam", "b": "sgd", "s": "adam"},
     "seed": 0,
     "should_transform_fn": lambda step, **extra_args: step % 2 == 0,
@@ -66,9 +65,7 @@ ARGUMENTS = {
     "step_size": -0.1,
     "step_size_fn": optax.linear_schedule(-0.1, 0.0, 10),
     "sync_period": 2,
-    "threshold": 0.1,
-    "transforms": {"adam": optax.adam(0.1), "sgd": optax.sgd(0.1, momentum=0.9)},
-    "tx": optax.adam(0.1),
+    "transforms": {"adam": ADAM, "sgd": optax.sgd(0.1, momentum=0.9)},
 }
 
 RATES = {"learning_rate", "max_learning_rate"}
@@ -79,6 +76,8 @@ LEFT_OUT = {
 }
 # More than the defaults of a factory show.
 VARIANTS = {
+    "optax.chain": optax.chain(optax.clip(0.1), optax.trace(0.9)),
+    "optax.named_chain": optax.named_chain(("a", optax.clip(0.1)), ("b", ADAM)),
     "adafactor factored": optax.adafactor(0.1, min_dim_size_to_factor=2),
     "adam float32 moments": optax.adam(0.1, mu_dtype=jnp.float32),
     "adam scheduled": optax.adam(optax.cosine_decay_schedule(0.1, 10)),
@@ -119,16 +118,11 @@ OPTIMIZERS = [
 
 
 def make(name):
-    chained = [optax.clip(0.1), optax.trace(0.9)]
     if name in VARIANTS:
         return VARIANTS[name]
-    if name == "optax.chain":
-        return optax.chain(*chained)
-    if name == "optax.named_chain":
-        return optax.named_chain(*zip("ab", chained, strict=True))
-    # The parameters that have no default, or one that will not do.
+    # Parameters without a default, or one that will not do.
     required = {
-        p.name: ARGUMENTS[p.name]
+        p.name: ARGUMENTS.get(p.name, 0.1)
         for p in _parameters(FACTORIES[name]).values()
         if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
         and (p.default is p.empty or p.name in {*RATES, "key"})

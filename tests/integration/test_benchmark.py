@@ -1,4 +1,4 @@
-"""The benchmark runs, and its report says what it measured."""
+"""Benchmarks run, report what they measure, and count a program from its text."""
 
 import importlib
 import json
@@ -11,7 +11,7 @@ import jax
 import pytest
 from book import PAGES, text_of
 from processes import worker_environment
-from shared import ROOT
+from shared import DATA, ROOT
 
 BENCHMARKS = ROOT / "tests" / "benchmarks"
 # No time that is measured here matters, and unoptimized programs compile faster.
@@ -44,7 +44,7 @@ def test_benchmark_measures_every_recipe(tmp_path):
 
 
 @pytest.mark.slow
-def test_one_command_measures_the_device_that_is_here(tmp_path):
+def test_one_command_measures_this_device(tmp_path):
     parts = ["update by sgd", "step in float16", "tests of transform/test_rounding.py"]
     report = run("on_device.py", tmp_path / "found.json", "--parts", *parts)
     assert " passed" in report["parts"][parts[2]][0]["outcome"]
@@ -70,3 +70,41 @@ def test_table_of_rules_is_what_the_comparison_prints(monkeypatch, capsys):
     _, *rows = printed
     assert len(rows) == 16
     assert [row for row in rows if row not in in_the_book] == []
+
+
+def test_a_program_is_counted_from_its_text(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    # Of a 1 KiB array: a prefetch, half of it sliced, a branch, an update, a copy, an
+    # all-reduce before a loop and three in it, and a kernel that carries another array.
+    counts = importlib.import_module("hlo").count((DATA / "program.hlo").read_text())
+    prefetch, half, branch, fusion, all_reduce, copy = 1024, 512, 2048, 2048, 2048, 2048
+    expected = prefetch + half + branch + 2 * fusion + 4 * all_reduce + copy
+    assert (counts.bytes_moved, counts.copied_bytes) == (expected, 1024)
+    assert (counts.kernels, counts.estimated_cycles) == (10, 75)
+    assert counts.collectives == {"all-reduce": 4}
+    assert (counts.collective_bytes, counts.asynchronous_collectives) == (4 * 1024, 1)
+
+
+@pytest.mark.slow
+def test_on_a_tpu_the_state_is_updated_in_place_and_the_check_rides_with_clipping(
+    tmp_path,
+):
+    """In a process of its own: in this one jax must not look for TPUs."""
+    pytest.importorskip("libtpu")
+    path = tmp_path / "tpu.json"
+    arrays = ["--arrays", "4x4096x1024", "--mesh-arrays", "10x1024x1024"]
+    cases = ["--optimizers", "adamw", "clip + adamw", "--mesh", "v5e:4x4"]
+    subprocess.run(
+        [sys.executable, BENCHMARKS / "compiled.py", "tpu", *arrays, *cases]
+        + ["--recipes", "optax_lossscale", "master weights", "--json", path],
+        check=True,
+    )
+    for case in json.loads(path.read_text())["cases"]:
+        plain, wrapped, masters = case["results"]
+        for result in (wrapped, masters):
+            assert result["aliased_bytes"] >= plain["aliased_bytes"] > 0
+            assert result["copied_bytes"] <= plain["copied_bytes"] + 1024
+            if case["optimizer"] == "clip + adamw":
+                assert result["collectives"] == plain["collectives"]
+        if (case["device"], case["optimizer"]) == ("v5e", "clip + adamw"):
+            assert wrapped["estimated_cycles"] <= 1.03 * plain["estimated_cycles"]

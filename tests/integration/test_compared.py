@@ -220,7 +220,7 @@ CHECKS = {
 def test_cell_says_what_the_step_does(row, name):
     cell, found = CELLS[row][COLUMNS.index(name)], CHECKS[row](name)
     if isinstance(found, float):
-        number = re.match(r"[\d.e]+(\^\d+)?", cell)[0].replace("^", "**")
-        assert found == pytest.approx(eval(number), rel=1e-4)
+        base, exponent = re.match(r"([\d.e]+)(?:\^(\d+))?", cell).groups()
+        assert found == pytest.approx(float(base) ** int(exponent or 1), rel=1e-4)
     else:
         assert re.split(", unless|:| in a row", cell)[0] == (found or "")

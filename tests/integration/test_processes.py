@@ -1,23 +1,91 @@
-"""Several processes on this machine train together, are killed, and go on."""
+"""Several processes on this machine train together, are killed, and go on.
+
+``python test_processes.py PORT PROCESSES PROCESS STEPS FOLDER`` is one of them. It goes
+on from the last checkpoint in ``FOLDER``.
+"""
 
 import contextlib
+import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
-import process_worker as worker
 import pytest
 from asserts import assert_same_bits
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from meshes import make_mesh
 from processes import worker_environment
 from training import float16_loss, make_step, train
 
 import optax_lossscale as ls
 
-# Each process starts jax anew.
-pytestmark = pytest.mark.slow
+STEPS, SAVED_EVERY = 16, 4
+# The rows with a NaN, by step. Each of the four devices has four of 16 rows.
+BAD_ROWS = {3: 13, 4: 1, 6: 10, 9: 0, 14: 15}
+RULE = ls.DynamicLossScale(init_scale=2.0**10, growth_interval=2, hysteresis=2)
+TX = ls.with_loss_scaling(ls.with_master_weights(optax.adam(1e-2)), RULE)
+
+
+def start():
+    w = jax.random.normal(jax.random.key(0), (8, 4), jnp.float16)
+    params = {"w": w, "b": jnp.zeros(4, jnp.float16)}
+    return params, TX.init(params)
+
+
+def types_on(mesh):
+    """What `start` makes, as types, and split as far as it can be."""
+
+    def on_mesh(leaf):
+        sharding = NamedSharding(mesh, P("d") if leaf.ndim else P())
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(on_mesh, jax.eval_shape(start))
+
+
+def batch(step):
+    x = np.random.default_rng(step).normal(size=(16, 8)).astype(np.float32)
+    if step in BAD_ROWS:
+        x[BAD_ROWS[step], 3] = np.nan
+    return x
+
+
+def main(port, processes, process, steps, folder):
+    signal.alarm(180)  # It ends even if the test has been killed.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", int(processes), int(process))
+    mesh = make_mesh(d=jax.device_count())
+
+    def global_batch(step):
+        x, split = batch(step), NamedSharding(mesh, P("d"))
+        return jax.make_array_from_callback(x.shape, split, lambda rows: x[rows])
+
+    target = types_on(mesh)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, target)
+    options = ocp.CheckpointManagerOptions(save_interval_steps=SAVED_EVERY)
+    with ocp.CheckpointManager(Path(folder) / "saved", options=options) as manager:
+        first = manager.latest_step() or 0
+        print("from step", first, flush=True)
+        run = jax.jit(start, out_shardings=shardings)()
+        if first:
+            run = manager.restore(first, args=ocp.args.StandardRestore(target))
+        step = jax.jit(make_step(TX, float16_loss), out_shardings=shardings)
+        for i in range(first, int(steps)):
+            run = step(*run, global_batch(i))
+            manager.save(i + 1, args=ocp.args.StandardSave(run))
+
+    # As if the batch with the NaN were gradients.
+    report = ls.gradient_report({"x": global_batch(3)}, loss_scale=2.0**15)
+    reached = jax.tree.leaves(multihost_utils.process_allgather(run, tiled=True))
+    text = ls.format_report(report)
+    np.savez(f"{folder}/{process}.npz", *reached, report=text)
 
 
 def run(count, folder, steps):
@@ -31,7 +99,7 @@ def run(count, folder, steps):
         for i in range(count):
             arguments = address.getsockname()[1], count, i, steps, folder
             process = subprocess.Popen(
-                [sys.executable, worker.__file__, *map(str, arguments)],
+                [sys.executable, __file__, *map(str, arguments)],
                 env=worker_environment(XLA_FLAGS=flags),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -44,29 +112,34 @@ def run(count, folder, steps):
     return outputs[0]
 
 
+@pytest.mark.slow  # Each process starts jax anew.
 def test_processes_agree_equal_one_device_and_go_on_bit_for_bit(tmp_path):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    run(2, whole, worker.STEPS)
+    run(2, whole, STEPS)
     run(2, stopped, 6)
-    assert "from step 4\n" in run(4, stopped, worker.STEPS)
+    assert "from step 4\n" in run(4, stopped, STEPS)
     # Restored on one device: whatever the number was, it may be another.
     mesh = jax.make_mesh((1,), ("d",), devices=jax.devices()[:1])
-    target = ocp.args.StandardRestore(worker.make_target(mesh))
+    target = ocp.args.StandardRestore(types_on(mesh))
     restored = []
     for folder in (whole, stopped):
         with ocp.CheckpointManager(folder / "saved") as manager:
-            restored.append(manager.restore(worker.STEPS, args=target))
+            restored.append(manager.restore(STEPS, args=target))
     assert_same_bits(*restored)
 
     results = [np.load(whole / f"{i}.npz") for i in range(2)]
-    step = jax.jit(make_step(worker.TX, float16_loss))
-    expected = train(step, *worker.start(), map(worker.batch, range(worker.STEPS)))
-    assert ls.get_loss_scale_state(expected[1]).skipped_steps == len(worker.BAD_ROWS)
+    step = jax.jit(make_step(TX, float16_loss))
+    expected = train(step, *start(), map(batch, range(STEPS)))
+    assert ls.get_loss_scale_state(expected[1]).skipped_steps == len(BAD_ROWS)
     for i, leaf in enumerate(jax.tree.leaves(expected)):
         first, second = (result[f"arr_{i}"] for result in results)
         np.testing.assert_array_equal(first, second)
         # The scale and the counters are exact.
         np.testing.assert_allclose(first, leaf, rtol=0, atol=1e-3 if leaf.ndim else 0)
-    report = ls.gradient_report({"x": worker.batch(3)}, loss_scale=2.0**15)
+    report = ls.gradient_report({"x": batch(3)}, loss_scale=2.0**15)
     for result in results:
         assert str(result["report"]) == ls.format_report(report)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

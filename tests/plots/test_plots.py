@@ -89,7 +89,7 @@ TITLES = [
 
 
 @pytest.mark.parametrize(("grads", "title"), TITLES)
-def test_title_counts_what_is_in_no_bar(grads, title):
+def test_title_counts_gradients_outside_all_bars(grads, title):
     assert re.fullmatch(title, plot_range(grads).get_title())
 
 
@@ -166,7 +166,7 @@ def test_plots_refuse_traced_values(name):
         jax.eval_shape(lambda x: PLOTS[name](**given | {name: x}), np.ones(1))
 
 
-def test_plots_say_what_to_install_without_matplotlib(monkeypatch):
+def test_plots_name_the_package_to_install_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for draw in (lambda: plot_range(SPREAD), lambda: plot_scale([1.0])):
         with pytest.raises(ImportError, match="pip install matplotlib"):

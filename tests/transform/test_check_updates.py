@@ -67,42 +67,42 @@ def both(x, dtype=np.float32):
 ONE, INF, NAN = both(1.0), both(np.inf), both(np.nan)
 HUGE = both(np.finfo("float16").max, np.float16)
 KEY, COUNTS = jax.random.key(0), np.arange(2, dtype=np.int32)
-COMPLEX = both(1, np.complex64)
+COMPLEX, INFJ = both(1, np.complex64), both(complex(0, np.inf), np.complex64)
 # A model as in Equinox, whose functions have no updates.
 MODEL = {"w": HUGE, "f": jnp.tanh, "name": "mlp", "not trained": HUGE}
 UPDATES = {"w": both(100.0), "f": None, "name": None}
 
 
-@pytest.mark.parametrize(
-    ("update", "params", "new", "old", "applied"),
-    [
-        (ONE, ONE, ONE, ONE, True),
-        # A mask among the parameters, or the best loss so far in the state.
-        (ONE, -INF, INF, INF, True),
-        (ONE, NAN, NAN, NAN, True),
-        (ONE, ONE, ONE, NAN, True),
-        (ONE, COUNTS, KEY, KEY, True),
-        (COUNTS, COUNTS, ONE, ONE, True),
-        (ONE, ONE, INF, -INF, False),
-        (ONE, ONE, NAN, INF, False),
-        (ONE, ONE, np.float32(np.nan), np.float32(0.0), False),
-        (INF, -INF, ONE, ONE, False),
-        (-INF, None, ONE, ONE, False),
-        (COMPLEX * complex(1, np.nan), ONE, ONE, ONE, False),
-        (COMPLEX, COMPLEX, ONE, ONE, True),
-        (3e38 * COMPLEX, 3e38 * COMPLEX, ONE, ONE, False),
-        (ONE, ONE, COMPLEX + both(np.inf * 1j, np.complex64), COMPLEX, False),
-        (ONE, ONE, both(np.inf, np.complex64), both(np.inf, np.complex64), True),
-        # Parameters that only their type makes overflow.
-        (ONE, HUGE, ONE, ONE, True),
-        (both(100.0), HUGE, ONE, ONE, False),
-        (UPDATES, MODEL, ONE, ONE, False),
-        ({**UPDATES, "w": both(-100.0)}, MODEL, ONE, ONE, True),
-    ],
-)
-@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_new_nan_or_inf_skips_the_step(update, params, new, old, applied, around):
+# The update, the parameters, the new state and the old one, and whether it is applied.
+ROWS = {
+    "all finite": (ONE, ONE, ONE, ONE, True),
+    "infinite state, masked parameters": (ONE, -INF, INF, INF, True),
+    "NaN that stays": (ONE, NAN, NAN, NAN, True),
+    "NaN that goes": (ONE, ONE, ONE, NAN, True),
+    "key and integer parameters": (ONE, COUNTS, KEY, KEY, True),
+    "integer updates": (COUNTS, COUNTS, ONE, ONE, True),
+    "-inf becomes inf": (ONE, ONE, INF, -INF, False),
+    "inf becomes NaN": (ONE, ONE, NAN, INF, False),
+    "scalar becomes NaN": (ONE, ONE, np.float32(np.nan), np.float32(0.0), False),
+    "infinite update": (INF, -INF, ONE, ONE, False),
+    "infinite update, no parameters": (-INF, None, ONE, ONE, False),
+    "complex update, NaN": (COMPLEX * complex(1, np.nan), ONE, ONE, ONE, False),
+    "complex update": (COMPLEX, COMPLEX, ONE, ONE, True),
+    "complex sum": (3e38 * COMPLEX, 3e38 * COMPLEX, ONE, ONE, False),
+    "complex state becomes inf": (ONE, ONE, COMPLEX + INFJ, COMPLEX, False),
+    "complex state stays inf": (ONE, ONE, INFJ, INFJ, True),
+    # Only their type makes the parameters overflow.
+    "small step in float16": (ONE, HUGE, ONE, ONE, True),
+    "large step in float16": (both(100.0), HUGE, ONE, ONE, False),
+    "Equinox": (UPDATES, MODEL, ONE, ONE, False),
+    "Equinox, downwards": ({**UPDATES, "w": both(-100.0)}, MODEL, ONE, ONE, True),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_new_nan_or_inf_skips_the_step(row, around):
     """One that the step does not change may stay."""
+    update, params, new, old, applied = ROWS[row]
     inner = transformation(lambda g, state: (update, (new,)), old)
     tx, grads = ls.with_loss_scaling(inner, check_updates=True), {"w": ONE}
     first = tx.init(ONE)

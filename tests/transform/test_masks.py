@@ -97,7 +97,6 @@ SEARCHES = {
 }
 
 
-@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("search", slow_but(("backtracking",), SEARCHES))
 def test_line_search_evaluates_its_loss_once_in_a_skipped_step(search, around):
     """It would go on to its last evaluation on NaN. The very first step takes more."""

@@ -79,7 +79,7 @@ def test_strict_promotion_needs_the_line_of_the_page():
     )
     tx = ls.with_loss_scaling(ls.with_master_weights(SGD))
     with jax.numpy_dtype_promotion("strict"):
-        updates, _ = tx.update(GRADS, tx.init(HALF), HALF)
+        updates, _ = jax.jit(tx.update)(GRADS, tx.init(HALF), HALF)
         with pytest.raises(Exception, match="no available implicit dtype promotion"):
             optax.apply_updates(HALF, updates)
         names = {"jax": jax, "optax": optax, "params": HALF, "updates": updates}
@@ -113,15 +113,7 @@ def test_only_narrower_parameters_are_copied():
     np.testing.assert_allclose(state.master_weights["half"], 1 - 1e-4, rtol=1e-7)
 
 
-def test_donated_state_may_keep_the_first_parameters():
-    tx = ls.with_loss_scaling(ls.with_master_weights(optax.contrib.prodigy(1.0)))
-    state = tx.init(HALF)
-    _, new_state = jax.jit(tx.update, donate_argnums=1)(GRADS, state, HALF)
-    assert state.inner_state.master_weights["w"].is_deleted()
-    assert ls.was_applied(new_state)
-
-
-def test_gradients_that_are_none_leave_their_parameters_alone():
+def test_none_gradients_leave_their_parameters_alone():
     """And an optimizer without extra arguments gets none."""
     plain = optax.GradientTransformation(SGD.init, lambda u, s, p: SGD.update(u, s, p))
     tx, grads = ls.with_master_weights(plain), {**GRADS, "b": None}

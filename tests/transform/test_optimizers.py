@@ -40,7 +40,7 @@ ASKED = {"float32": NAMES, "float16": {*OPTIMIZERS, *VARIANTS}, "bfloat16": USUA
 # In float16 its line search may accept another step, as good as the unwrapped one's.
 CHOOSES_OTHERWISE = ("optax.lbfgs", "float16")
 # By default the usual optimizers in float32, and one of them otherwise.
-QUICK = [(name, "float32") for name in USUAL]
+QUICK = [(name, "float32") for name in USUAL - {"optax.adamw"}]
 QUICK += [("clip + adamw", "float16"), ("clip + adamw", "bfloat16")]
 CASES = [(name, kind) for kind in ASKED for name in NAMES if name in ASKED[kind]]
 CASES.remove(CHOOSES_OTHERWISE)
@@ -56,7 +56,7 @@ def bad_ones(grads):
 
 
 @pytest.mark.parametrize("case", slow_but(QUICK, CASES), ids="-".join)
-def test_wrapped_optimizer_is_itself_and_skips_without_trace(case):
+def test_wrapped_optimizer_equals_the_unwrapped_and_skips_without_trace(case):
     """Good steps are Optax's, and bad ones leave every bit as it was."""
     name, kind = case
     inner = make(name)
@@ -115,7 +115,7 @@ def test_optimizers_of_the_page_make_nan_of_float16_zeros():
     zeros = np.zeros(8, np.float16)
     for name in names:
         tx = make(f"optax.{name}")
-        updates, _ = tx.update(zeros, tx.init(zeros), zeros)
+        updates, _ = jax.jit(tx.update)(zeros, tx.init(zeros), zeros)
         assert np.isnan(updates).all(), name
 
 

@@ -12,14 +12,16 @@ import optax_lossscale as ls
 TX = ls.with_master_weights(optax.stateless(lambda masters, params: masters))
 
 
-def set_to(masters, params):
-    """The parameters after an update that makes their master weights these."""
+@jax.jit
+def update_to(masters, params):
     state = TX.init(params)
     zeros = jax.tree.map(jnp.zeros_like, state.master_weights)
-    update = jax.jit(
-        lambda g: TX.update(g, state._replace(master_weights=zeros), params)
-    )
-    updates, state = update(masters)
+    return TX.update(masters, state._replace(master_weights=zeros), params)[0]
+
+
+def set_to(masters, params):
+    """The parameters after an update that makes their master weights these."""
+    updates = update_to(masters, params)
     assert updates.dtype == jnp.float32
     return optax.apply_updates(params, updates)
 

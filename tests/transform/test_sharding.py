@@ -194,7 +194,7 @@ def test_devices_with_models_of_their_own_skip_alone(in_loop, check_vma):
 
 
 @pytest.mark.parametrize("spec", [P("d"), P()])
-def test_results_that_are_bad_on_one_device_are_skipped_on_all(spec):
+def test_bad_result_on_one_device_skips_the_step_on_all(spec):
     """With `check_updates`, whether devices update shards, or arrays are global."""
     params, grads = np.ones((2, 16), np.float32)
     grads[5] = 1e30  # on one device

@@ -127,8 +127,8 @@ PLACES = {
 # Told where Optax turns a bfloat16 average into float32.
 @pytest.mark.filterwarnings("ignore:Every update rounds the state")
 @pytest.mark.parametrize("run", slow_but(["adam"], RUNS))
-@pytest.mark.parametrize("place", slow_but([*PLACES][:-1], PLACES))
-def test_step_is_the_optimizers_or_leaves_no_trace(place, run):
+@pytest.mark.parametrize("place", slow_but([*PLACES][1:-1], PLACES))
+def test_step_equals_optaxs_or_changes_nothing(place, run):
     """After each step the run goes on from a pickled state."""
     inner, params, rule = RUNS[run]
     axis_name = "d" if place == "shard_map" else None
@@ -176,10 +176,6 @@ def stepped(around, tx, params, grads, **extra_args):
     return around(tx.update)(grads, tx.init(params), params, **extra_args)
 
 
-AROUND = pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
-
-
-@AROUND
 @pytest.mark.parametrize("given", [{}, {"grads_finite": None, "value": None}])
 def test_gradients_alone_may_decide(given, around):
     tx, bad = ls.with_loss_scaling(ADAM), {**DICT, "b": np.float32([1, NAN, 1])}
@@ -187,7 +183,6 @@ def test_gradients_alone_may_decide(given, around):
     assert not ls.was_applied(stepped(around, tx, DICT, bad, **given)[1])
 
 
-@AROUND
 @pytest.mark.parametrize("grads_finite", [np.True_, np.False_])
 def test_rule_that_never_skips_decides_nothing(grads_finite, around):
     """Neither by the gradients nor by the flag and the loss."""

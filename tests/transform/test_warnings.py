@@ -17,10 +17,6 @@ def cast(tree, dtype):
     return jax.device_put(jax.tree.map(lambda x: np.asarray(x, dtype), tree))
 
 
-def given(**arguments):
-    return arguments
-
-
 PARAMS = cast({"w": np.linspace(-1, 1, 8), "b": 1.0}, jnp.float32)
 GRADS = cast({"w": np.linspace(-0.5, 1.5, 8), "b": 1.5}, jnp.float32)
 HALF, BFLOAT16 = cast(PARAMS, jnp.float16), cast(PARAMS, jnp.bfloat16)
@@ -54,45 +50,47 @@ NO_W, INTEGERS = {**MASKED, "b": GRADS["b"]}, {"w": np.arange(8), "b": None}
 HALF_W, SOME = {**GRADS, "w": HALF["w"]}, {"w": HALF["w"], "b": None}
 COPIED = ls.with_master_weights(SGD)
 YES = np.bool_(True)
-DECIDING = [("value=loss", "loss", 1.0), ("value=values", "values", 1.0)]
-DECIDING += [("grads_finite=~found_inf", "found_inf", ~YES)]
+NARROW_STATE = {"params": None, "start": PARAMS, "inner": MOMENTUM, "state": HALF}
+# Arguments that sound as if they decided whether the step is applied.
+DECIDING = {"loss": (1.0, "value=loss"), "values": (1.0, "value=values")}
+DECIDING["found_inf"] = ~YES, "grads_finite=~found_inf"
 for name in ("is_fin", "is_finite", "grads_are_finite"):
-    DECIDING.append((f"grads_finite={name}", name, YES))
-# The arguments of one update, and what it warns of, if of anything.
-UPDATES = [
+    DECIDING[name] = YES, f"grads_finite={name}"
+# The arguments of one update, and its warning, if there is one.
+UPDATES = {
     # Gradients narrower than their parameters, whose small elements are zero.
-    (given(grads=HALF_W), NARROW),
-    (given(grads=cast(GRADS, jnp.float8_e5m2)), "are float8_e5m2 at"),
-    (given(grads=HALF, params=BFLOAT16), "parameter is bfloat16"),
-    (given(grads=BFLOAT16), None),
-    (given(grads=HALF, params=None), None),
-    (given(grads=HALF, rule=UNIT), None),
-    (given(grads=NO_W, params=MASKED), None),
-    (given(grads=NO_W), None),
-    (given(grads={OVERWRITTEN: HALF}, params={OVERWRITTEN: PARAMS}), None),
-    (given(grads=SOME, params=INTEGERS), None),
+    "one gradient in float16": (dict(grads=HALF_W), NARROW),
+    "float8": (dict(grads=cast(GRADS, jnp.float8_e5m2)), "are float8_e5m2 at"),
+    "parameters in bfloat16": (dict(grads=HALF, params=BFLOAT16), "is bfloat16"),
+    "bfloat16": (dict(grads=BFLOAT16), None),
+    "float16, no parameters": (dict(grads=HALF, params=None), None),
+    "float16, no scale": (dict(grads=HALF, rule=UNIT), None),
+    "masked parameter": (dict(grads=NO_W, params=MASKED), None),
+    "masked gradient": (dict(grads=NO_W), None),
+    "overwrite": (dict(grads={OVERWRITTEN: HALF}, params={OVERWRITTEN: PARAMS}), None),
+    "integer parameters": (dict(grads=SOME, params=INTEGERS), None),
     # float16 parameters, which lose small updates, unless they are frozen.
-    (given(grads=HALF, params=HALF, start=PARAMS), FLOAT16),
-    (given(grads=GRADS, params=HALF, start=PARAMS), FLOAT16),
-    (given(grads=BASE, params=BASE, inner=frozen_but(ADAM)), None),
-    (given(grads=BASE, params=BASE, inner=frozen_but(SGD)), None),
-    (given(params=HALF, inner=COPIED), None),
+    "all in float16": (dict(grads=HALF, params=HALF, start=PARAMS), FLOAT16),
+    "weights in float16": (dict(grads=GRADS, params=HALF, start=PARAMS), FLOAT16),
+    "frozen, adam": (dict(grads=BASE, params=BASE, inner=frozen_but(ADAM)), None),
+    "frozen, sgd": (dict(grads=BASE, params=BASE, inner=frozen_but(SGD)), None),
+    "master weights": (dict(params=HALF, inner=COPIED), None),
     # A state of half precision, which is as wide as gradients of half precision.
-    (given(params=None, start=PARAMS, inner=MOMENTUM, state=HALF), ROUNDED),
-    (given(params=None, start=PARAMS, inner=MOMENTUM, state=HALF, grads=HALF), None),
-    # Arguments that sound as if they decided whether the step is applied.
-    *(
-        (given(inner=inner, **{name: value}), f"Pass `{way}` if it should")
-        for inner in (SGD, COPIED)
-        for way, name, value in DECIDING
-    ),
-    *((given(inner=inner, loss=1.0, value=1.0), None) for inner in (SGD, COPIED)),
-    (given(is_finite=YES, grads_finite=YES), None),
-    (given(inner=TAKES_ALL, loss=1.0, values=2.0), None),
-]
+    "state in float16": (NARROW_STATE, ROUNDED),
+    "state and gradients in float16": ({**NARROW_STATE, "grads": HALF}, None),
+    **{
+        name: ({"inner": SGD, name: value}, f"Pass `{way}` if it should")
+        for name, (value, way) in DECIDING.items()
+    },
+    "copied, loss": (dict(inner=COPIED, loss=1.0), "Pass `value=loss` if it should"),
+    "loss and value": (dict(inner=SGD, loss=1.0, value=1.0), None),
+    "copied, loss and value": (dict(inner=COPIED, loss=1.0, value=1.0), None),
+    "two flags": (dict(is_finite=YES, grads_finite=YES), None),
+    "optimizer that takes a loss": (dict(inner=TAKES_ALL, loss=1.0, values=2.0), None),
+}
 
 
-def told(words, call, *args):
+def warns_here(words, call, *args):
     """Call a function, which warns in these words at this line, or not at all."""
     with pytest.warns(UserWarning, match=words) if words else nullcontext([]) as seen:
         call(*args)
@@ -100,10 +98,10 @@ def told(words, call, *args):
     assert where == [__file__] * bool(words)
 
 
-@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize(("arguments", "words"), UPDATES)
-def test_update_warns_once_of_what_harms_training(arguments, words, around):
+@pytest.mark.parametrize("row", UPDATES)
+def test_update_warns_once_of_harm_to_training(row, around):
     """A second call of a compiled one is silent."""
+    arguments, words = UPDATES[row]
     options = {"grads": GRADS, "params": PARAMS, "inner": NONE, **arguments}
     grads, params, inner = (options.pop(x) for x in ("grads", "params", "inner"))
     tx = ls.with_loss_scaling(inner, options.pop("rule", ls.DynamicLossScale()))
@@ -111,8 +109,8 @@ def test_update_warns_once_of_what_harms_training(arguments, words, around):
     if narrow := options.pop("state", None):
         state = state._replace(inner_state=inner.init(narrow))
     update = around(functools.partial(tx.update, **options))
-    told(words, update, grads, state, params)
-    told(words if around is not jax.jit else None, update, grads, state, params)
+    warns_here(words, update, grads, state, params)
+    warns_here(words if around is not jax.jit else None, update, grads, state, params)
 
 
 @pytest.mark.parametrize(
@@ -127,5 +125,5 @@ def test_update_warns_once_of_what_harms_training(arguments, words, around):
         (PARAMS, ADAM, None),
     ],
 )
-def test_init_warns_once_of_float16_parameters_that_are_trained(params, inner, words):
-    told(words, ls.with_loss_scaling(inner).init, params)
+def test_init_warns_once_of_trained_float16_parameters(params, inner, words):
+    warns_here(words, ls.with_loss_scaling(inner).init, params)

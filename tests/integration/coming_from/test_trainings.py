@@ -2,7 +2,6 @@
 
 import functools
 import re
-from typing import NamedTuple
 
 import equinox as eqx
 import flax.linen as nn
@@ -19,22 +18,12 @@ from flax.training.dynamic_scale import DynamicScale
 
 import optax_lossscale as ls
 
-# By page, in the order of its headings "From ...".
-PARTS = {
-    "pytorch": ["pytorch"],
-    "keras_and_tensorflow": ["keras", "tensorflow"],
-    "mindspore": ["mindspore"],
-    "flax_and_jmp": ["flax", "jmp", "mpx"],
-}
-GUIDES = {
-    name: text
-    for stem, names in PARTS.items()
-    for name, text in zip(
-        names,
-        re.split(r"^## From ", page(f"coming_from/{stem}"), flags=re.M)[-len(names) :],
-        strict=True,
-    )
-}
+# The text below each heading "From ...", or below such a title.
+GUIDES = {}
+for stem in ("pytorch", "keras_and_tensorflow", "mindspore", "flax_and_jmp"):
+    text = page(f"coming_from/{stem}")
+    _, *parts = re.split(r"^#+ .*?[Ff]rom (\w+)", text, flags=re.M)
+    GUIDES |= zip(map(str.lower, parts[::2]), parts[1::2], strict=True)
 MPX = ["mpx", "mpx with its casts"]  # a step alone
 WHOLE = [name for name in GUIDES if name not in MPX]
 slow = pytest.mark.slow
@@ -78,52 +67,14 @@ def run_mpx(guide):
     return {**names, "model": model, "opt_state": opt_state}
 
 
-class Training(NamedTuple):
-    """A step of a guide, and what its system does to the scale after an overflow."""
-
-    guide: str
-    name: str = "train_step"
-    state: tuple[str, ...] = ("params", "opt_state")
-    batch: tuple[str, ...] = ("x", "y")
-    backoff: float = 0.5  # 1.0 with `value=loss`, which is not finite
-
-    def start(self):
-        """The state at the end of the page."""
-        return tuple(run(self.guide)[name] for name in self.state)
-
-    def data(self, bad=False):
-        """A batch, or one that overflows, in PyTorch's in one micro-batch."""
-        names, index = run(self.guide), slice(64) if self.guide == "keras" else 0
-        first, *labels = (jnp.asarray(names[name][index]) for name in self.batch)
-        x = np.array(first)
-        if bad:
-            x.reshape(-1)[-1] = 1e6  # too much for float16 alone
-        return ((x, *labels),) if self.guide == "pytorch" else (x, *labels)
-
-    def step(self, state, data):
-        return run(self.guide)[self.name](*state, *data)[:-1]
-
-
-TRAININGS = [
-    Training("pytorch", backoff=1.0),
-    Training("keras"),
-    Training("keras", "network_step", ("trainable", "other", "network_state")),
-    Training("tensorflow"),
-    Training("mindspore"),
-    Training("flax", state=("state",), batch=("x",), backoff=1.0),
-    Training("jmp", batch=("x",)),
-    *(Training(x, "train_step", ("model", "opt_state"), ("x",), 1.0) for x in MPX),
-]
-
-
 @pytest.mark.parametrize("guide", WHOLE)
-def test_their_programs_are_python(guide):
+def test_programs_of_other_systems_are_python(guide):
     compile("".join(code_blocks(GUIDES[guide], "python theirs")), guide, "exec")
 
 
 @slow
 @pytest.mark.parametrize("guide", ["flax", "jmp"])
-def test_their_program_and_ours_print_the_same_scale_and_loss(guide):
+def test_both_programs_print_the_same_scale_and_loss(guide):
     theirs, ours = (run(guide, x)["printed"] for x in ("python theirs", "python"))
     (their_loss, their_scale), (loss, scale) = (
         re.findall(r"[\d.]+", printed) for printed in (theirs, ours)
@@ -139,22 +90,45 @@ def test_every_program_trains(guide):
     assert losses[-1] < 0.05 * losses[0]
 
 
+STATE, BATCH = ("params", "opt_state"), ("x", "y")
+# The page's names of a step, of its state and of its batch, and what the system does to
+# the scale after an overflow: nothing with `value=loss`, which is not finite.
+TRAININGS = [
+    ("pytorch", "train_step", STATE, BATCH, 1.0),
+    ("keras", "train_step", STATE, BATCH, 0.5),
+    ("keras", "network_step", ("trainable", "other", "network_state"), BATCH, 0.5),
+    ("tensorflow", "train_step", STATE, BATCH, 0.5),
+    ("mindspore", "train_step", STATE, BATCH, 0.5),
+    ("flax", "train_step", ("state",), ("x",), 1.0),
+    ("jmp", "train_step", STATE, ("x",), 0.5),
+    *((name, "train_step", ("model", "opt_state"), ("x",), 1.0) for name in MPX),
+]
+
+
 @slow
-@pytest.mark.parametrize("training", TRAININGS, ids=lambda t: f"{t.guide} {t.state[0]}")
-def test_bad_batch_changes_the_scale_alone(training):
-    before = training.start()
-    assert ls.was_applied(state_in(training.step(before, training.data())))
-    bad = training.step(before, training.data(bad=True))
+@pytest.mark.parametrize(("guide", "step", "state", "batch", "backoff"), TRAININGS)
+def test_bad_batch_changes_the_scale_alone(guide, step, state, batch, backoff):
+    page, index = run(guide), slice(64) if guide == "keras" else 0
+    x, *labels = (jnp.asarray(page[name][index]) for name in batch)
+    before = tuple(page[name] for name in state)
+
+    def after(x):
+        data = x, *labels
+        # PyTorch's step takes micro-batches.
+        return page[step](*before, *([data] if guide == "pytorch" else data))[:-1]
+
+    assert ls.was_applied(state_in(after(x)))
+    bad = after(x.at[(-1,) * x.ndim].set(1e6))  # too much for float16 alone
     assert not ls.was_applied(state_in(bad))
     assert_same_bits(kept(bad), kept(before))
     old, new = (ls.get_loss_scale_state(state_in(run)) for run in (before, bad))
-    assert new.loss_scale == training.backoff * old.loss_scale
+    assert new.loss_scale == backoff * old.loss_scale
 
 
 @pytest.mark.parametrize(
     "guide", ["megatron", *(pytest.param(guide, marks=slow) for guide in WHOLE)]
 )
-def test_run_begun_there_goes_on_here(guide):
+def test_run_of_another_system_continues_here(guide):
     """With the scale and the counters: the next step moves the scale, good or bad."""
     page = run(guide)
     state, rule = page["resumed_state"], page["rule"]
@@ -169,7 +143,7 @@ def test_run_begun_there_goes_on_here(guide):
         assert_same_bits(weights, page["params"])
         for factor, scale in ((1.0, 2.0**15), (np.inf, 2.0**13)):
             grads = jax.tree.map(lambda p, x=factor: jnp.full_like(p, x), weights)
-            _, new = page["tx"].update(grads, state, page["half_params"])
+            _, new = jax.jit(page["tx"].update)(grads, state, page["half_params"])
             assert ls.get_loss_scale(new) == scale
 
 
