@@ -23,6 +23,7 @@ from .rewrite import (
     eqn_like,
     equations,
     evaluate,
+    jaxpr_of,
     new_var,
     refuse_effects,
     remembered,
@@ -146,16 +147,17 @@ def _warn_if_nothing_is_cast(program: Jaxpr, dtype: str) -> None:
 def _cast(program: Any, dtype: str, inputs: Origins) -> Any:
     """Return a program with cast products."""
     origin_of = origins(program, inputs)
-    variables = (x for eqn in program.eqns for x in eqn.invars)
-    uses = collections.Counter[Any](x for x in variables if isinstance(x, Var))
+    # By identity: literals have no hash.
+    used = [x for eqn in program.eqns for x in eqn.invars] + jaxpr_of(program).outvars
+    uses = collections.Counter(map(id, used))
     # What has a name, perhaps after a reshape.
-    named: set[Any] = set()
+    named: set[int] = set()
     for eqn in reversed(program.eqns):
-        name, results = eqn.primitive.name, {*eqn.outvars}
+        name, results = eqn.primitive.name, {*map(id, eqn.outvars)}
         if name == "name" or name in MOVES and results & named:
-            named |= {x for x in eqn.invars if uses[x] == 1}
+            named |= {id(x) for x in eqn.invars if uses[id(x)] == 1}
     # The results of cast products before their conversion to float32, by those after.
-    narrow: dict[Any, Var] = {}
+    narrow: dict[int, Var] = {}
 
     def change(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
         name = eqn.primitive.name
@@ -163,7 +165,7 @@ def _cast(program: Any, dtype: str, inputs: Origins) -> Any:
             yield _cast_inside(eqn, dtype, [*map(origin_of, eqn.invars)])
         elif name in PRODUCTS and reason_to_leave(eqn, dtype) is None:
             yield from _cast_product(eqn, dtype, narrow)
-        elif name in MOVES and (x := eqn.invars[0]) in narrow and x in named:
+        elif name in MOVES and (x := id(eqn.invars[0])) in named & narrow.keys():
             # A policy of `jax.checkpoint` keeps what a `name` returns.
             yield from _converted_behind(eqn, [narrow[x]], dtype, narrow)
         else:
@@ -208,7 +210,7 @@ def _count(program: Any, dtype: str) -> int:
 
 
 def _cast_product(
-    eqn: JaxprEqn, dtype: str, narrow: dict[Any, Var]
+    eqn: JaxprEqn, dtype: str, narrow: dict[int, Var]
 ) -> Iterator[JaxprEqn]:
     """Yield equations that replace a product. The result has the same type."""
     operands: list[Any] = list(eqn.invars)
@@ -222,13 +224,13 @@ def _cast_product(
 
 
 def _converted_behind(
-    eqn: JaxprEqn, operands: list[Any], dtype: str, narrow: dict[Any, Var]
+    eqn: JaxprEqn, operands: list[Any], dtype: str, narrow: dict[int, Var]
 ) -> Iterator[JaxprEqn]:
     """Yield an equation on narrow operands, and the conversion of its result."""
     (result,) = eqn.outvars
-    narrow[result] = new_var(result.aval, dtype)
-    yield replace(eqn, invars=operands, outvars=[narrow[result]])
-    yield _convert(eqn, narrow[result], result)
+    narrow[id(result)] = before = new_var(result.aval, dtype)
+    yield replace(eqn, invars=operands, outvars=[before])
+    yield _convert(eqn, before, result)
 
 
 def _convert(eqn: JaxprEqn, x: Any, y: Any) -> JaxprEqn:
