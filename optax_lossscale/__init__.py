@@ -17,8 +17,8 @@ A train step changes in three places::
 `autocast` computes the matmuls of a float32 loss in float16; leave it out if
 you cast by hand. `value_and_grad` multiplies the loss by a scale before the backward
 pass and divides the gradients by it afterward. `with_loss_scaling` skips a step whose
-gradients are not finite, and lets a rule change the scale. With ``value=loss``, a bad
-batch only skips the step; an overflow also lowers the scale.
+gradients are not finite, and lets a rule change the scale. With ``value=loss``, a loss
+that is not finite only skips the step; gradients that overflow also lower the scale.
 
 bfloat16 needs no scale. There, as in float32, `skip_nonfinite` is the guard::
 
@@ -28,8 +28,9 @@ bfloat16 needs no scale. There, as in float32, `skip_nonfinite` is the guard::
 Several losses of one optimizer share its state: add up their gradients. To accumulate
 gradients in a ``scan``, call `value_and_grad` in its body with the state from outside,
 and ``update`` once, behind it. A checkpoint holds all of ``opt_state``: restore it with
-that of ``tx.init(params)`` as the target. Under ``pmap``, or ``shard_map`` with
-``check_vma=False``, pass ``axis_name``, or devices drift apart without an error.
+that of ``tx.init(params)`` as the target; `WithLossScalingState` shows how to wrap a run
+that exists. Under ``pmap``, or ``shard_map`` with ``check_vma=False``, pass
+``axis_name``, or devices drift apart without an error; else, ``shard_map`` raises one.
 
 - Rules decide how the scale changes: `DynamicLossScale` (the default),
   `FixedLossScale`, `HeadroomLossScale`, the rules of other systems in `presets`, and

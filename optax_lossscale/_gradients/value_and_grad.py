@@ -34,7 +34,9 @@ def value_and_grad(
     Call it inside the compiled function, with the state that is passed to that
     function. The scale of a state from outside never changes.
 
-    Gradients are not averaged over devices: call ``jax.lax.pmean`` yourself.
+    Gradients are not averaged over devices. In ``shard_map``, return
+    ``jax.lax.pmean(loss, axis)`` from ``fun``: JAX then averages them. Under ``pmap``
+    and with ``check_vma=False``, average the gradients instead.
 
     Args:
         fun: a function that returns the loss, or (loss, aux) if ``has_aux`` is True.

@@ -40,7 +40,10 @@ RuleT = TypeVar("RuleT", bound="LossScale")
 
 def check_fields(rule: Any) -> None:
     """Check the fields of a frozen rule, and that its limits ascend."""
-    advice = "To change a rule, continue with another one: `opt_state` carries over."
+    advice = (
+        "Build a rule outside of compiled functions. To change it during training, "
+    )
+    advice += "continue with another one: `opt_state` carries over."
     for field in dataclasses.fields(rule):
         check_concrete(field.name, getattr(rule, field.name), advice)
         value = check_field(field.name, getattr(rule, field.name))
@@ -82,7 +85,8 @@ class LossScale(abc.ABC):
     gives it a repr, equality, a hash and ``get_config``. It must not define
     ``__call__``: ``optax.inject_hyperparams`` takes callables for schedules.
 
-    Limit the scale in ``update``: a scale that has become 0 stays 0. What the rule
+    Return ``state.record(grads_finite)._replace(...)`` from ``update``: it counts
+    skipped steps. Limit the scale: one that has become 0 stays 0. What the rule
     remembers beside the scale is its ``rule_state``. In a step whose ``value`` is not
     finite, the result of ``update`` is not used.
 
