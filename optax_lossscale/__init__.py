@@ -28,9 +28,10 @@ bfloat16 needs no scale. There, as in float32, `skip_nonfinite` is the guard::
 Several losses of one optimizer share its state: add up their gradients. To accumulate
 gradients in a ``scan``, call `value_and_grad` in its body with the state from outside,
 and ``update`` once, behind it. A checkpoint holds all of ``opt_state``: restore it with
-that of ``tx.init(params)`` as the target; `WithLossScalingState` shows how to wrap a run
-that exists. Under ``pmap``, or ``shard_map`` with ``check_vma=False``, pass
-``axis_name``, or devices drift apart without an error; else, ``shard_map`` raises one.
+that of ``tx.init(params)`` as the target; `WithLossScalingState` shows how to wrap the
+optimizer of a run that exists. Under ``pmap``, or ``shard_map`` with
+``check_vma=False``, pass ``axis_name``, or devices drift apart without an error.
+Otherwise, ``shard_map`` raises one.
 
 - Rules decide how the scale changes: `DynamicLossScale` (the default),
   `FixedLossScale`, `HeadroomLossScale`, the rules of other systems in `presets`, and
