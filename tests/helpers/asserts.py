@@ -16,9 +16,8 @@ def kept(run: Any) -> list[np.ndarray]:
     leaves = jax.tree_util.tree_leaves_with_path(
         run, is_leaf=lambda x: isinstance(x, ls.LossScaleState)
     )
-    arrays = {jax.tree_util.keystr(path): x for path, x in leaves}
-    arrays = {k: x for k, x in arrays.items() if hasattr(x, "dtype")}
-    chosen = [x for k, x in arrays.items() if not re.search(r"\Wstep\b", k)]
+    arrays = [(jax.tree_util.keystr(k), x) for k, x in leaves if hasattr(x, "dtype")]
+    chosen = [x for name, x in arrays if not re.search(r"\Wstep\b", name)]
     return [np.array(x) for x in without_keys(chosen)]
 
 

@@ -18,7 +18,7 @@ DATA = ROOT / "tests" / "data"
 
 
 def slow_but(quick: Any, cases: Any) -> list[Any]:
-    """Cases of a test, of which all but the quick ones are slow."""
+    """Cases of a test: all but the quick ones are slow."""
     return [pytest.param(x, marks=[pytest.mark.slow] * (x not in quick)) for x in cases]
 
 
