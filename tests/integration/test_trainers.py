@@ -1,9 +1,9 @@
 """Trainers that differentiate the loss themselves, as the page on them says."""
 
-import dataclasses
+import collections
 import importlib.util
 import sys
-from typing import Any, NamedTuple
+import types
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +27,8 @@ START = {"w": np.zeros((8, 1), np.float32), "b": np.zeros(1, np.float32)}
 SAVED = {}  # instead of checkpoints, by folder
 
 
-@dataclasses.dataclass(kw_only=True)
-class TrainingConfig:
-    eval_every_n_steps: int
-    max_steps: int
-    gradient_accumulation_steps: int | None = None
-    checkpoint_root_directory: str | None = None
+class TrainingConfig(types.SimpleNamespace):
+    gradient_accumulation_steps = checkpoint_root_directory = None
 
 
 class PeftTrainer:
@@ -68,9 +64,7 @@ class PeftTrainer:
             SAVED[folder] = self.train_steps, state
 
 
-class State(NamedTuple):
-    model: Any
-    opt_state: Any
+State = collections.namedtuple("State", "model opt_state")
 
 
 class Trainer:
