@@ -55,27 +55,28 @@ KEY, FLOAT0 = jax.random.wrap_key_data(np.zeros(2, np.uint32)), jax.dtypes.float
 # Leaves that cannot hold a NaN, and a number.
 OTHERS = [np.int32(100), np.bool_(True), np.ones(2, jnp.int4), np.zeros(2, FLOAT0), KEY]
 OTHERS += [None, optax.MaskedNode(), np.zeros((0, 3)), 1, jax.nn.relu, "relu", -0.5]
-MAGNITUDES = [
-    *((empty, 0.0) for empty in ({}, None, [], optax.MaskedNode())),
-    (OTHERS, 0.5),
-    ([*OTHERS, float("nan")], np.nan),
-    ([*OTHERS, np.float32(np.inf)], np.inf),
+MAGNITUDES = {
+    **{f"{empty}": (empty, 0.0) for empty in ({}, None, [], optax.MaskedNode())},
+    "others": (OTHERS, 0.5),
+    "others, NaN": ([*OTHERS, float("nan")], np.nan),
+    "others, inf": ([*OTHERS, np.float32(np.inf)], np.inf),
     # XLA on CPU drops a NaN from a maximum of floats.
-    ([MANY * np.inf, NAN], np.nan),
-    ([MANY, -NAN], np.nan),
-    ([MANY, MANY * np.nan], np.nan),
-    ([MANY, ONE_INF], np.inf),
-    (np.complex64([1, 3 + 4j]), 5.0),
+    "NaN after inf": ([MANY * np.inf, NAN], np.nan),
+    "-NaN": ([MANY, -NAN], np.nan),
+    "all NaN": ([MANY, MANY * np.nan], np.nan),
+    "-inf": ([MANY, ONE_INF], np.inf),
+    "complex": (np.complex64([1, 3 + 4j]), 5.0),
     # A finite number beyond float32 is the largest one.
-    (BEYOND, LARGEST),
-    (np.complex64([np.inf, BEYOND[1]]), np.inf),
-    (np.array([1.0, -1e300]), LARGEST),
-    (np.array([1.0, -np.inf]), np.inf),
-]
+    "complex beyond float32": (BEYOND, LARGEST),
+    "complex inf": (np.complex64([np.inf, BEYOND[1]]), np.inf),
+    "float64 beyond float32": (np.array([1.0, -1e300]), LARGEST),
+    "float64 inf": (np.array([1.0, -np.inf]), np.inf),
+}
 
 
-@pytest.mark.parametrize(("tree", "expected"), MAGNITUDES)
-def test_largest_magnitude_is_finite_if_all_elements_are(tree, expected):
+@pytest.mark.parametrize("row", MAGNITUDES)
+def test_largest_magnitude_is_finite_if_all_elements_are(row):
+    tree, expected = MAGNITUDES[row]
     with enable_x64(True):
         for wrap in (lambda f: f, eqx.filter_jit):
             np.testing.assert_equal(float(wrap(ls.max_magnitude)(tree)), expected)

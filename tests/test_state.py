@@ -70,13 +70,9 @@ def test_field_names_are_unique_among_optax_states():
     assert taken.isdisjoint(["scale_state", *ls.LossScaleState._fields])
 
 
-def test_created_state_has_counted_nothing():
-    state = ls.LossScaleState.create(8.0)
-    assert [*map(float, state[:-1])] == [8, 0, 1, 0, 0, 0, 0]
-
-
-def test_record_counts_skipped_steps_and_how_many_in_a_row():
+def test_created_state_counts_from_0_all_skipped_steps_and_consecutive_ones():
     state, counts = ls.LossScaleState.create(8.0), []
+    assert [*map(float, state[:-1])] == [8, 0, 1, 0, 0, 0, 0]
     for applied in (False, False, True, False):
         state = state.record(applied)
         counts.append((int(state.skipped_steps), int(state.consecutive_skips)))

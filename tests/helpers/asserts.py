@@ -2,8 +2,6 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -11,18 +9,17 @@ import numpy as np
 import optax_lossscale as ls
 
 
-def kept(run: Any) -> list[np.ndarray]:
+def kept(run):
     """Copies of what a skipped step keeps: all but the scale, and Flax's ``step``."""
     leaves = jax.tree_util.tree_leaves_with_path(
         run, is_leaf=lambda x: isinstance(x, ls.LossScaleState)
     )
-    arrays = {jax.tree_util.keystr(path): x for path, x in leaves}
-    arrays = {k: x for k, x in arrays.items() if hasattr(x, "dtype")}
-    chosen = [x for k, x in arrays.items() if not re.search(r"\Wstep\b", k)]
+    arrays = [(jax.tree_util.keystr(k), x) for k, x in leaves if hasattr(x, "dtype")]
+    chosen = [x for name, x in arrays if not re.search(r"\Wstep\b", name)]
     return [np.array(x) for x in without_keys(chosen)]
 
 
-def state_in(run: Any) -> Any:
+def state_in(run):
     """The only state of `with_loss_scaling` in a run, which is a tree of any kind."""
     if hasattr(run, "opt_state"):
         return run
@@ -32,7 +29,7 @@ def state_in(run: Any) -> Any:
     return state
 
 
-def assert_same_bits(actual: Any, expected: Any) -> None:
+def assert_same_bits(actual, expected):
     """Assert equal structures, shapes, dtypes and bytes; NaN equals itself."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for (path, a), e in zip(
@@ -46,16 +43,16 @@ def assert_same_bits(actual: Any, expected: Any) -> None:
         assert a.tobytes() == e.tobytes(), f"{where}: {a} is not {e}"
 
 
-def assert_no_update(updates: Any) -> None:
+def assert_no_update(updates):
     """Assert that every update is -0.0, which added to 0.0 or -0.0 changes neither."""
     zeros = jax.tree.map(lambda x: -np.zeros_like(x), updates)
     assert_same_bits(updates, zeros)
 
 
-def assert_same_types(actual: Any, expected: Any) -> None:
+def assert_same_types(actual, expected):
     """Assert equal structures, shapes, dtypes and weak types."""
 
-    def types(tree: Any) -> Any:
+    def types(tree):
         assert all(hasattr(x, "dtype") for x in jax.tree.leaves(tree))
         return jax.tree.map(
             lambda x: (x.shape, x.dtype, getattr(x, "weak_type", None)), tree
@@ -64,10 +61,10 @@ def assert_same_types(actual: Any, expected: Any) -> None:
     assert types(actual) == types(expected)
 
 
-def without_keys(tree: Any) -> Any:
+def without_keys(tree):
     """Replace typed PRNG keys by their data."""
 
-    def leaf(x: Any) -> Any:
+    def leaf(x):
         dtype = getattr(x, "dtype", np.dtype(object))
         is_key = jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
         return jax.random.key_data(x) if is_key else x
@@ -76,7 +73,7 @@ def without_keys(tree: Any) -> Any:
 
 
 @contextlib.contextmanager
-def noted(*notes: Any) -> Iterator[None]:
+def noted(*notes):
     """Say, where an error is shown, in what it happened: pytest prints its notes."""
     try:
         yield

@@ -5,8 +5,6 @@ import functools
 import io
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 from shared import ROOT
 
@@ -14,17 +12,17 @@ PAGES = ROOT / "notebooks"
 README = (ROOT / "README.md").read_text()
 
 
-def code_blocks(text: str, language: str) -> list[str]:
+def code_blocks(text, language):
     """The blocks of a page in Markdown; ```python theirs is not ```python."""
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
 
 
-def page(name: str) -> str:
+def page(name):
     """The text of a page of the book."""
     return text_of(PAGES / f"{name}.md")
 
 
-def text_of(path: Path) -> str:
+def text_of(path):
     """The text of a page, or of the cells of a notebook that are text."""
     if path.suffix != ".ipynb":
         return path.read_text()
@@ -33,13 +31,13 @@ def text_of(path: Path) -> str:
     return "\n\n".join(texts)
 
 
-def headings(text: str) -> list[str]:
+def headings(text):
     """What links to the headings of a page are called."""
     titles = re.findall(r"^#+ (.+)$", text.lower(), re.M)
     return [re.sub(r"[^\w -]", "", title).replace(" ", "-") for title in titles]
 
 
-def table(text: str, first_cell: str) -> list[list[str]]:
+def table(text, first_cell):
     """The cells of a table in Markdown, row by row, without its header.
 
     ``first_cell`` is what the header begins with.
@@ -51,7 +49,7 @@ def table(text: str, first_cell: str) -> list[list[str]]:
     return [[cell.strip() for cell in row] for row in cells]
 
 
-def run_page(path: Path) -> dict[str, Any]:
+def run_page(path):
     """What the Python blocks of a page define and print, after all of them have run.
 
     A page whose first line is ``<!-- continues: index -->`` begins with what the
@@ -63,7 +61,7 @@ def run_page(path: Path) -> dict[str, Any]:
     return run_blocks(code_blocks(text, "python"), path.name, namespace)
 
 
-def run_blocks(blocks: list[str], name: str, namespace: Any) -> dict[str, Any]:
+def run_blocks(blocks, name, namespace):
     """What the blocks define and print, one after the other."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         for block in blocks:
@@ -72,5 +70,5 @@ def run_blocks(blocks: list[str], name: str, namespace: Any) -> dict[str, Any]:
 
 
 @functools.cache
-def first_program() -> dict[str, Any]:
+def first_program():
     return run_page(PAGES / "index.md")

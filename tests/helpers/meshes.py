@@ -1,8 +1,5 @@
 """Meshes of CPU devices."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 
 # A newer name, and that of the oldest supported jax.
@@ -10,15 +7,13 @@ set_mesh = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh
 AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
 
 
-def make_mesh(axis_type: Any = AUTO, **axes: int) -> jax.sharding.Mesh:
+def make_mesh(axis_type=AUTO, **axes):
     """A mesh of CPU devices, such as ``make_mesh(data=2, model=4)``."""
     types = (axis_type,) * len(axes)
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types)
 
 
-def on_mesh(
-    fun: Any, in_specs: Any, out_specs: Any, mesh: Any = None, **options: Any
-) -> Callable[..., Any]:
+def on_mesh(fun, in_specs, out_specs, mesh=None, **options):
     """Compile ``fun`` for each device of a mesh, which by default has one axis, d."""
     options |= {"mesh": mesh or make_mesh(d=8)}
     return jax.jit(

@@ -12,7 +12,7 @@ CACHE_WARNINGS = [
 WARNINGS_ARE_ERRORS = [f"-W{rule}" for rule in ("error", *CACHE_WARNINGS)]
 
 
-def worker_environment(**variables: str) -> dict[str, str]:
+def worker_environment(**variables):
     """The environment of a program that imports from the package and the tests."""
     path = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "helpers")))
     return {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", **variables}

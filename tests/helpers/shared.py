@@ -3,7 +3,6 @@
 import json
 import lzma
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.experimental
@@ -17,11 +16,11 @@ ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data"
 
 
-def slow_but(quick: Any, cases: Any) -> list[Any]:
-    """Cases of a test, of which all but the quick ones are slow."""
+def slow_but(quick, cases):
+    """Cases of a test: all but the quick ones are slow."""
     return [pytest.param(x, marks=[pytest.mark.slow] * (x not in quick)) for x in cases]
 
 
-def recordings(name: str) -> Any:
+def recordings(name):
     """What was recorded from other loss scalers, in a file of ``tests/data``."""
     return json.loads(lzma.decompress((DATA / f"{name}.json.xz").read_bytes()))

@@ -1,9 +1,9 @@
 """Trainers that differentiate the loss themselves, as the page on them says."""
 
-import dataclasses
+import collections
 import importlib.util
 import sys
-from typing import Any, NamedTuple
+import types
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +27,8 @@ START = {"w": np.zeros((8, 1), np.float32), "b": np.zeros(1, np.float32)}
 SAVED = {}  # instead of checkpoints, by folder
 
 
-@dataclasses.dataclass(kw_only=True)
-class TrainingConfig:
-    eval_every_n_steps: int
-    max_steps: int
-    gradient_accumulation_steps: int | None = None
-    checkpoint_root_directory: str | None = None
+class TrainingConfig(types.SimpleNamespace):
+    gradient_accumulation_steps = checkpoint_root_directory = None
 
 
 class PeftTrainer:
@@ -68,9 +64,7 @@ class PeftTrainer:
             SAVED[folder] = self.train_steps, state
 
 
-class State(NamedTuple):
-    model: Any
-    opt_state: Any
+State = collections.namedtuple("State", "model opt_state")
 
 
 class Trainer:
@@ -175,22 +169,21 @@ def test_closed_fit_trains_at_a_fixed_scale_and_skips(page):
 NAN_ROW, NAN_LOSS = "of the fifth device", "of its loss alone"
 NAMED, ALL, NONE = {"axis_name": "b"}, [*range(8)], []
 # What the devices do: who keeps its scale, who skips, and how many weights they have.
-PMAPS = [
-    ({"nan": NAN_ROW}, [5], ALL, 1),
-    ({"nan": NAN_ROW, "average": "both"}, ALL, ALL, 1),
-    ({"nan": NAN_ROW, **NAMED}, ALL, ALL, 1),
-    ({"nan": NAN_LOSS}, ALL, [5], 2),
-    ({"nan": NAN_LOSS, **NAMED}, ALL, ALL, 1),
-    (NAMED, ALL, NONE, 1),
-    ({"average": "loss", **NAMED}, ALL, NONE, 8),
-]
+PMAPS = {
+    "NaN row": ({"nan": NAN_ROW}, [5], ALL, 1),
+    "NaN row, loss averaged": ({"nan": NAN_ROW, "average": "both"}, ALL, ALL, 1),
+    "NaN row, axis named": ({"nan": NAN_ROW, **NAMED}, ALL, ALL, 1),
+    "NaN loss": ({"nan": NAN_LOSS}, ALL, [5], 2),
+    "NaN loss, axis named": ({"nan": NAN_LOSS, **NAMED}, ALL, ALL, 1),
+    "axis named": (NAMED, ALL, NONE, 1),
+    "gradients not averaged": ({"average": "loss", **NAMED}, ALL, NONE, 8),
+}
 
 
-@pytest.mark.parametrize(("options", "kept", "skipped", "different"), PMAPS)
-def test_devices_under_pmap_drift_apart_without_the_advice(
-    options, kept, skipped, different
-):
+@pytest.mark.parametrize("row", PMAPS)
+def test_devices_under_pmap_drift_apart_without_the_advice(row):
     """It is: average the gradients and the loss, and name the axis."""
+    options, kept, skipped, different = PMAPS[row]
     nan, average = options.get("nan"), options.get("average", "gradients")
     tx = ls.with_loss_scaling(optax.sgd(0.1), axis_name=options.get("axis_name"))
 

@@ -47,7 +47,7 @@ CASES.remove(CHOOSES_OTHERWISE)
 
 
 def bad_ones(grads):
-    """Gradients, of which each leaf is bad once."""
+    """Gradients, once for each leaf with one bad element in it."""
     grads = jax.device_get(grads)
     for leaf, bad in zip(grads, itertools.cycle([np.nan, np.inf, -np.inf])):
         array = grads[leaf].copy()

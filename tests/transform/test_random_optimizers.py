@@ -203,7 +203,7 @@ class Program:
 
 
 def gradients(seed, pattern):
-    """Return gradients of each step, of which one element is bad in a skipped one."""
+    """Return gradients of each step, with one bad element in each skipped step."""
     rng = random.Random(f"{seed}{pattern}")
     grads = {k: normal(len(pattern), *x, seed=seed) for k, x in SHAPES.items()}
     for step, kind in enumerate(pattern):

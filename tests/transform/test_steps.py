@@ -124,7 +124,7 @@ PLACES = {
 
 
 @pytest.mark.usefixtures("new_process")  # no loss that is scaled is said not to be
-# Told where Optax turns a bfloat16 average into float32.
+# Optax turns a bfloat16 average into float32.
 @pytest.mark.filterwarnings("ignore:Every update rounds the state")
 @pytest.mark.parametrize("run", slow_but(["adam"], RUNS))
 @pytest.mark.parametrize("place", slow_but([*PLACES][1:-1], PLACES))
