@@ -229,17 +229,32 @@ def closed_over(way, state):
     return lambda params, _, x: way(params, state, x)
 
 
-def halves(net, way):
-    """A sweep keeps the compiled function that computes the gradients."""
-    gradient = apart(way)
+def in_parts(net, way, compiled, read=lambda state: state):
+    """Two steps; some of their parts are traced apart, and may get the scale alone."""
+
+    def part(name, function):
+        traced = apart(function)
+
+        def run(*args):
+            shapes = jax.eval_shape(traced, *args)
+            return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
+
+        return run if name in compiled else function
+
+    params, state, x = net.args
+    if "init" in compiled:
+        state = jax.jit(net.tx.init)(params)
+    gradient, update = part("gradient", way), part("update", net.apply)
+    unscale = part("unscale", ls.unscale_grads)
     for _ in range(2):
-        grads = jax.eval_shape(gradient, *net.args)
-        jax.eval_shape(apart(net.apply), *net.args[:2], grads)
-
-
-def unscaled_apart(net, way=None, read=lambda state: state):
-    unscale = apart(ls.unscale_grads)
-    eager(net, lambda p, s, x: unscale(scaled(p, s, x), read(s)), times=2)
+        if "unscale" in compiled:
+            grads = unscale(scaled(params, state, x), read(state))
+        else:
+            grads = gradient(params, read(state), x)
+        # Another optimizer updates between.
+        eager(Net(rule=ls.FixedLossScale(1.0)), unscaled)
+        new = update(params, state, grads)
+        params, state = (params, state) if "update" in compiled else new
 
 
 def state_of_retries(net, way):
@@ -264,23 +279,6 @@ def beside_others(net, way):
         return net.apply(*args[:2], grads)
 
     jax.eval_shape(step, *net.args)
-
-
-def at_a_scale_alone(net, way, read=ls.get_loss_scale_state):
-    """Another optimizer updates between, and the gradients are applied twice."""
-    params, state, x = net.args
-    grads = apart(way)(params, read(state), x)
-    eager(Net(rule=ls.FixedLossScale(1.0)), unscaled)
-    for _ in range(2):
-        net.apply(params, state, grads)
-
-
-def update_apart(net, way, init=None):
-    """The eager gradients get the scale alone."""
-    params, _, x = net.args
-    state = (init or net.tx.init)(params)
-    grads = way(params, ls.get_loss_scale_state(state), x)
-    jax.eval_shape(apart(net.apply), params, state, grads)
 
 
 def fixed_scale(net, way):
@@ -325,17 +323,26 @@ def nnx_optimizer(make=ls.value_and_grad, outer=nnx.jit, inner=lambda f: f):
     step(model, nnx.Optimizer(model, Net().tx, wrt=nnx.Param))
 
 
+def parts(compiled, read=lambda state: state):
+    return functools.partial(in_parts, compiled=compiled, read=read)
+
+
+unscaled_apart, halves = parts("unscale"), parts("gradient, update")
+alone, number = ls.get_loss_scale_state, ls.get_loss_scale
 PARTS = {
-    **by_name(halves, unscaled_apart, state_of_retries, beside_others, train_state),
-    **by_name(at_a_scale_alone, update_apart, fixed_scale, one_step_late),
-    "compiled init": lambda net, way: update_apart(net, way, jax.jit(net.tx.init)),
-    "unscaled alone": lambda net, _: unscaled_apart(net, read=ls.get_loss_scale_state),
-    "a number": lambda net, _: at_a_scale_alone(
-        net, RIGHT["trainer"], ls.get_loss_scale
+    **by_name(state_of_retries, beside_others, train_state, fixed_scale, one_step_late),
+    "gradient apart": parts("gradient"),
+    "unscale apart": unscaled_apart,
+    "gradient and update apart": halves,
+    "gradient apart, of the scale alone": parts("gradient", alone),
+    "unscale apart, of the scale alone": parts("unscale", alone),
+    "update apart, gradient of the scale alone": parts("update", alone),
+    "init and update apart": parts("init, update", alone),
+    "trainer of a number": lambda net, _: in_parts(
+        net, RIGHT["trainer"], "gradient", number
     ),
     # Gradients are made in `shard_map`. Optax cannot shard master weights.
     "zero": lambda net, way: traced(Net(), AROUND["shard_map"](true)),
-    "a compiled loss": lambda net, way: eager(net, apart(way), times=2),
     "nnx": lambda net, way: nnx_optimizer(),
     "nnx retries": lambda net, _: nnx_optimizer(ls.value_and_grad_with_retries),
     "nnx halves": lambda net, _: nnx_optimizer(outer=lambda f: f, inner=nnx.jit),
