@@ -167,11 +167,6 @@ def test_values_and_gradients_equal_jaxs_bit_for_bit(fun, options, args):
     assert_same_bits(alone, (grads, value[1]) if has_aux else grads)
 
 
-def test_compiled_gradients_take_keywords():
-    ours, theirs = ls.value_and_grad(square_sum, STATE), jax.value_and_grad(square_sum)
-    assert_same_bits(*(jax.jit(f)(PARAMS, x=X, power=3) for f in (ours, theirs)))
-
-
 def test_value_is_never_multiplied():
     state = ls.FixedLossScale(2.0**100).init()
     value, grads = jax.jit(ls.value_and_grad(lambda w: w * 1e30, state))(1.0)

@@ -102,15 +102,11 @@ def on_an_explicit_mesh(f):
 
 
 TRANSFORMATIONS = {
-    "hessian": lambda f: lambda x, w: jax.hessian(lambda s: f(s * x, w))(1.0),
     "gradient of a gradient": lambda f: jax.grad(
         lambda x, w: optax.tree.norm(jax.grad(f)(x, w), squared=True), 1
     ),
     "linearize": lambda f: lambda x, w: jax.linearize(f, x, w)[1](x, w),
     "vmap": lambda f: lambda x, w: jax.vmap(f, (0, None))(jnp.stack([x, -x]), w),
-    "vmap of grad": lambda f: (
-        lambda x, w: jax.vmap(jax.grad(f), (0, None))(jnp.stack([x, -x]), w)
-    ),
     "shard_map": lambda f: BLOCKS["shard_map"](jax.grad(f)),
     "scale_backward": lambda f: jax.grad(ls.scale_backward(f, 8.0)),
     "scale_block": lambda f: jax.grad(ls.scale_block(f)),
@@ -125,10 +121,7 @@ COMPILED = {
 }
 
 
-# The slow ones differentiate or vectorize what others do, too.
-@pytest.mark.parametrize(
-    "name", slow_but(COMPILED.keys() - {"hessian", "vmap of grad"}, COMPILED)
-)
+@pytest.mark.parametrize("name", COMPILED)
 def test_transformation_takes_a_cast_function(name):
     ours, theirs = (COMPILED[name](f)(X, W) for f in two_casts(some_products))
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)

@@ -97,16 +97,6 @@ def count(features):
     return jnp.sum(features > 0.3, axis=(0, 2))[:, None]
 
 
-def extractor(x, p):
-    frames = jnp.ones((ROWS, WIDTH)) * p["key"]
-    features = nn.gelu(frames @ jnp.ones((WIDTH, 16 * WIDTH)))
-    return jnp.tanh(x @ p["w"] + features[:, :WIDTH])
-
-
-def routed(x, p):
-    return jnp.tanh(x @ p["w"]) * p["down"][jnp.argmax(x @ p["up"], 1)]
-
-
 def ended(carry, p):
     x, is_over = carry
     x = jnp.where(is_over[:, None], 0, x)
@@ -145,10 +135,7 @@ BODIES = {
     "logsumexp": (beside(lambda y: y + 1, nn.logsumexp), (X, BIG), 573.5),
     "count of integers": (beside(lambda y: y + 1, count), (X, np.int32(BIG)), 49.7),
     "flags": (ended, (X, np.zeros(ROWS, bool)), 41.1),
-    "extractor without a gradient": (extractor, X, 65.6),
-    "routing by argmax": (routed, X, 82.5),
     "maximum over four": (pooled, X, 65.6),
-    "sort": (lambda x, p: jnp.tanh(jnp.sort(x @ p["w"])), X, 98.4),
     "branches": (lambda *xp: jax.lax.cond(xp[1]["key"] > 1, GELU, RELU, *xp), X, 98.4),
     "loop inside": (recurrent, X, 49.2),
     "loop of products inside": (repeated, X, 82),
@@ -195,20 +182,8 @@ def drop_here(x, seed):
 ON_TWO = {
     "relu and dropout": lambda x, p: drop_here(nn.relu(x @ p["w"]), p["key"]),
     "gelu of a mean": lambda x, p: nn.gelu(jax.lax.pmean(x @ p["w"], "d") + x),
-    "sum": lambda x, p: x + jnp.tanh(jax.lax.psum(nn.silu(x @ p["w"]), "d")),
-    "maximum": lambda x, p: jnp.tanh(
-        x @ p["w"] - jax.lax.pmax(jax.lax.stop_gradient(jnp.max(x)), "d")
-    ),
     "own rule": lambda x, p: own_vjp(jnp.tanh(x @ p["w"]), p["w"]),
 }
-
-
-def over_computed_frames(x, stack):
-    frames = jnp.cos(jnp.arange(LAYERS * 512 * WIDTH, dtype=jnp.float32))
-    stack = {"w": stack["w"], "frames": frames.reshape(LAYERS, 512, WIDTH)}
-    return loop(lambda x, p: x + nn.gelu(x @ p["w"] + jnp.mean(p["frames"], 0)))(
-        x, stack
-    )
 
 
 def with_a_computed_table(x, stack):
@@ -217,9 +192,8 @@ def with_a_computed_table(x, stack):
 
 
 # A loop in float32 and cast; what it carries and scans over; the kB it keeps at most.
-LOOPS = {}
-for run in (over_computed_frames, with_a_computed_table):
-    LOOPS[run.__name__] = run, ls.autocast(run), X, STACK, np.inf
+run = with_a_computed_table
+LOOPS = {"computed table": (run, ls.autocast(run), X, STACK, np.inf)}
 for name, (body, carry, most) in BODIES.items():
     LOOPS[name] = loop(body), ls.autocast(loop(body)), carry, STACK, most
 for name in sorted(AMONG.keys() - LEFT):
