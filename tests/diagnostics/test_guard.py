@@ -159,7 +159,7 @@ def reports_of_run(rule, magnitudes):
 INF, NAN, LARGE = np.inf, np.nan, 2.0**22
 WAVES, TORCH = 2 ** (0.3 * normal(1500)), presets.torch_grad_scaler()
 DYNAMIC, FIXED = ls.DynamicLossScale, ls.FixedLossScale(1.0)
-HEALTHY = [DYNAMIC(growth_interval=n) for n in (20, 50, 200)]
+HEALTHY = [DYNAMIC(growth_interval=n) for n in (20, 200)]
 HEALTHY += [DYNAMIC(2.0**24, growth_interval=20), ls.HeadroomLossScale(2.0**24)]
 HEALTHY += [presets.megatron(min_scale=2.0**-14)]
 # The rate is 0.22 after 36 skips. Then 4 % of the batches are bad.

@@ -1,10 +1,8 @@
 """gradient_report, its table and suggest_loss_scale, beside NumPy and ml_dtypes."""
 
-import ast
 import math
+import os
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +13,6 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import AUTO, EXPLICIT, make_mesh, on_mesh
-from processes import WARNINGS_ARE_ERRORS, worker_environment
 from shared import enable_x64
 
 import optax_lossscale as ls
@@ -101,29 +98,30 @@ def test_each_leaf_has_its_counts_compiled_or_not():
         assert getattr(totals, field) == combine(values.values()), field
 
 
-# With these flags, XLA takes no number for NaN or infinite.
-FLAGS = ["--xla_cpu_enable_fast_math=true"] + [
-    f"--xla_cpu_fast_math_honor_{name}=false" for name in ("nans", "infs", "functions")
-]
-
-
-def results():
-    """A report, its totals and a suggestion, as tuples."""
-    elements = [1.0, 0.0, -3.0, 2.0**-14, 2.0**14, 2.0**-16, np.nan, np.inf, -np.inf]
-    types = (np.float32, np.float16, jnp.float8_e5m2, np.complex64)
-    grads = [np.resize(elements, 64).astype(x) for x in types]
-    report = jax.jit(lambda x: ls.gradient_report(x, dtype="float8_e4m3fn"))(grads)
-    return [tuple(host(x)) for x in (report, report.totals, suggest(grads))]
+# With these options, XLA takes no number for NaN or infinite.
+FAST = {"xla_cpu_enable_fast_math": True, "xla_backend_optimization_level": 3}
+FAST |= {f"xla_cpu_fast_math_honor_{x}": False for x in ("nans", "infs", "functions")}
+FAST["xla_llvm_disable_expensive_passes"] = False
+if "fusion_emitters" in os.environ.get(
+    "XLA_FLAGS", ""
+):  # Newer ones know no such flag.
+    FAST["xla_cpu_use_fusion_emitters"] = True
 
 
 @pytest.mark.slow
 def test_fast_math_changes_no_count():
-    environment = worker_environment(XLA_FLAGS=" ".join(FLAGS))
-    command = [sys.executable, *WARNINGS_ARE_ERRORS, __file__]
-    output = subprocess.check_output(command, env=environment, text=True)
-    expected = results()
-    assert ast.literal_eval(output) == expected
-    nan, inf, zero, underflow, _, overflow, *_ = expected[1]
+    def results(grads):
+        report = ls.gradient_report(grads, dtype="float8_e4m3fn")
+        return report, report.totals, ls.suggest_loss_scale(grads)
+
+    elements = [1.0, 0.0, -3.0, 2.0**-14, 2.0**14, 2.0**-16, np.nan, np.inf, -np.inf]
+    types = (np.float32, np.float16, jnp.float8_e5m2, np.complex64)
+    grads = [np.resize(elements, 64).astype(x) for x in types]
+    if jax.jit(jnp.isnan, compiler_options=FAST)(grads[0]).any():
+        pytest.skip("this XLA takes these options from the environment alone")
+    fast, expected = (jax.jit(results, compiler_options=x)(grads) for x in (FAST, None))
+    assert [*map(host, fast)] == [*map(host, expected)]
+    nan, inf, zero, underflow, _, overflow, *_ = host(expected[1])
     assert min(nan, inf, zero, underflow, overflow) > 0
 
 
@@ -349,7 +347,3 @@ def test_diagnostics_are_constants_to_derivatives():
     grads = {"w": x * np.float32([1, 2]), "complex": np.complex64(x + x * 1j)}
     report = ls.gradient_report(grads, loss_scale=x)
     assert error.endswith(f"The last gradients:\n{ls.format_report(report)}")
-
-
-if __name__ == "__main__":
-    print(results())
