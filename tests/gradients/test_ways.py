@@ -11,6 +11,8 @@ import optax
 import pytest
 from asserts import assert_same_bits
 from flax.linen.fp8_ops import Fp8DirectDotGeneralOp
+from jax.sharding import PartitionSpec as P
+from meshes import on_mesh
 from shared import enable_x64, new_ref, slow_but
 from training import normal
 
@@ -313,3 +315,22 @@ def test_float8_histories_of_flax_are_neither_divided_nor_nonfinite():
         [histories] = grads[OVERWRITTEN].values()
         assert histories["output_grad_amax_history"][0] == largest
         assert histories["input_amax_history"][0] == np.abs(X).max()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradients_are_averaged_over_devices_as_documented(check_vma):
+    def loss_fn(w, x):
+        return jnp.mean((x @ w) ** 2)
+
+    def averaged(w, x):
+        return jax.lax.pmean(loss_fn(w, x), "d")
+
+    def gradient(w, x):
+        if check_vma:
+            return ls.grad(averaged, STATE)(w, x)
+        return jax.lax.pmean(ls.grad(loss_fn, STATE)(w, x), "d")
+
+    w, x = jnp.ones(2), jnp.arange(16.0).reshape(8, 2)
+    options = {"in_specs": (P(), P("d")), "out_specs": P(), "check_vma": check_vma}
+    found = on_mesh(gradient, **options)(w, x)
+    np.testing.assert_allclose(found, jax.grad(loss_fn)(w, x), rtol=1e-6)
