@@ -11,7 +11,7 @@ import optax
 import pytest
 from asserts import assert_same_bits
 from flax.linen.fp8_ops import Fp8DirectDotGeneralOp
-from jax.sharding import PartitionSpec as P
+from jax.sharding import PartitionSpec
 from meshes import on_mesh
 from shared import enable_x64, new_ref, slow_but
 from training import normal
@@ -330,7 +330,8 @@ def test_gradients_are_averaged_over_devices_as_documented(check_vma):
             return ls.grad(averaged, STATE)(w, x)
         return jax.lax.pmean(ls.grad(loss_fn, STATE)(w, x), "d")
 
+    replicated, rows = PartitionSpec(), PartitionSpec("d")
     w, x = jnp.ones(2), jnp.arange(16.0).reshape(8, 2)
-    options = {"in_specs": (P(), P("d")), "out_specs": P(), "check_vma": check_vma}
-    found = on_mesh(gradient, **options)(w, x)
+    options = {"in_specs": (replicated, rows), "check_vma": check_vma}
+    found = on_mesh(gradient, out_specs=replicated, **options)(w, x)
     np.testing.assert_allclose(found, jax.grad(loss_fn)(w, x), rtol=1e-6)
