@@ -113,6 +113,17 @@ def penalized(params, state, x):
     return ls.grad(loss, state)(params)
 
 
+def meta_learned(params, state, x):
+    """The scaled loss contains a training loop with its own scale."""
+
+    def outer_loss(params):
+        inner = NET.tx.init(params)
+        params, _ = NET.apply(params, inner, by_hand(params, inner, x))
+        return loss_fn(params, x)
+
+    return ls.grad(outer_loss, state)(params)
+
+
 def with_an_integer(params, state, x, count=np.array(3)):  # noqa: B008
     """The integer stays the same array."""
     grads = ls.unscale_grads({**scaled(params, state, x), "count": count}, state)
@@ -133,7 +144,7 @@ def by_name(*functions):
 
 RIGHT = {
     **by_name(true, by_hand, by_getter, retried, trainer),
-    **by_name(summed, penalized, with_an_integer),
+    **by_name(summed, penalized, meta_learned, with_an_integer),
     "the scale alone": lambda p, s, x: true(p, ls.get_loss_scale_state(s), x),
     "two losses": lambda *args: jax.tree.map(jnp.add, true(*args), by_hand(*args)),
     # Nobody differentiates the scaled loss.
@@ -234,6 +245,30 @@ def fixed_scale(net, way):
     in_parts(net, closed_over(way, net.args[1]), "gradient, update")
 
 
+def two_networks(net, way):
+    """A GAN computes all gradients, then all updates."""
+    other = Net()
+
+    def step(*args):
+        pairs = [*zip((net, other), args, strict=True)]
+        grads = [way(*args) for _, args in pairs]
+        return [n.apply(*a[:2], g) for (n, a), g in zip(pairs, grads, strict=True)]
+
+    jax.eval_shape(step, net.args, other.args)
+
+
+def one_step_late(net, way):
+    """A pipeline applies the gradients of a step in the next one."""
+    step = jax.jit(lambda p, s, x, grads: (*net.apply(p, s, grads), way(p, s, x)))
+    jax.eval_shape(step, *net.args, way(*net.args))
+
+
+def closed_over_whole(net, way):
+    """The scale of the update is the same constant."""
+    params, state, x = net.args
+    jax.eval_shape(lambda p: net.apply(p, state, way(p, state, x)), params)
+
+
 def nnx_optimizer(make=ls.value_and_grad, outer=nnx.jit, inner=lambda f: f):
     @inner
     def gradient(model, optimizer):
@@ -252,6 +287,7 @@ def nnx_optimizer(make=ls.value_and_grad, outer=nnx.jit, inner=lambda f: f):
 ALONE = ls.get_loss_scale_state
 PROGRAMS = {
     **by_name(unscaled_apart, fixed_scale),
+    **by_name(two_networks, one_step_late, closed_over_whole),
     "gradient apart": lambda *a: in_parts(*a, "gradient"),
     "gradient, update apart": lambda *a: in_parts(*a, "gradient, update"),
     "gradient apart, scale alone": lambda *a: in_parts(*a, "gradient", ALONE),

@@ -97,6 +97,30 @@ def count(features):
     return jnp.sum(features > 0.3, axis=(0, 2))[:, None]
 
 
+def extractor(x, p):
+    frames = jnp.ones((ROWS, WIDTH)) * p["key"]
+    features = nn.gelu(frames @ jnp.ones((WIDTH, 16 * WIDTH)))
+    return jnp.tanh(x @ p["w"] + features[:, :WIDTH])
+
+
+def ring_buffer(carry, p):
+    x, buffer = carry
+    y = jnp.tanh(x @ p["w"]) + jax.lax.stop_gradient(jnp.mean(buffer, (0, 1)))
+    return y, jax.lax.stop_gradient(jnp.roll(buffer, 1, 0).at[0].set(y))
+
+
+def quantized(carry, p):
+    rest, total = carry
+    codes = p["up"].T
+    distances = jnp.sum(codes**2, 1) - 2 * rest @ codes.T
+    nearest = codes[jnp.argmin(distances, 1)]
+    return rest - nearest, total + rest + jax.lax.stop_gradient(nearest - rest)
+
+
+def routed(x, p):
+    return jnp.tanh(x @ p["w"]) * p["down"][jnp.argmax(x @ p["up"], 1)]
+
+
 def ended(carry, p):
     x, is_over = carry
     x = jnp.where(is_over[:, None], 0, x)
@@ -134,6 +158,11 @@ BODIES = {
     "maximum": (beside(lambda y: y + 1, jnp.max), (X, BIG), 180.3),
     "logsumexp": (beside(lambda y: y + 1, nn.logsumexp), (X, BIG), 573.5),
     "count of integers": (beside(lambda y: y + 1, count), (X, np.int32(BIG)), 49.7),
+    "extractor without a gradient": (extractor, X, 65.6),
+    "ring buffer": (ring_buffer, (X, BIG), 180.3),
+    "residual vector quantization": (quantized, (X, X), 0.6),
+    "routing by argmax": (routed, X, 82.5),
+    "sort": (lambda x, p: jnp.tanh(jnp.sort(x @ p["w"])), X, 98.4),
     "flags": (ended, (X, np.zeros(ROWS, bool)), 41.1),
     "maximum over four": (pooled, X, 65.6),
     "branches": (lambda *xp: jax.lax.cond(xp[1]["key"] > 1, GELU, RELU, *xp), X, 98.4),
@@ -182,6 +211,12 @@ def drop_here(x, seed):
 ON_TWO = {
     "relu and dropout": lambda x, p: drop_here(nn.relu(x @ p["w"]), p["key"]),
     "gelu of a mean": lambda x, p: nn.gelu(jax.lax.pmean(x @ p["w"], "d") + x),
+    "sum of what varies": lambda x, p: (
+        x + jnp.tanh(jax.lax.psum(nn.silu(x @ p["w"]), "d"))
+    ),
+    "maximum over devices": lambda x, p: jnp.tanh(
+        x @ p["w"] - jax.lax.pmax(jax.lax.stop_gradient(jnp.max(x)), "d")
+    ),
     "own rule": lambda x, p: own_vjp(jnp.tanh(x @ p["w"]), p["w"]),
 }
 
@@ -191,9 +226,17 @@ def with_a_computed_table(x, stack):
     return loop(lambda x, p: nn.gelu(x @ p["w"] + jnp.sum(rows**2, 0)))(x, stack)
 
 
+def over_computed_frames(x, stack):
+    frames = jnp.cos(jnp.arange(LAYERS * 512 * WIDTH, dtype=jnp.float32))
+    stack = {**stack, "frame": frames.reshape(LAYERS, 512, WIDTH)}
+    body = loop(lambda x, p: nn.gelu(x @ p["w"] + jnp.mean(p["frame"], 0)) + x)
+    return body(x, stack)
+
+
 # A loop in float32 and cast; what it carries and scans over; the kB it keeps at most.
-run = with_a_computed_table
-LOOPS = {"computed table": (run, ls.autocast(run), X, STACK, np.inf)}
+LOOPS = {}
+for run in (with_a_computed_table, over_computed_frames):
+    LOOPS[run.__name__] = run, ls.autocast(run), X, STACK, np.inf
 for name, (body, carry, most) in BODIES.items():
     LOOPS[name] = loop(body), ls.autocast(loop(body)), carry, STACK, most
 for name in sorted(AMONG.keys() - LEFT):
@@ -232,6 +275,9 @@ def spread(y, reduced):
 
 # What a body does with its product, of one row: numbers that all others decide on.
 REDUCTIONS = {
+    "sum": lambda y: spread(y, jnp.sum(jnp.tanh(y), 1, keepdims=True)),
+    "min": lambda y: spread(y, jnp.min(jnp.sin(y), 1, keepdims=True)),
+    "cumprod": lambda y: spread(y, jnp.cumprod(jnp.tanh(y), 1)),
     "prod": lambda y: spread(y, jnp.prod(jnp.tanh(y), 1, keepdims=True)),
     "max": lambda y: spread(y, jnp.max(jnp.tanh(y), 1, keepdims=True)),
     "norm": lambda y: spread(y, jnp.linalg.norm(y, axis=1, keepdims=True)),
