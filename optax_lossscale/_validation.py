@@ -117,6 +117,13 @@ def check_flag(name: str, value: Any) -> None:
     check_scalar(name, value, "boolean", advice)
 
 
+def check_loss(value: Any) -> None:
+    advice = "It is the unscaled loss, which `value_and_grad` returns first: "
+    advice += "`loss, grads = ...`. For an ensemble use `jax.vmap`."
+    if value is not None:
+        check_scalar("value", value, "real number", advice)
+
+
 def check_scale(name: str, value: Any) -> None:
     """Raise if this is not one scale, without waiting for the device."""
     advice = "It is the scale that multiplied the loss: `get_loss_scale(state)`."
@@ -136,12 +143,9 @@ def check_order(**numbers: float) -> None:
             )
 
 
-_LIMIT = (
-    check_number,
-    SMALLEST_SCALE,
-    LARGEST_SCALE,
-    "Beyond, the scale or its reciprocal is no normal float32 number.",
-)
+_BEYOND = "Beyond, the scale or its reciprocal is no normal float32 number."
+_LIMIT = check_number, SMALLEST_SCALE, LARGEST_SCALE, _BEYOND
+_REFILLS = "finite", "growth", "change"
 _check_inside = functools.partial(check_number, is_open=True)
 # The fields of rules: each check, and what it takes behind the name and the value.
 _CHECKS: dict[str, tuple[Any, ...]] = {
@@ -151,19 +155,9 @@ _CHECKS: dict[str, tuple[Any, ...]] = {
     "max_scale": _LIMIT,
     "growth_factor": (_check_inside, 1, math.inf, "It multiplies a scale that grows."),
     "backoff_factor": (_check_inside, 0, 1, "It multiplies the scale at overflow."),
-    "growth_interval": (
-        check_count,
-        "The scale grows after this many finite steps in a row.",
-    ),
-    "hysteresis": (
-        check_count,
-        "The scale backs off after this many non-finite steps.",
-    ),
-    "hysteresis_refill": (
-        check_choice,
-        ("finite", "growth", "change"),
-        "It decides what resets the hysteresis counter.",
-    ),
+    "growth_interval": (check_count, "So many finite steps in a row raise the scale."),
+    "hysteresis": (check_count, "So many non-finite steps lower the scale."),
+    "hysteresis_refill": (check_choice, _REFILLS, "It resets the hysteresis counter."),
     "headroom": (check_number, 0, 126, "It is how many octaves to leave free, as 3."),
     "half_life": (check_count, "A remembered maximum halves in this many steps."),
     "dtype": (check_dtype,),

@@ -1,6 +1,7 @@
 """A backward pass at a scale that is given, or that each block chooses."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -95,22 +96,9 @@ def scale_backward(
             "of this step. For a block that chooses its own scale, use `scale_block`."
         )
 
-    @wraps(fun)
-    def fun_scaled_backward(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
-        if is_initializing():
-            return fun(*args, **kwargs)
-        # Read the state now: a Flax NNX optimizer changes in place.
-        with _outer_scale(scale) as outer, traced_call(fun, args, kwargs) as call:
-            jaxpr, overwritten = call.jaxpr, call.overwritten
-            program = _scale_program(
-                "scale_backward",
-                jaxpr,
-                overwritten,
-                lambda outer_scale, *_: outer_scale,
-            )
-            return call.put_back(program(jax.lax.stop_gradient(outer), *call.inputs))
-
-    return fun_scaled_backward
+    # Read the state in each call: a Flax NNX optimizer changes in place.
+    outer_scale = functools.partial(_outer_scale, scale)
+    return _scaled("scale_backward", fun, outer_scale, lambda outer, *_: outer)
 
 
 def scale_block(
@@ -184,15 +172,24 @@ def scale_block(
         octaves = _octaves_below(largest_sum, bound / 2.0**headroom)
         return exact_power(octaves)
 
+    return _scaled("scale_block", fun, contextlib.nullcontext, scale_from)
+
+
+def _scaled(
+    name: str,
+    fun: Callable[Arguments, Output],
+    outer_scale: Callable[[], contextlib.AbstractContextManager[Any]],
+    scale_from: ScaleFrom,
+) -> Callable[Arguments, Output]:
+    """Return a function whose backward pass runs at the scale from ``scale_from``."""
+
     @wraps(fun)
     def fun_scaled_backward(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
         if is_initializing():
             return fun(*args, **kwargs)
-        with traced_call(fun, args, kwargs) as call:
-            program = _scale_program(
-                "scale_block", call.jaxpr, call.overwritten, scale_from
-            )
-            return call.put_back(program(None, *call.inputs))
+        with outer_scale() as outer, traced_call(fun, args, kwargs) as call:
+            program = _scale_program(name, call.jaxpr, call.overwritten, scale_from)
+            return call.put_back(program(jax.lax.stop_gradient(outer), *call.inputs))
 
     return fun_scaled_backward
 

@@ -91,12 +91,8 @@ def scale_loss_by(loss: Any, scale: jax.Array) -> jax.Array:
         )
     warn_if_scaled_twice(loss)
     dtype = wide_dtype(dtype_of(loss))
-    return jnp.asarray(loss, dtype) * _constant(scale).astype(dtype)
-
-
-def _constant(scale: jax.Array) -> jax.Array:
-    """Return the scale as a constant, even if training itself is differentiated."""
-    return jax.lax.stop_gradient(scale)
+    # A constant, even if training itself is differentiated.
+    return jnp.asarray(loss, dtype) * jax.lax.stop_gradient(scale).astype(dtype)
 
 
 def warn_of_narrow_loss(value: Any) -> None:
@@ -113,7 +109,7 @@ def warn_of_narrow_loss(value: Any) -> None:
 
 def unscale(tree: Any, scale: jax.Array) -> Any:
     """Multiply by the reciprocal of the scale; see ``grad_dtype`` for the types."""
-    scale = _constant(scale)
+    scale = jax.lax.stop_gradient(scale)
 
     def leaf(path: Any, x: Any) -> Any:
         return x if is_overwritten(path) else rescale(x, scale, -1, grad_dtype)

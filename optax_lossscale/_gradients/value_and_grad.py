@@ -154,10 +154,9 @@ def differentiate(
     argnums = options["argnums"]
     if isinstance(argnums, np.ndarray):
         argnums = jax.tree.map(int, argnums.tolist(), is_leaf=np.isscalar)
+        options["argnums"] = argnums
     # Leave out defaults, 0 and False: functions of other libraries may not take these.
-    defaults = {"argnums": 0, "holomorphic": False, "allow_int": False}
-    all_options = {**options, "argnums": argnums}
-    chosen = {key: x for key, x in all_options.items() if x != defaults[key]}
+    chosen = {key: x for key, x in options.items() if x != 0}
 
     def at_scale(scale: jax.Array, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if value_and_grad is jax.value_and_grad:

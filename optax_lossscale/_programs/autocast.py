@@ -26,7 +26,6 @@ from .rewrite import (
     new_var,
     refuse_effects,
     remembered,
-    replace,
     with_eqns,
     with_programs,
 )
@@ -217,7 +216,7 @@ def _cast_product(
             operands[i] = new_var(x.aval, dtype)
             yield _convert(eqn, x, operands[i])
     params = {**eqn.params, "preferred_element_type": jnp.dtype(dtype)}
-    eqn = replace(eqn, params=params)
+    eqn = eqn.replace(params=params)
     yield from _converted_behind(eqn, operands, dtype, narrow)
 
 
@@ -227,13 +226,12 @@ def _converted_behind(
     """Yield an equation on narrow operands, and the conversion of its result."""
     (result,) = eqn.outvars
     narrow[result] = new_var(result.aval, dtype)
-    yield replace(eqn, invars=operands, outvars=[narrow[result]])
+    yield eqn.replace(invars=operands, outvars=[narrow[result]])
     yield _convert(eqn, narrow[result], result)
 
 
-def _convert(eqn: JaxprEqn, x: Any, y: Any) -> JaxprEqn:
-    new: JaxprEqn = eqn_like(eqn, _to(y.aval.dtype.name), [x], y)
-    return new
+def _convert(eqn: JaxprEqn, x: Any, y: Any) -> Any:
+    return eqn_like(eqn, _to(y.aval.dtype.name), [x], y)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from jax.extend.core import Jaxpr, Literal
 from .._dtypes import is_inexact
 from .._flax_internals import float8_overwrites, nnx_objects, running_model
 from .._validation import describe
-from .rewrite import replace, without_constants
+from .rewrite import without_constants
 
 _ARRAY = object()  # marks the place of an array in the output
 
@@ -90,7 +90,7 @@ def traced_call(
         known.update({id(x): jnp.asarray(x.val) for x in scalars})
         bypassing = [known.get(id(x)) for x in jaxpr.outvars]
         pairs = zip(jaxpr.outvars, bypassing, strict=True)
-        jaxpr = replace(jaxpr, outvars=[x for x, y in pairs if y is None])
+        jaxpr = jaxpr.replace(outvars=[x for x, y in pairs if y is None])
 
         def put_back(computed: Sequence[jax.Array]) -> Any:
             rest = iter(computed)

@@ -178,14 +178,11 @@ def warn_of_float16(params: optax.Params, inner_state: optax.OptState) -> None:
 
 def warn_of_narrow_grads(grads: Any, params: Any) -> None:
     """Warn if true gradients are float16 or float8, but their parameters are not."""
-    if not any(map(loses_range, jax.tree.leaves(grads))):
-        return
     own = jax.tree.leaves(at_paths_of(grads, params))
     pairs = zip(jax.tree_util.tree_leaves_with_path(grads), own, strict=True)
     for (path, x), param in pairs:
-        if not loses_range(x) or is_overwritten(path):
-            continue
-        if is_inexact(param) and not loses_range(param):
+        is_lost = loses_range(x) and is_inexact(param) and not loses_range(param)
+        if is_lost and not is_overwritten(path):
             where = jax.tree_util.keystr(path) or "the root"
             warn(
                 f"The true gradients are {dtype_of(x)} at {where}, but the parameter "

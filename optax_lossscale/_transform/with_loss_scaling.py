@@ -1,6 +1,6 @@
 """The Optax transformation that skips steps and updates the loss scale."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,26 +15,12 @@ from .._rules.base import LossScale, check_rule, matching_state, next_state
 from .._rules.dynamic import DynamicLossScale
 from .._state import LossScaleState, WithLossScalingState, check_state
 from .._tree import select
-from .._validation import check_flag, check_scalar, check_switch, describe
+from .._validation import check_flag, check_loss, check_switch, describe
 from .check_updates import results_finite
 from .extra_args import check_inner
 from .kept_types import with_kept_types
 from .mask import masked_update
 from .master_weights import check_last, warn_of_float16, warn_of_narrow_grads
-
-
-class _Step(NamedTuple):
-    """What was finite in a step, on all devices: if all, the step was applied."""
-
-    grads_finite: jax.Array
-    loss_finite: jax.Array
-    applied: jax.Array
-
-    @property
-    def scale_may_change(self) -> jax.Array:
-        # Another scale does not help if the unscaled loss is not finite, or if the
-        # optimizer turns finite gradients into NaN or inf.
-        return self.loss_finite & (self.applied | ~self.grads_finite)
 
 
 def with_loss_scaling(
@@ -176,10 +162,12 @@ def with_loss_scaling(
             checked_update, finite, updates, extra_args, old, is_checked=is_checked
         )
         # Gradients that the optimizer takes may overflow, which a lower scale cures.
-        step = _Step(applied if takes_grads else grads_finite, loss_finite, applied)
+        grads_finite = applied if takes_grads else grads_finite
+        # Another scale does not help if the unscaled loss is not finite, or if the
+        # optimizer turns finite gradients into NaN or inf.
         new_scale_state = select(
-            step.scale_may_change,
-            next_state(rule, scale_state, step.grads_finite, updates, axis_name),
+            loss_finite & (applied | ~grads_finite),
+            next_state(rule, scale_state, grads_finite, updates, axis_name),
             scale_state.record(False),
         )
         new_scale_state = jax.tree.map(in_memory_of, new_scale_state, scale_state)
@@ -213,10 +201,7 @@ def _checked_scale_state(
         )
     if (flag := extra_args.get("grads_finite")) is not None:
         check_flag("grads_finite", flag)
-    if (value := extra_args.get("value")) is not None:
-        advice = "It is the unscaled loss, which `value_and_grad` returns first. "
-        advice += "For an ensemble use `jax.vmap`."
-        check_scalar("value", value, "real number", advice)
+    check_loss(extra_args.get("value"))
     if getattr(rule, "loss_scale", None) != 1:  # unless it is fixed there
         warn_if_forgotten(state, rule, updates)
         warn_of_narrow_grads(updates, params)
