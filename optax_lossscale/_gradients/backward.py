@@ -169,8 +169,7 @@ def scale_block(
         dtypes = [x.aval.dtype for x in borders if is_inexact(x.aval)]
         bound = min([largest, *(float(jnp.finfo(x).max) for x in dtypes)])
         largest_sum = _largest_sum(cotangents, axis_name)
-        octaves = _octaves_below(largest_sum, bound / 2.0**headroom)
-        return exact_power(octaves)
+        return exact_power(_octaves_below(largest_sum, bound / 2.0**headroom))
 
     return _scaled("scale_block", fun, contextlib.nullcontext, scale_from)
 
@@ -189,7 +188,9 @@ def _scaled(
             return fun(*args, **kwargs)
         with outer_scale() as outer, traced_call(fun, args, kwargs) as call:
             program = _scale_program(name, call.jaxpr, call.overwritten, scale_from)
-            return call.put_back(program(jax.lax.stop_gradient(outer), *call.inputs))
+            pairs = zip(call.inputs, call.overwritten, strict=True)
+            inputs = [finite_overwrite(x) if o else x for x, o in pairs]
+            return call.put_back(program(jax.lax.stop_gradient(outer), *inputs))
 
     return fun_scaled_backward
 
@@ -246,13 +247,7 @@ def _scale_program(
 
     program = jax.custom_vjp(lambda _, *inputs: evaluate(jaxpr, *inputs))
     program.defvjp(forward, backward, symbolic_zeros=True)
-
-    def with_overwrites(outer_scale: Any, *inputs: Any) -> Sequence[jax.Array]:
-        pairs = zip(inputs, overwritten, strict=True)
-        inputs = tuple(finite_overwrite(x) if o else x for x, o in pairs)
-        return program(outer_scale, *inputs)
-
-    return with_overwrites
+    return program
 
 
 def _warn_of_underflow(function: str, verb: str, arrays: Sequence[Any]) -> None:

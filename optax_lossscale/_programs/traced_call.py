@@ -19,18 +19,14 @@ _ARRAY = object()  # marks the place of an array in the output
 
 
 class TracedCall(NamedTuple):
-    """A function call, turned into a function of arrays.
+    """A function call, turned into a function of arrays."""
 
-    Attributes:
-        jaxpr: the program, which holds no arrays. ``evaluate`` runs it.
-        inputs: the arrays in the arguments, then those that the function closes over.
-        overwritten: for each input, whether its gradient is its new value.
-        put_back: turns the outputs of the program into the output of the function.
-    """
-
-    jaxpr: Jaxpr
-    inputs: list[jax.Array]
-    overwritten: list[bool]
+    jaxpr: Jaxpr  # the program, which holds no arrays
+    inputs: list[
+        jax.Array
+    ]  # in the arguments, then those that the function closes over
+    overwritten: list[bool]  # for each input, whether its gradient is its new value
+    # Turns the outputs of the program into the output of the function.
     put_back: Callable[[Sequence[jax.Array]], Any]
 
 

@@ -129,12 +129,6 @@ def has_master_weights(state: Any) -> bool:
     return any(jax.tree.leaves(node.master_weights) for node in nodes)
 
 
-def _has_frozen(state: Any) -> bool:
-    """Return whether an optimizer state freezes some of its parameters."""
-    masked = find_nodes(state, optax.MaskedState)
-    return any(isinstance(x.inner_state, optax.EmptyState) for x in masked)
-
-
 def check_last(state: Any) -> None:
     """Raise if a chain goes on after `with_master_weights`, which sets the updates."""
 
@@ -159,7 +153,8 @@ def warn_of_float16(params: optax.Params, inner_state: optax.OptState) -> None:
     """Warn if float16 parameters that are trained have no master weights."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     paths = [path for path, x in leaves if getattr(x, "dtype", None) == jnp.float16]
-    if paths and _has_frozen(inner_state):
+    masked = find_nodes(inner_state, optax.MaskedState)
+    if any(isinstance(x.inner_state, optax.EmptyState) for x in masked):
         # If some parameters are frozen, those with moments are the trained ones.
         known = [path for path, _ in jax.tree_util.tree_leaves_with_path(inner_state)]
         paths = [p for p in paths if any(x[len(x) - len(p) :] == p for x in known)]
