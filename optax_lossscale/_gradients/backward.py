@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,7 @@ from jax.extend.core import Jaxpr
 
 from .._axes import AxisName, reduce_along
 from .._dtypes import exact_power, is_inexact, loses_range, wide_dtype
-from .._flax_internals.bound_methods import wraps
 from .._flax_internals.float8_overwrites import finite_overwrite
-from .._flax_internals.running_model import is_initializing
 from .._jax_internals import zeros_like_aval
 from .._programs.rewrite import (
     COLLECTIVE,
@@ -25,7 +23,7 @@ from .._programs.rewrite import (
     evaluate,
     refuse_effects,
 )
-from .._programs.traced_call import traced_call
+from .._programs.traced_call import Arguments, Output, TracedCall, on_traced_calls
 from .._validation import (
     check_dtype,
     check_field,
@@ -37,8 +35,6 @@ from .._validation import (
 from .forgotten import Note, note_uses, using_scale
 from .scaling import rescale
 
-Arguments = ParamSpec("Arguments")
-Output = TypeVar("Output")
 # Takes the scale from outside or None, the cotangents and the pullback. Returns the
 # scale of the backward pass.
 ScaleFrom = Callable[[Any, Sequence[Any], Callable[..., Any]], jax.Array]
@@ -182,17 +178,14 @@ def _scaled(
 ) -> Callable[Arguments, Output]:
     """Return a function whose backward pass runs at the scale from ``scale_from``."""
 
-    @wraps(fun)
-    def fun_scaled_backward(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
-        if is_initializing():
-            return fun(*args, **kwargs)
-        with outer_scale() as outer, traced_call(fun, args, kwargs) as call:
-            program = _scale_program(name, call.jaxpr, call.overwritten, scale_from)
-            pairs = zip(call.inputs, call.overwritten, strict=True)
-            inputs = [finite_overwrite(x) if o else x for x, o in pairs]
-            return call.put_back(program(jax.lax.stop_gradient(outer), *inputs))
+    def run_scaled(call: TracedCall) -> Sequence[jax.Array]:
+        program = _scale_program(name, call.jaxpr, call.overwritten, scale_from)
+        pairs = zip(call.inputs, call.overwritten, strict=True)
+        inputs = [finite_overwrite(x) if o else x for x, o in pairs]
+        with outer_scale() as outer:
+            return program(jax.lax.stop_gradient(outer), *inputs)
 
-    return fun_scaled_backward
+    return on_traced_calls(fun, run_scaled)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from .._flax_internals.float8_overwrites import with_finite_overwrites
 from .._flax_internals.nnx_objects import check_no_modules
 from .._validation import check_function, describe
 from .forgotten import Note, note_divided, using_scale
-from .scaling import scale_loss_by, unscale, warn_of_narrow_loss
+from .scaling import scale_loss_by, unscale
 
 
 def value_and_grad(
@@ -80,7 +80,6 @@ def value_and_grad(
         with using_scale(state, Note.SCALES, Note.DIVIDES) as scale_state:
             output, grads = at_scale(scale_state.loss_scale, *args, **kwargs)
         note_divided(grads, scale_state)
-        warn_of_narrow_loss(output[0] if has_aux else output)
         return output, grads
 
     return value_and_grad_fun

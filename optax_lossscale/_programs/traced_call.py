@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,17 @@ import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
 from .._dtypes import is_inexact
-from .._flax_internals import float8_overwrites, nnx_objects, running_model
+from .._flax_internals import (
+    bound_methods,
+    float8_overwrites,
+    nnx_objects,
+    running_model,
+)
 from .._validation import describe
 from .rewrite import without_constants
 
+Arguments = ParamSpec("Arguments")
+Output = TypeVar("Output")
 _ARRAY = object()  # marks the place of an array in the output
 
 
@@ -94,6 +101,22 @@ def traced_call(
             return output.put_back(all_outputs, (args, kwargs))
 
         yield TracedCall(jaxpr, inputs, overwritten, put_back)
+
+
+def on_traced_calls(
+    fun: Callable[Arguments, Output],
+    run: Callable[[TracedCall], Sequence[jax.Array]],
+) -> Callable[Arguments, Output]:
+    """Return a function that traces each call of another, and runs the program so."""
+
+    @bound_methods.wraps(fun)
+    def traced_fun(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
+        if running_model.is_initializing():
+            return fun(*args, **kwargs)
+        with traced_call(fun, args, kwargs) as call:
+            return call.put_back(run(call))
+
+    return traced_fun
 
 
 class _Changes(NamedTuple):

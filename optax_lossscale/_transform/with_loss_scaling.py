@@ -135,10 +135,27 @@ def with_loss_scaling(
         *misplaced: Any,
         **extra_args: Any,
     ) -> tuple[optax.Updates, WithLossScalingState]:
-        scale_state = _checked_scale_state(
-            rule, updates, state, params, misplaced, extra_args
-        )
-        old = state.inner_state
+        if misplaced:
+            raise TypeError(
+                "`update` takes gradients, state and parameters, and all else by name, "
+                f"got {describe(misplaced[0])} behind them. Call "
+                "`tx.update(grads, state, params, value=loss)`."
+            )
+        if not isinstance(state, WithLossScalingState):
+            raise TypeError(
+                "`state` must be a WithLossScalingState, as `init` returns it, got "
+                f"{describe(state)}. If you restored it from a checkpoint, pass "
+                "`init(params)` to the checkpointer as the target. If it belongs to "
+                "the unwrapped optimizer, use `init(params)._replace(inner_state=...)`."
+            )
+        if (flag := extra_args.get("grads_finite")) is not None:
+            check_flag("grads_finite", flag)
+        check_loss(extra_args.get("value"))
+        if getattr(rule, "loss_scale", None) != 1:  # unless it is fixed there
+            warn_if_forgotten(state, rule, updates)
+            warn_of_narrow_grads(updates, params)
+        warn_of_float16(params, state.inner_state)
+        scale_state, old = matching_state(rule, state.scale_state), state.inner_state
         if not rule.skip_nonfinite:
             new_updates, new = inner.update(updates, old, params, **extra_args)
             new_scale_state = next_state(rule, scale_state, True, updates, axis_name)
@@ -175,38 +192,6 @@ def with_loss_scaling(
         return new_updates, WithLossScalingState(new_scale_state, new)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def _checked_scale_state(
-    rule: LossScale,
-    updates: optax.Updates,
-    state: Any,
-    params: optax.Params | None,
-    misplaced: tuple[Any, ...],
-    extra_args: dict[str, Any],
-) -> LossScaleState:
-    """Check what ``update`` gets, and return the state of the scale in its types."""
-    if misplaced:
-        raise TypeError(
-            "`update` takes gradients, state and parameters, and all else by name, got "
-            f"{describe(misplaced[0])} behind them. Call "
-            "`tx.update(grads, state, params, value=loss)`."
-        )
-    if not isinstance(state, WithLossScalingState):
-        raise TypeError(
-            "`state` must be a WithLossScalingState, as `init` returns it, got "
-            f"{describe(state)}. If you restored it from a checkpoint, pass "
-            "`init(params)` to the checkpointer as the target. If it belongs to the "
-            "unwrapped optimizer, use `init(params)._replace(inner_state=...)`."
-        )
-    if (flag := extra_args.get("grads_finite")) is not None:
-        check_flag("grads_finite", flag)
-    check_loss(extra_args.get("value"))
-    if getattr(rule, "loss_scale", None) != 1:  # unless it is fixed there
-        warn_if_forgotten(state, rule, updates)
-        warn_of_narrow_grads(updates, params)
-    warn_of_float16(params, state.inner_state)
-    return matching_state(rule, state.scale_state)
 
 
 def _inputs_finite(
