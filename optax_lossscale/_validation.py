@@ -99,13 +99,13 @@ def check_dtype(name: str, value: Any) -> str:
 
 def check_scalar(name: str, value: Any, kind: str, advice: str) -> None:
     """Raise if this is not one boolean or real number, from Python or on the device."""
-    dtype = getattr(value, "dtype", None)
+    dtype: Any = getattr(value, "dtype", None)
     if isinstance(value, int | float):
         dtype = jnp.result_type(value)
     elif isinstance(value, jax.ShapeDtypeStruct):
         dtype = None
-    is_kind = {"boolean": _is_boolean, "real number": _is_real}[kind]
-    if dtype is None or not is_kind(dtype) or jnp.shape(value) != ():
+    is_kind = jnp.issubdtype(dtype, jnp.bool_) if kind == "boolean" else _is_real(dtype)
+    if dtype is None or not is_kind or jnp.shape(value) != ():
         raise ValueError(
             f"`{name}` must be one {kind} of shape (), got {describe(value)}. {advice}"
         )
@@ -227,10 +227,6 @@ def _as_python_number(name: str, value: Any) -> float | None:
         return None
     # The transfer is explicit, because a transfer guard may forbid implicit ones.
     return float(jax.device_get(value).item()) if _is_real(value.dtype) else None
-
-
-def _is_boolean(dtype: Any) -> bool:
-    return bool(dtype == jnp.bool_)
 
 
 def _is_real(dtype: Any) -> bool:

@@ -348,18 +348,16 @@ def tf_keras_loss_scale(
 
     Source: https://www.tensorflow.org/api_docs/python/tf/keras/mixed_precision/LossScaleOptimizer
     """
-    if check_switch("dynamic", dynamic, "Pass a number as `initial_scale`."):
-        first = 2.0**15 if initial_scale is None else initial_scale
-        steps = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
-        return _dynamic(
-            locals(), init_scale=first, growth_interval=steps, min_scale=1.0
-        )
-    if dynamic_growth_steps is not None:
-        raise ValueError(
-            "`dynamic_growth_steps` must be left out if `dynamic` is False, got "
-            f"{dynamic_growth_steps!r}. A constant scale does not use it."
-        )
-    return FixedLossScale(initial_scale, skip_nonfinite=False)  # type: ignore[arg-type]
+    if not check_switch("dynamic", dynamic, "Pass a number as `initial_scale`."):
+        if dynamic_growth_steps is not None:
+            raise ValueError(
+                "`dynamic_growth_steps` must be left out if `dynamic` is False, got "
+                f"{dynamic_growth_steps!r}. A constant scale does not use it."
+            )
+        return FixedLossScale(initial_scale, skip_nonfinite=False)  # type: ignore[arg-type]
+    first = 2.0**15 if initial_scale is None else initial_scale
+    steps = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
+    return _dynamic(locals(), init_scale=first, growth_interval=steps, min_scale=1.0)
 
 
 @_preset

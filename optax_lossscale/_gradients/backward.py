@@ -1,7 +1,6 @@
 """A backward pass at a scale that is given, or that each block chooses."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -9,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Jaxpr
 
 from .._axes import AxisName, reduce_along
 from .._dtypes import exact_power, is_inexact, loses_range, wide_dtype
@@ -92,9 +90,13 @@ def scale_backward(
             "of this step. For a block that chooses its own scale, use `scale_block`."
         )
 
-    # Read the state in each call: a Flax NNX optimizer changes in place.
-    outer_scale = functools.partial(_outer_scale, scale)
-    return _scaled("scale_backward", fun, outer_scale, lambda outer, *_: outer)
+    def run(call: TracedCall) -> Sequence[jax.Array]:
+        # Read the state now: a Flax NNX optimizer changes in place.
+        with _outer_scale(scale) as outer:
+            outer = jax.lax.stop_gradient(outer)
+            return _run_scaled("scale_backward", call, outer, lambda outer, *_: outer)
+
+    return on_traced_calls(fun, run)
 
 
 def scale_block(
@@ -167,25 +169,10 @@ def scale_block(
         largest_sum = _largest_sum(cotangents, axis_name)
         return exact_power(_octaves_below(largest_sum, bound / 2.0**headroom))
 
-    return _scaled("scale_block", fun, contextlib.nullcontext, scale_from)
+    def run(call: TracedCall) -> Sequence[jax.Array]:
+        return _run_scaled("scale_block", call, None, scale_from)
 
-
-def _scaled(
-    name: str,
-    fun: Callable[Arguments, Output],
-    outer_scale: Callable[[], contextlib.AbstractContextManager[Any]],
-    scale_from: ScaleFrom,
-) -> Callable[Arguments, Output]:
-    """Return a function whose backward pass runs at the scale from ``scale_from``."""
-
-    def run_scaled(call: TracedCall) -> Sequence[jax.Array]:
-        program = _scale_program(name, call.jaxpr, call.overwritten, scale_from)
-        pairs = zip(call.inputs, call.overwritten, strict=True)
-        inputs = [finite_overwrite(x) if o else x for x, o in pairs]
-        with outer_scale() as outer:
-            return program(jax.lax.stop_gradient(outer), *inputs)
-
-    return on_traced_calls(fun, run_scaled)
+    return on_traced_calls(fun, run)
 
 
 @contextlib.contextmanager
@@ -200,14 +187,15 @@ def _outer_scale(scale: Any) -> Iterator[jax.Array]:
             yield scale_state.loss_scale
 
 
-def _scale_program(
-    name: str, jaxpr: Jaxpr, overwritten: Sequence[bool], scale_from: ScaleFrom
-) -> Callable[..., Sequence[jax.Array]]:
-    """Return a program whose backward pass runs at the scale from ``scale_from``.
+def _run_scaled(
+    name: str, call: TracedCall, outer_scale: jax.Array | None, scale_from: ScaleFrom
+) -> Sequence[jax.Array]:
+    """Run a program whose backward pass runs at the scale from ``scale_from``.
 
-    Its first input is a scale from outside, for ``scale_backward``, or None. With a
-    ``custom_vjp`` around each input, nested derivatives would scale in two places.
+    With a ``custom_vjp`` around each input, nested derivatives would scale in two
+    places.
     """
+    jaxpr, overwritten = call.jaxpr, call.overwritten
     refuse_effects(effect_names(jaxpr) - {COLLECTIVE, *DEBUGGING})
 
     def forward(outer_scale: Any, *primals: Any) -> tuple[Sequence[jax.Array], Any]:
@@ -240,7 +228,9 @@ def _scale_program(
 
     program = jax.custom_vjp(lambda _, *inputs: evaluate(jaxpr, *inputs))
     program.defvjp(forward, backward, symbolic_zeros=True)
-    return program
+    pairs = zip(call.inputs, overwritten, strict=True)
+    inputs = [finite_overwrite(x) if o else x for x, o in pairs]
+    return program(outer_scale, *inputs)
 
 
 def _warn_of_underflow(function: str, verb: str, arrays: Sequence[Any]) -> None:

@@ -11,12 +11,9 @@ import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
 from .._dtypes import is_inexact
-from .._flax_internals import (
-    bound_methods,
-    float8_overwrites,
-    nnx_objects,
-    running_model,
-)
+from .._flax_internals import nnx_objects, running_model
+from .._flax_internals.bound_methods import wraps
+from .._flax_internals.float8_overwrites import is_overwritten
 from .._validation import describe
 from .rewrite import without_constants
 
@@ -80,11 +77,8 @@ def traced_call(
         closed_jaxpr = jax.make_jaxpr(flat)(first, arrays)
         jaxpr = without_constants(closed_jaxpr)
         inputs = [*first, *arrays.values(), *closed_jaxpr.consts]
-        overwritten = [
-            *(False for _ in first),
-            *(float8_overwrites.is_overwritten(paths[i][0]) for i in arrays),
-            *(False for _ in closed_jaxpr.consts),
-        ]
+        before, behind = [False] * len(first), [False] * len(closed_jaxpr.consts)
+        overwritten = [*before, *(is_overwritten(paths[i][0]) for i in arrays), *behind]
         # What is not computed bypasses the program: inputs that are returned unchanged,
         # such as parameters, and constant scalars. Of a jnp.array(True), for example,
         # `jax.core.eval_jaxpr` would return the Python number.
@@ -109,7 +103,7 @@ def on_traced_calls(
 ) -> Callable[Arguments, Output]:
     """Return a function that traces each call of another, and runs the program so."""
 
-    @bound_methods.wraps(fun)
+    @wraps(fun)
     def traced_fun(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
         if running_model.is_initializing():
             return fun(*args, **kwargs)

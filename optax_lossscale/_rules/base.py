@@ -269,8 +269,7 @@ def next_state(
             "Return `state.record(grads_finite)._replace(...)`."
         )
     # A user's rule may return a Python number for a counter.
-    kept: LossScaleState = cast_like(new_state, state)
-    return kept
+    return cast(LossScaleState, cast_like(new_state, state))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -289,5 +288,4 @@ def _take_over(rule: LossScale, state: LossScaleState) -> LossScaleState:
         rule_state=own.rule_state if remembers else state.rule_state,
     )
     own = cast_like(own, state)
-    started: LossScaleState = select(state.is_fixed | own.is_fixed, own, state)
-    return started
+    return cast(LossScaleState, select(state.is_fixed | own.is_fixed, own, state))

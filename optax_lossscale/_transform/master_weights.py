@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from .._dtypes import as_type, dtype_of, is_inexact, loses_range
@@ -71,7 +70,12 @@ def with_master_weights(
     """
     check_inner(inner, "with_master_weights")
     drop_unknown = filter_for(inner)
-    dtype = _check_dtype(dtype)
+    dtype = jnp.dtype(check_dtype("dtype", dtype))
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(
+            f"`dtype` must be a type that JAX has enabled, got {dtype}. Call "
+            "`jax.config.update('jax_enable_x64', True)` first, or leave it at float32."
+        )
 
     def wide(x: Any) -> Any:
         return as_type(x, dtype) if _has_fewer_bits(x, dtype) else x
@@ -203,16 +207,6 @@ def _keep_narrow(params: Any, dtype: Any) -> Any:
 
 def _is_absent(master: Any) -> bool:
     return isinstance(master, optax.MaskedNode)
-
-
-def _check_dtype(dtype: Any) -> np.dtype[Any]:
-    checked = jnp.dtype(check_dtype("dtype", dtype))
-    if jax.dtypes.canonicalize_dtype(checked) != checked:
-        raise ValueError(
-            f"`dtype` must be a type that JAX has enabled, got {checked}. Call "
-            "`jax.config.update('jax_enable_x64', True)` first, or leave it at float32."
-        )
-    return checked
 
 
 def _refuse_float8(params: Any) -> None:
