@@ -205,10 +205,7 @@ def _full_name(cls: type) -> str:
 
 def check_rule(rule: Any) -> None:
     if not isinstance(rule, LossScale):
-        way_out = (
-            "Pass one, such as `FixedLossScale(128.0)`, or the rule of another system, "
-            "from `presets`."
-        )
+        way_out = "Pass one, such as `FixedLossScale(128.0)`, or one from `presets`."
         is_rule = inspect.isclass(rule) and issubclass(rule, LossScale)
         if is_rule or inspect.isfunction(rule):
             way_out = f"If this makes one, call it: `{rule.__name__}(...)`."
