@@ -26,19 +26,14 @@ class Limits(NamedTuple):
 def limits_of(name: str) -> Limits:
     """Return the limits of a type, by its name."""
     dtype, info = jnp.dtype(name), jnp.finfo(name)
-
-    def rounded(x: float) -> float:
-        with np.errstate(over="ignore"):
-            return float(np.asarray(x, np.float64).astype(dtype))
-
     largest, least = float(info.max), float(info.smallest_subnormal)
     # The tie is half a unit in the last place above the largest number. It rounds to
     # the even neighbor. Usually that is the one above, which overflows, but in
     # float8_e4m3fn it is the largest number.
     tie = largest + 2.0 ** (math.frexp(largest)[1] - 2 - info.nmant)
-    overflow = tie
-    if math.isfinite(rounded(tie)):
-        overflow = math.nextafter(tie, math.inf)
+    with np.errstate(over="ignore"):
+        holds_tie = math.isfinite(np.float64(tie).astype(dtype))
+    overflow = math.nextafter(tie, math.inf) if holds_tie else tie
     return Limits(least / 2, float(info.tiny) - least / 2, overflow)
 
 

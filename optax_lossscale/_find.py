@@ -1,6 +1,6 @@
 """Find the loss scale in an optimizer state, by its type."""
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import optax
@@ -76,8 +76,7 @@ def find_state(state: Any) -> WithLossScalingState | LossScaleState:
 def raw_scale_state(state: Any) -> LossScaleState:
     """Return the `LossScaleState` of an optimizer state, with its own array objects."""
     # Flax NNX wraps each array in a variable.
-    scale_state: LossScaleState = unwrap(_scale_state(state))
-    return scale_state
+    return cast(LossScaleState, unwrap(_scale_state(state)))
 
 
 def replace_loss_scale_state(state: Any, new: LossScaleState) -> Any:

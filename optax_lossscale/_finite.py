@@ -13,6 +13,7 @@ from ._dtypes import dtype_of, is_inexact, wide_dtype
 
 # The scope of the product in a check, by which a report of products leaves it out.
 CHECK_SCOPE = "optax_lossscale_check"
+INF_BITS = int(np.float32(np.inf).view(np.int32))
 
 
 def all_finite(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
@@ -123,7 +124,7 @@ def _max_magnitude(leaves: list[jax.Array], axis_name: AxisName | None) -> jax.A
     # On CPU, XLA drops NaN from a maximum of floats. A maximum of their bits would keep
     # NaN, but XLA would write all the bits to memory first.
     # https://github.com/openxla/xla/issues/21461
-    no_nan = none_is_true([_is_nan(x) for x in leaves])
+    no_nan = none_is_true([magnitude_bits(x) > INF_BITS for x in leaves])
     largest = finite_max_magnitude(leaves, axis_name)
     return jnp.where(all_along(no_nan, axis_name), largest, jnp.nan)
 
@@ -136,9 +137,9 @@ def finite_max_magnitude(tree: Any, axis_name: AxisName | None = None) -> jax.Ar
     return reduce_along(jax.lax.pmax, largest, axis_name)
 
 
-def _is_nan(x: Any) -> jax.Array:
-    magnitude_bits = magnitude(x).view(jnp.int32)
-    return magnitude_bits > np.asarray(np.inf, np.float32).view(np.int32)
+def magnitude_bits(x: Any) -> jax.Array:
+    """Return the bits of magnitudes: integers in the same order, NaN above infinity."""
+    return magnitude(x).view(jnp.int32)
 
 
 def magnitude(x: Any) -> jax.Array:

@@ -99,13 +99,13 @@ def check_dtype(name: str, value: Any) -> str:
 
 def check_scalar(name: str, value: Any, kind: str, advice: str) -> None:
     """Raise if this is not one boolean or real number, from Python or on the device."""
-    dtype = getattr(value, "dtype", None)
+    dtype: Any = getattr(value, "dtype", None)
     if isinstance(value, int | float):
         dtype = jnp.result_type(value)
     elif isinstance(value, jax.ShapeDtypeStruct):
         dtype = None
-    is_kind = {"boolean": _is_boolean, "real number": _is_real}[kind]
-    if dtype is None or not is_kind(dtype) or jnp.shape(value) != ():
+    is_kind = jnp.issubdtype(dtype, jnp.bool_) if kind == "boolean" else _is_real(dtype)
+    if dtype is None or not is_kind or jnp.shape(value) != ():
         raise ValueError(
             f"`{name}` must be one {kind} of shape (), got {describe(value)}. {advice}"
         )
@@ -115,6 +115,13 @@ def check_flag(name: str, value: Any) -> None:
     advice = "`all_finite(grads)` returns one for a tree of gradients. For an ensemble "
     advice += "with one flag per member, call this inside `jax.vmap`."
     check_scalar(name, value, "boolean", advice)
+
+
+def check_loss(value: Any) -> None:
+    advice = "It is the unscaled loss, which `value_and_grad` returns first: "
+    advice += "`loss, grads = ...`. For an ensemble use `jax.vmap`."
+    if value is not None:
+        check_scalar("value", value, "real number", advice)
 
 
 def check_scale(name: str, value: Any) -> None:
@@ -136,12 +143,9 @@ def check_order(**numbers: float) -> None:
             )
 
 
-_LIMIT = (
-    check_number,
-    SMALLEST_SCALE,
-    LARGEST_SCALE,
-    "Beyond, the scale or its reciprocal is no normal float32 number.",
-)
+_BEYOND = "Beyond, the scale or its reciprocal is no normal float32 number."
+_LIMIT = check_number, SMALLEST_SCALE, LARGEST_SCALE, _BEYOND
+_REFILLS = "finite", "growth", "change"
 _check_inside = functools.partial(check_number, is_open=True)
 # The fields of rules: each check, and what it takes behind the name and the value.
 _CHECKS: dict[str, tuple[Any, ...]] = {
@@ -151,19 +155,9 @@ _CHECKS: dict[str, tuple[Any, ...]] = {
     "max_scale": _LIMIT,
     "growth_factor": (_check_inside, 1, math.inf, "It multiplies a scale that grows."),
     "backoff_factor": (_check_inside, 0, 1, "It multiplies the scale at overflow."),
-    "growth_interval": (
-        check_count,
-        "The scale grows after this many finite steps in a row.",
-    ),
-    "hysteresis": (
-        check_count,
-        "The scale backs off after this many non-finite steps.",
-    ),
-    "hysteresis_refill": (
-        check_choice,
-        ("finite", "growth", "change"),
-        "It decides what resets the hysteresis counter.",
-    ),
+    "growth_interval": (check_count, "So many finite steps in a row raise the scale."),
+    "hysteresis": (check_count, "So many non-finite steps lower the scale."),
+    "hysteresis_refill": (check_choice, _REFILLS, "It resets the hysteresis counter."),
     "headroom": (check_number, 0, 126, "It is how many octaves to leave free, as 3."),
     "half_life": (check_count, "A remembered maximum halves in this many steps."),
     "dtype": (check_dtype,),
@@ -233,10 +227,6 @@ def _as_python_number(name: str, value: Any) -> float | None:
         return None
     # The transfer is explicit, because a transfer guard may forbid implicit ones.
     return float(jax.device_get(value).item()) if _is_real(value.dtype) else None
-
-
-def _is_boolean(dtype: Any) -> bool:
-    return bool(dtype == jnp.bool_)
 
 
 def _is_real(dtype: Any) -> bool:

@@ -19,7 +19,7 @@ Examples:
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from ._dtypes import LARGEST_SCALE, SMALLEST_SCALE
 from ._rules.dynamic import DynamicLossScale
@@ -43,11 +43,12 @@ __all__ = [
     "torch_grad_scaler",
 ]
 
+_PresetT = TypeVar("_PresetT", bound=Callable[..., Any])
 
 # The fields of `DynamicLossScale`, and what the systems call them.
 _NAMES = {
-    "init_scale": "init_scale initial_scale init_loss_scale initial_loss_scale scale "
-    "loss_scale loss_scaling",
+    "init_scale": "loss_scale init_scale initial_scale init_loss_scale "
+    "initial_loss_scale scale loss_scaling",
     "growth_interval": "growth_interval scale_window loss_scale_window period "
     "dynamic_growth_steps increment_period incr_every_n_steps",
     "growth_factor": "growth_factor scale_factor factor multiplier incr_ratio",
@@ -88,6 +89,28 @@ _LEFT_OUT = {
 }
 
 
+def _preset(function: _PresetT) -> _PresetT:
+    """Return a preset that documents its arguments and says why it refuses others."""
+    arguments = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def preset(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs.keys() - arguments.keys():
+            raise TypeError(
+                f"`{name}` is not an argument of `presets.{function.__name__}`, got "
+                f"{describe(kwargs[name])}. "
+                + _LEFT_OUT.get(name, f"It takes {', '.join(arguments)}.")
+            )
+        return function(*args, **kwargs)
+
+    meanings = {x: _MEANINGS.get(x) or _MEANINGS[_FIELDS[x]] for x in arguments}
+    lines = [f"    {name}: {meaning}" for name, meaning in meanings.items()]
+    text = inspect.cleandoc(function.__doc__ or "")
+    preset.__doc__ = "\n".join([text, "", "Args:", *lines])
+    return cast(_PresetT, preset)
+
+
+@_preset
 def apex_amp(
     loss_scale: Any = "dynamic",
     *,
@@ -102,12 +125,12 @@ def apex_amp(
     """
     if loss_scale != "dynamic":
         return FixedLossScale(loss_scale, skip_nonfinite=False)
-    del loss_scale  # it is not the first one
-    most = check_field("max_scale", max_loss_scale, "max_loss_scale")
-    init_scale = min(check_field("init_scale", init_scale), most)
-    return _dynamic(locals())
+    largest = check_field("max_scale", max_loss_scale, "max_loss_scale")
+    first = min(check_field("init_scale", init_scale), largest)
+    return _dynamic(locals(), init_scale=first)
 
 
+@_preset
 def deepspeed(
     init_scale: float = 2.0**16,
     *,
@@ -125,6 +148,7 @@ def deepspeed(
     return _dynamic(locals())
 
 
+@_preset
 def deepspeed_fp16(
     *,
     enabled: bool = True,
@@ -145,13 +169,12 @@ def deepspeed_fp16(
         return FixedLossScale(1.0)
     if loss_scale != 0:
         return FixedLossScale(loss_scale)
-    del loss_scale  # it is not the first one
     advice = "The first scale is 2 to this power."
     power = check_number("initial_scale_power", initial_scale_power, -126, 126, advice)
-    init_scale = 2.0**power
-    return _dynamic(locals())
+    return _dynamic(locals(), init_scale=2.0**power)
 
 
+@_preset
 def fairseq(
     init_scale: float = 2.0**15,
     *,
@@ -177,6 +200,7 @@ def fairseq(
     return _dynamic(locals(), min_scale=least)
 
 
+@_preset
 def flax_dynamic_scale(
     *,
     growth_factor: float = 2.0,
@@ -191,10 +215,11 @@ def flax_dynamic_scale(
 
     Source: https://github.com/google/flax/blob/main/flax/training/dynamic_scale.py
     """
-    growth_interval = check_field("growth_interval", growth_interval) + 1
-    return _dynamic(locals())
+    interval = check_field("growth_interval", growth_interval) + 1
+    return _dynamic(locals(), growth_interval=interval)
 
 
+@_preset
 def jmp_dynamic(
     loss_scale: Any,
     *,
@@ -209,6 +234,7 @@ def jmp_dynamic(
     return _dynamic(locals())
 
 
+@_preset
 def keras_loss_scale(
     initial_scale: float = 2.0**15,
     *,
@@ -227,6 +253,7 @@ def keras_loss_scale(
     return _dynamic(locals())
 
 
+@_preset
 def megatron(
     initial_scale: float = 2.0**32,
     *,
@@ -246,6 +273,7 @@ def megatron(
     return _dynamic(locals(), hysteresis_refill="growth")
 
 
+@_preset
 def mindspore_dynamic(
     init_loss_scale: float = 2.0**24,
     *,
@@ -259,6 +287,7 @@ def mindspore_dynamic(
     return _dynamic(locals(), min_scale=1.0)
 
 
+@_preset
 def mpx_dynamic(
     loss_scaling: Any,
     *,
@@ -273,6 +302,7 @@ def mpx_dynamic(
     return _dynamic(locals(), max_scale=65504.0)
 
 
+@_preset
 def tf_contrib_exponential_update(
     init_loss_scale: float,
     *,
@@ -290,6 +320,7 @@ def tf_contrib_exponential_update(
     return _dynamic(locals(), min_scale=1.0, hysteresis_refill="change")
 
 
+@_preset
 def tf_dynamic_loss_scale(
     initial_loss_scale: float = 2.0**15,
     *,
@@ -303,6 +334,7 @@ def tf_dynamic_loss_scale(
     return _dynamic(locals(), min_scale=1.0)
 
 
+@_preset
 def tf_keras_loss_scale(
     *,
     dynamic: bool = True,
@@ -316,18 +348,19 @@ def tf_keras_loss_scale(
 
     Source: https://www.tensorflow.org/api_docs/python/tf/keras/mixed_precision/LossScaleOptimizer
     """
-    if check_switch("dynamic", dynamic, "Pass a number as `initial_scale`."):
-        initial_scale = 2.0**15 if initial_scale is None else initial_scale
-        steps = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
-        return _dynamic({**locals(), "dynamic_growth_steps": steps}, min_scale=1.0)
-    if dynamic_growth_steps is not None:
-        raise ValueError(
-            "`dynamic_growth_steps` must be left out if `dynamic` is False, got "
-            f"{dynamic_growth_steps!r}. A constant scale does not use it."
-        )
-    return FixedLossScale(initial_scale, skip_nonfinite=False)  # type: ignore[arg-type]
+    if not check_switch("dynamic", dynamic, "Pass a number as `initial_scale`."):
+        if dynamic_growth_steps is not None:
+            raise ValueError(
+                "`dynamic_growth_steps` must be left out if `dynamic` is False, got "
+                f"{dynamic_growth_steps!r}. A constant scale does not use it."
+            )
+        return FixedLossScale(initial_scale, skip_nonfinite=False)  # type: ignore[arg-type]
+    first = 2.0**15 if initial_scale is None else initial_scale
+    steps = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
+    return _dynamic(locals(), init_scale=first, growth_interval=steps, min_scale=1.0)
 
 
+@_preset
 def torch_grad_scaler(
     init_scale: float = 2.0**16,
     *,
@@ -350,14 +383,15 @@ def torch_grad_scaler(
 def _dynamic(arguments: dict[str, Any], **fixed: Any) -> DynamicLossScale:
     """Return the rule of a preset's arguments, and of fields that its system fixes.
 
-    ``arguments`` are the ``locals()`` of the preset, by the names of its system. By
-    default, a rule has no limits and divides by the growth factor.
+    ``arguments`` are the ``locals()`` of the preset, by the names of its system.
+    ``fixed`` come before these. By default, a rule has no limits and divides by the
+    growth factor.
     """
     fields = {"min_scale": SMALLEST_SCALE, "max_scale": LARGEST_SCALE, **fixed}
     for name, field in reversed(_FIELDS.items()):  # the first scale after its limits
-        if name not in arguments or field in fixed:
+        if name not in arguments:
             continue
-        value = arguments[name]
+        value = fixed.get(field, arguments[name])
         if field == "init_scale":
             limits = fields["min_scale"], fields["max_scale"]
             value = check_number(name, value, *limits, "The scale stays there.")
@@ -373,27 +407,3 @@ def _dynamic(arguments: dict[str, Any], **fixed: Any) -> DynamicLossScale:
         fields[field] = value
     fields.setdefault("backoff_factor", 1 / fields.get("growth_factor", 2.0))
     return DynamicLossScale(**fields)
-
-
-def _documented(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a preset that documents its arguments and says why it refuses others."""
-    arguments = inspect.signature(function).parameters
-
-    @functools.wraps(function)
-    def preset(*args: Any, **kwargs: Any) -> Any:
-        for name in kwargs.keys() - arguments.keys():
-            raise TypeError(
-                f"`{name}` is not an argument of `presets.{function.__name__}`, got "
-                f"{describe(kwargs[name])}. "
-                + _LEFT_OUT.get(name, f"It takes {', '.join(arguments)}.")
-            )
-        return function(*args, **kwargs)
-
-    meanings = {x: _MEANINGS.get(x) or _MEANINGS[_FIELDS[x]] for x in arguments}
-    lines = [f"    {name}: {meaning}" for name, meaning in meanings.items()]
-    text = inspect.cleandoc(function.__doc__ or "")
-    preset.__doc__ = "\n".join([text, "", "Args:", *lines])
-    return preset
-
-
-globals().update({name: _documented(globals()[name]) for name in __all__})

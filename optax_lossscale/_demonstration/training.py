@@ -90,15 +90,11 @@ WAYS: dict[str, tuple[Network, ls.LossScale]] = {
 
 
 class Result(NamedTuple):
-    """The numbers at the end of a run, and those of each step.
+    """The numbers at the end of a run, and those of each step."""
 
-    ``loss`` is on held-out text, ``words`` are predicted per position, ``flushed`` is
-    the share of the logits' gradients that are zero.
-    """
-
-    loss: float
-    words: float
-    flushed: float
+    loss: float  # on held-out text
+    words: float  # predicted per position
+    flushed: float  # the share of the logits' gradients that are zero
     losses: list[float]
     scales: list[float]
     skipped: list[bool]

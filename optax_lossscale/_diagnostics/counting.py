@@ -10,14 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._dtypes import Limits, dtype_of, is_inexact, wide_dtype
+from .._finite import INF_BITS, magnitude_bits
 
 # The kinds of elements, in the order in which ``_measure_leaf`` counts them.
 _KINDS = ("nan", "inf", "zero", "underflow", "subnormal", "normal", "overflow")
 
 # Numbers by their names, float32 arrays of shape ``()``.
 Counts = dict[str, jax.Array]
-
-_INF = int(np.float32(np.inf).view(np.int32))
 
 
 def measure(
@@ -54,9 +53,9 @@ def _measure_leaf(x: Any, scale: jax.Array, limits: Limits) -> Counts:
     x, scale = jax.lax.stop_gradient((x, scale))
     x = jnp.asarray(x, wide_dtype(dtype_of(x)))
     parts = [jnp.abs(y) for y in ([x.real, x.imag] if jnp.iscomplexobj(x) else [x])]
-    bits = functools.reduce(jnp.maximum, map(_float32_bits, parts))
+    bits = functools.reduce(jnp.maximum, map(magnitude_bits, parts))
     # With fast math, XLA compares floats as if all were finite, so make them finite.
-    parts = [jnp.where(bits < _INF, part, 0) for part in parts]
+    parts = [jnp.where(bits < INF_BITS, part, 0) for part in parts]
     magnitude = functools.reduce(jnp.hypot, parts)
     scale = scale.astype(magnitude.dtype)
     scaled = functools.reduce(jnp.hypot, [part * scale for part in parts])
@@ -64,8 +63,8 @@ def _measure_leaf(x: Any, scale: jax.Array, limits: Limits) -> Counts:
     normal = max(limits.normal, float(jnp.finfo(scaled.dtype).tiny))
     # Each flag includes those before it, which takes the fewest comparisons.
     flags = [
-        bits > _INF,
-        bits >= _INF,
+        bits > INF_BITS,
+        bits >= INF_BITS,
         magnitude == 0,
         scaled <= limits.zero,
         scaled < normal,
@@ -84,21 +83,13 @@ def _measure_leaf(x: Any, scale: jax.Array, limits: Limits) -> Counts:
     return {
         **{k: n.astype(jnp.float32) for k, n in zip(_KINDS, counts, strict=True)},
         "size": jnp.asarray(x.size, jnp.float32),
-        "max_abs": jnp.minimum(largest, _INF - 1).view(jnp.float32),
+        "max_abs": jnp.minimum(largest, INF_BITS - 1).view(jnp.float32),
     }
 
 
 def _add_and_maximum(left: list[jax.Array], right: list[jax.Array]) -> list[jax.Array]:
     sums = [a + b for a, b in zip(left[:-1], right[:-1], strict=True)]
     return [*sums, jnp.maximum(left[-1], right[-1])]
-
-
-def _float32_bits(x: jax.Array) -> jax.Array:
-    """Return the bits of nonnegative numbers, in the same order; NaN comes last."""
-    if x.dtype == jnp.float64:
-        # Finite numbers stay finite. TPUs cannot return the bits of a float64.
-        x = (x * 2.0**-900).astype(jnp.float32)
-    return x.view(jnp.int32)
 
 
 def _overflows(scaled: jax.Array, limits: Limits) -> jax.Array:
@@ -109,4 +100,4 @@ def _overflows(scaled: jax.Array, limits: Limits) -> jax.Array:
         limit = np.float32(limits.overflow)
     if float(limit) < limits.overflow:  # it is rounded down
         limit = np.nextafter(limit, np.float32(np.inf))
-    return _float32_bits(scaled) >= int(limit.view(np.int32))
+    return magnitude_bits(scaled) >= int(limit.view(np.int32))

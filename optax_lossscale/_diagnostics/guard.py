@@ -13,7 +13,7 @@ from .._dtypes import is_inexact
 from .._find import find_state, get_loss_scale_state
 from .._finite import all_finite, none_is_true
 from .._state import MOST_COUNTED_SKIPS, LossScaleState
-from .._validation import check_count, check_function, check_scalar, is_traced, warn
+from .._validation import check_count, check_function, check_loss, is_traced, warn
 from .gradient_report import check_gradients, gradient_report
 from .stop_message import WARNINGS, Event, message
 
@@ -111,10 +111,7 @@ def check_loss_scale(
     check_gradients(grads)
     if on_error is not None:
         check_function("on_error", on_error, "Leave it out to raise the error.")
-    if value is not None:
-        advice = "It is the unscaled loss, which `value_and_grad` returns first: "
-        advice += "`loss, grads = ...`."
-        check_scalar("value", value, "real number", advice)
+    check_loss(value)
     check_axis_name(axis_name)
     eager = not is_traced((state, grads, value))
     handle = functools.partial(_raise_or_warn, limit, on_error)

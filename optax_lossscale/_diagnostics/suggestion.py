@@ -101,8 +101,8 @@ def suggest_loss_scale(
     limits = limits_of(rule.dtype)
     check_gradients(grads)
     before = add_up(measure(grads, 1.0, limits))
-    elements = before["underflow"] + before["subnormal"]
-    elements += before["normal"] + before["overflow"]
+    kinds = ("underflow", "subnormal", "normal", "overflow")
+    elements = sum(before[kind] for kind in kinds)
     informative = elements > 0
     # The rule ignores a magnitude of 0, and keeps its first scale.
     magnitude = jnp.where(informative, before["max_abs"], 0)

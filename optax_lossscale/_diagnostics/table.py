@@ -101,7 +101,21 @@ def format_report(report: GradientReport, *, limit: int = 20) -> str:
         all     2    -  1 50%     -          -          -         -        2
     """
     limit = check_count("limit", limit, "It is the largest number of arrays to show.")
-    check_report(report)
+    if not isinstance(report, GradientReport):
+        raise ValueError(
+            "`report` must be a GradientReport, as `gradient_report(grads)` returns "
+            f"it, got {describe(report)}."
+        )
+    check_concrete(
+        "report",
+        report,
+        "Return it from the compiled function, or format it in a `jax.debug.callback`.",
+    )
+    if any(np.shape(x) != () for x in jax.tree.leaves(report)):
+        raise ValueError(
+            "`report` must hold one number in each leaf, got arrays. For an ensemble, "
+            "format one member at a time: `jax.tree.map(lambda x: x[0], report)`."
+        )
     return table_of(report, limit, ALL_KINDS)
 
 
@@ -124,25 +138,6 @@ def table_of(report: GradientReport, limit: int, kinds: tuple[str, ...]) -> Tabl
     if len(rows) > limit:
         lines.insert(-1, f"... and {len(rows) - limit} more, none of them worse")
     return Table("\n".join([_summary(rows, kinds), *lines]))
-
-
-def check_report(report: GradientReport) -> None:
-    """Raise if this is not a report on one tree of gradients, without fetching it."""
-    if not isinstance(report, GradientReport):
-        raise ValueError(
-            "`report` must be a GradientReport, as `gradient_report(grads)` returns "
-            f"it, got {describe(report)}."
-        )
-    check_concrete(
-        "report",
-        report,
-        "Return it from the compiled function, or format it in a `jax.debug.callback`.",
-    )
-    if any(np.shape(x) != () for x in jax.tree.leaves(report)):
-        raise ValueError(
-            "`report` must hold one number in each leaf, got arrays. For an ensemble, "
-            "format one member at a time: `jax.tree.map(lambda x: x[0], report)`."
-        )
 
 
 def percent(share: float, digits: int = 0) -> str:

@@ -107,10 +107,8 @@ def update_objects(old: Any, new: Any) -> Any:
 
 
 def is_object(x: Any) -> bool:
-    if (nnx := flax_nnx()) is None:
-        return False
-    # Flax 0.10 has no `Pytree`. In later versions nothing derives from `Object`.
-    return isinstance(x, getattr(nnx, "Pytree", nnx.Object) | nnx.Variable)
+    nnx = flax_nnx()
+    return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
 
 
 def unwrap(tree: Any) -> Any:

@@ -2,19 +2,16 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Jaxpr
 
 from .._axes import AxisName, reduce_along
 from .._dtypes import exact_power, is_inexact, loses_range, wide_dtype
-from .._flax_internals.bound_methods import wraps
 from .._flax_internals.float8_overwrites import finite_overwrite
-from .._flax_internals.running_model import is_initializing
 from .._jax_internals import zeros_like_aval
 from .._programs.rewrite import (
     COLLECTIVE,
@@ -24,7 +21,7 @@ from .._programs.rewrite import (
     evaluate,
     refuse_effects,
 )
-from .._programs.traced_call import traced_call
+from .._programs.traced_call import Arguments, Output, TracedCall, on_traced_calls
 from .._validation import (
     check_dtype,
     check_field,
@@ -36,8 +33,6 @@ from .._validation import (
 from .forgotten import Note, note_uses, using_scale
 from .scaling import rescale
 
-Arguments = ParamSpec("Arguments")
-Output = TypeVar("Output")
 # Takes the scale from outside or None, the cotangents and the pullback. Returns the
 # scale of the backward pass.
 ScaleFrom = Callable[[Any, Sequence[Any], Callable[..., Any]], jax.Array]
@@ -95,22 +90,13 @@ def scale_backward(
             "of this step. For a block that chooses its own scale, use `scale_block`."
         )
 
-    @wraps(fun)
-    def fun_scaled_backward(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
-        if is_initializing():
-            return fun(*args, **kwargs)
+    def run(call: TracedCall) -> Sequence[jax.Array]:
         # Read the state now: a Flax NNX optimizer changes in place.
-        with _outer_scale(scale) as outer, traced_call(fun, args, kwargs) as call:
-            jaxpr, overwritten = call.jaxpr, call.overwritten
-            program = _scale_program(
-                "scale_backward",
-                jaxpr,
-                overwritten,
-                lambda outer_scale, *_: outer_scale,
-            )
-            return call.put_back(program(jax.lax.stop_gradient(outer), *call.inputs))
+        with _outer_scale(scale) as outer:
+            outer = jax.lax.stop_gradient(outer)
+            return _run_scaled("scale_backward", call, outer, lambda outer, *_: outer)
 
-    return fun_scaled_backward
+    return on_traced_calls(fun, run)
 
 
 def scale_block(
@@ -181,20 +167,12 @@ def scale_block(
         dtypes = [x.aval.dtype for x in borders if is_inexact(x.aval)]
         bound = min([largest, *(float(jnp.finfo(x).max) for x in dtypes)])
         largest_sum = _largest_sum(cotangents, axis_name)
-        octaves = _octaves_below(largest_sum, bound / 2.0**headroom)
-        return exact_power(octaves)
+        return exact_power(_octaves_below(largest_sum, bound / 2.0**headroom))
 
-    @wraps(fun)
-    def fun_scaled_backward(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
-        if is_initializing():
-            return fun(*args, **kwargs)
-        with traced_call(fun, args, kwargs) as call:
-            program = _scale_program(
-                "scale_block", call.jaxpr, call.overwritten, scale_from
-            )
-            return call.put_back(program(None, *call.inputs))
+    def run(call: TracedCall) -> Sequence[jax.Array]:
+        return _run_scaled("scale_block", call, None, scale_from)
 
-    return fun_scaled_backward
+    return on_traced_calls(fun, run)
 
 
 @contextlib.contextmanager
@@ -209,14 +187,15 @@ def _outer_scale(scale: Any) -> Iterator[jax.Array]:
             yield scale_state.loss_scale
 
 
-def _scale_program(
-    name: str, jaxpr: Jaxpr, overwritten: Sequence[bool], scale_from: ScaleFrom
-) -> Callable[..., Sequence[jax.Array]]:
-    """Return a program whose backward pass runs at the scale from ``scale_from``.
+def _run_scaled(
+    name: str, call: TracedCall, outer_scale: jax.Array | None, scale_from: ScaleFrom
+) -> Sequence[jax.Array]:
+    """Run a program whose backward pass runs at the scale from ``scale_from``.
 
-    Its first input is a scale from outside, for ``scale_backward``, or None. With a
-    ``custom_vjp`` around each input, nested derivatives would scale in two places.
+    With a ``custom_vjp`` around each input, nested derivatives would scale in two
+    places.
     """
+    jaxpr, overwritten = call.jaxpr, call.overwritten
     refuse_effects(effect_names(jaxpr) - {COLLECTIVE, *DEBUGGING})
 
     def forward(outer_scale: Any, *primals: Any) -> tuple[Sequence[jax.Array], Any]:
@@ -249,13 +228,9 @@ def _scale_program(
 
     program = jax.custom_vjp(lambda _, *inputs: evaluate(jaxpr, *inputs))
     program.defvjp(forward, backward, symbolic_zeros=True)
-
-    def with_overwrites(outer_scale: Any, *inputs: Any) -> Sequence[jax.Array]:
-        pairs = zip(inputs, overwritten, strict=True)
-        inputs = tuple(finite_overwrite(x) if o else x for x, o in pairs)
-        return program(outer_scale, *inputs)
-
-    return with_overwrites
+    pairs = zip(call.inputs, overwritten, strict=True)
+    inputs = [finite_overwrite(x) if o else x for x, o in pairs]
+    return program(outer_scale, *inputs)
 
 
 def _warn_of_underflow(function: str, verb: str, arrays: Sequence[Any]) -> None:

@@ -24,7 +24,6 @@ from .._programs.rewrite import (
 from .._programs.traced_call import traced_call
 from .._validation import check_count, check_field
 from .forgotten import Note, note_divided, using_scale
-from .scaling import warn_of_narrow_loss
 from .value_and_grad import differentiate
 
 
@@ -121,7 +120,6 @@ def value_and_grad_with_retries(
             )
             _, output, grads = call.put_back(outputs)
         note_divided(grads, scale_state)
-        warn_of_narrow_loss(output[0] if has_aux else output)
         tracker = jnp.where(attempts > 1, 0, scale_state.growth_tracker)
         new = scale_state._replace(loss_scale=scale, growth_tracker=tracker)
         new_state = update_objects(state, replace_loss_scale_state(state, new))

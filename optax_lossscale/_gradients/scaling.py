@@ -47,7 +47,6 @@ def scale_loss(loss: Any, state: Any) -> Any:
         scale = scale_state.loss_scale
         scaled = jax.tree.map(lambda x: scale_loss_by(x, scale), loss)
     note(Note.SCALED, scaled)
-    jax.tree.map(warn_of_narrow_loss, loss)
     return scaled
 
 
@@ -90,18 +89,15 @@ def scale_loss_by(loss: Any, scale: jax.Array) -> jax.Array:
             "one, or a pair (loss, aux) with has_aux=True."
         )
     warn_if_scaled_twice(loss)
+    _warn_if_narrow(loss)
     dtype = wide_dtype(dtype_of(loss))
-    return jnp.asarray(loss, dtype) * _constant(scale).astype(dtype)
+    # A constant, even if training itself is differentiated.
+    return jnp.asarray(loss, dtype) * jax.lax.stop_gradient(scale).astype(dtype)
 
 
-def _constant(scale: jax.Array) -> jax.Array:
-    """Return the scale as a constant, even if training itself is differentiated."""
-    return jax.lax.stop_gradient(scale)
-
-
-def warn_of_narrow_loss(value: Any) -> None:
+def _warn_if_narrow(loss: Any) -> None:
     """Warn if a scale above 65504 is infinite in the type of the loss."""
-    dtype = dtype_of(value)
+    dtype = dtype_of(loss)
     if float(jnp.finfo(dtype).max) <= 65504.0:
         warn(
             f"The loss is {dtype}. A loss scale of 2**16, to which the default grows "
@@ -113,7 +109,7 @@ def warn_of_narrow_loss(value: Any) -> None:
 
 def unscale(tree: Any, scale: jax.Array) -> Any:
     """Multiply by the reciprocal of the scale; see ``grad_dtype`` for the types."""
-    scale = _constant(scale)
+    scale = jax.lax.stop_gradient(scale)
 
     def leaf(path: Any, x: Any) -> Any:
         return x if is_overwritten(path) else rescale(x, scale, -1, grad_dtype)

@@ -12,7 +12,7 @@ from .._flax_internals.float8_overwrites import with_finite_overwrites
 from .._flax_internals.nnx_objects import check_no_modules
 from .._validation import check_function, describe
 from .forgotten import Note, note_divided, using_scale
-from .scaling import scale_loss_by, unscale, warn_of_narrow_loss
+from .scaling import scale_loss_by, unscale
 
 
 def value_and_grad(
@@ -82,7 +82,6 @@ def value_and_grad(
         with using_scale(state, Note.SCALES, Note.DIVIDES) as scale_state:
             output, grads = at_scale(scale_state.loss_scale, *args, **kwargs)
         note_divided(grads, scale_state)
-        warn_of_narrow_loss(output[0] if has_aux else output)
         return output, grads
 
     return value_and_grad_fun
@@ -156,10 +155,9 @@ def differentiate(
     argnums = options["argnums"]
     if isinstance(argnums, np.ndarray):
         argnums = jax.tree.map(int, argnums.tolist(), is_leaf=np.isscalar)
+        options["argnums"] = argnums
     # Leave out defaults, 0 and False: functions of other libraries may not take these.
-    defaults = {"argnums": 0, "holomorphic": False, "allow_int": False}
-    all_options = {**options, "argnums": argnums}
-    chosen = {key: x for key, x in all_options.items() if x != defaults[key]}
+    chosen = {key: x for key, x in options.items() if x != 0}
 
     def at_scale(scale: jax.Array, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if value_and_grad is jax.value_and_grad:

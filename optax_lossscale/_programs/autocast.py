@@ -2,15 +2,13 @@
 
 import collections
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from .._flax_internals.bound_methods import wraps
-from .._flax_internals.running_model import is_initializing
 from .._jax_internals import inputs_of_scan, inside_of_shard_map
 from .._validation import check_dtype, check_function, warn
 from .loops import may_compute_again, with_least_kept
@@ -27,14 +25,10 @@ from .rewrite import (
     new_var,
     refuse_effects,
     remembered,
-    replace,
     with_eqns,
     with_programs,
 )
-from .traced_call import traced_call
-
-Arguments = ParamSpec("Arguments")
-Output = TypeVar("Output")
+from .traced_call import Arguments, Output, TracedCall, on_traced_calls
 
 
 def autocast(
@@ -115,19 +109,15 @@ def autocast(
             "`Fp8DotGeneral`."
         )
 
-    @wraps(fun)
-    def cast_fun(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
-        if is_initializing():
-            return fun(*args, **kwargs)
+    def run_cast(call: TracedCall) -> Sequence[jax.Array]:
+        refuse_effects(effect_names(call.jaxpr) & MUTABLE_ARRAYS)
+        _warn_if_nothing_is_cast(call.jaxpr, name)
         # The constants of a program are no transfers that a guard should stop.
-        allowed = jax.transfer_guard_host_to_device("allow")
-        with traced_call(fun, args, kwargs) as call, allowed:
-            refuse_effects(effect_names(call.jaxpr) & MUTABLE_ARRAYS)
-            _warn_if_nothing_is_cast(call.jaxpr, name)
+        with jax.transfer_guard_host_to_device("allow"):
             program = _cast(call.jaxpr, name, origins_of_arguments(call.inputs))
-            return call.put_back(evaluate(program, *call.inputs))
+            return evaluate(program, *call.inputs)
 
-    return cast_fun
+    return on_traced_calls(fun, run_cast)
 
 
 def _warn_if_nothing_is_cast(program: Jaxpr, dtype: str) -> None:
@@ -219,7 +209,7 @@ def _cast_product(
             operands[i] = new_var(x.aval, dtype)
             yield _convert(eqn, x, operands[i])
     params = {**eqn.params, "preferred_element_type": jnp.dtype(dtype)}
-    eqn = replace(eqn, params=params)
+    eqn = eqn.replace(params=params)
     yield from _converted_behind(eqn, operands, dtype, narrow)
 
 
@@ -229,13 +219,12 @@ def _converted_behind(
     """Yield an equation on narrow operands, and the conversion of its result."""
     (result,) = eqn.outvars
     narrow[id(result)] = before = new_var(result.aval, dtype)
-    yield replace(eqn, invars=operands, outvars=[before])
+    yield eqn.replace(invars=operands, outvars=[before])
     yield _convert(eqn, before, result)
 
 
-def _convert(eqn: JaxprEqn, x: Any, y: Any) -> JaxprEqn:
-    new: JaxprEqn = eqn_like(eqn, _to(y.aval.dtype.name), [x], y)
-    return new
+def _convert(eqn: JaxprEqn, x: Any, y: Any) -> Any:
+    return eqn_like(eqn, _to(y.aval.dtype.name), [x], y)
 
 
 @functools.cache

@@ -40,7 +40,6 @@ from .rewrite import (
     new_var,
     operations,
     programs_in,
-    replace,
     walked,
 )
 
@@ -112,17 +111,16 @@ def _checkpointed(program: Any, policy: Callable[..., bool]) -> Any:
     (new,) = jax.make_jaxpr(fun)(0.0).jaxpr.eqns
     if new.primitive.name not in CHECKPOINTS:
         return program  # the flag `jax_remat3` makes another primitive
-    inner = replace(outer, constvars=[], invars=[*outer.constvars, *outer.invars])
+    inner = outer.replace(constvars=[], invars=[*outer.constvars, *outer.invars])
     results = [new_var(x.aval) for x in outer.outvars]
-    new = replace(
-        new,
+    new = new.replace(
         ctx=outer.eqns[0].ctx,  # such as the mesh of a `shard_map` around it
         invars=inner.invars,
         outvars=results,
         params={**new.params, "jaxpr": inner},
         effects=outer.effects,
     )
-    return like(program, replace(outer, eqns=[new], outvars=results))
+    return like(program, outer.replace(eqns=[new], outvars=results))
 
 
 def _is_pure(program: Any) -> bool:

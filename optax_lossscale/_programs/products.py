@@ -15,15 +15,10 @@ FEWEST = 8
 
 
 class Left(NamedTuple):
-    """Why a product is left as it is.
+    """Why a product is left as it is."""
 
-    Attributes:
-        reason: a few words for the report.
-        advice: the reason in a sentence, and the way out. Nothing if none is needed.
-    """
-
-    reason: str
-    advice: str = ""
+    reason: str  # a few words for the report
+    advice: str = ""  # a sentence with the way out, or nothing if none is needed
 
 
 _DERIVATIVE = Left(

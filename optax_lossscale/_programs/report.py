@@ -14,11 +14,11 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from .._dtypes import is_inexact
-from .._finite import CHECK_SCOPE, magnitude
+from .._finite import CHECK_SCOPE, magnitude_bits
 from .._validation import check_concrete, check_function
 from .primitives import PRODUCTS
 from .products import Left, is_looked_into, reason_inside, reason_to_leave
-from .rewrite import evaluate_with_nan, replace, with_eqns, with_programs
+from .rewrite import evaluate_with_nan, with_eqns, with_programs
 from .traced_call import traced_call
 
 # Code that is not the user's. jax may be installed in any folder.
@@ -193,19 +193,18 @@ def _rows(seen: _Seen) -> Iterator[Product]:
 
 
 def _measured(program: Any, place: _Place, seen: _Seen) -> Any:
-    """Return a program that notes what its products are like."""
-    return with_eqns(program, lambda eqn: _measured_eqn(eqn, place, seen))
+    """Return a program that notes the numbers of each product behind it."""
 
+    def change(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
+        if is_looked_into(eqn):
+            inside = place.inside(eqn)
+            eqn = with_programs(eqn, lambda program: _measured(program, inside, seen))
+        yield eqn
+        scopes = f"{place.scopes}/{eqn.source_info.name_stack}"
+        if eqn.primitive.name in PRODUCTS and CHECK_SCOPE not in scopes:
+            yield _noting(eqn, scopes, place, seen)
 
-def _measured_eqn(eqn: JaxprEqn, place: _Place, seen: _Seen) -> Iterator[JaxprEqn]:
-    """Yield an equation, and behind a product one that notes its numbers."""
-    if is_looked_into(eqn):
-        inside = place.inside(eqn)
-        eqn = with_programs(eqn, lambda program: _measured(program, inside, seen))
-    yield eqn
-    scopes = f"{place.scopes}/{eqn.source_info.name_stack}"
-    if eqn.primitive.name in PRODUCTS and CHECK_SCOPE not in scopes:
-        yield _noting(eqn, scopes, place, seen)
+    return with_eqns(program, change)
 
 
 def _noting(eqn: JaxprEqn, scopes: str, place: _Place, seen: _Seen) -> JaxprEqn:
@@ -231,14 +230,13 @@ def _noting(eqn: JaxprEqn, scopes: str, place: _Place, seen: _Seen) -> JaxprEqn:
     measured: list[Any] = [*eqn.invars[:2], *eqn.outvars]
     like = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in measured]
     [noting] = jax.make_jaxpr(jax.jit(measure))(*like).jaxpr.eqns
-    return replace(noting, invars=measured)
+    return noting.replace(invars=measured)
 
 
 def _largest(x: jax.Array) -> jax.Array:
     # Unlike `max_magnitude`, it is one reduction, which compiles faster.
     x = x if is_inexact(x) else x.astype(jnp.float32)
-    # As integers, nonnegative floats keep their order, and NaN is the largest.
-    return jnp.max(magnitude(x).view(jnp.int32), initial=0).view(jnp.float32)
+    return jnp.max(magnitude_bits(x), initial=0).view(jnp.float32)
 
 
 def _user_line(eqn: JaxprEqn) -> str:

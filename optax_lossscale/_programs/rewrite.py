@@ -94,12 +94,6 @@ def effect_names(program: Program) -> set[str]:
     return {type(effect).__name__ for effect in program.effects}
 
 
-def collective_axes(program: Program) -> set[Any]:
-    """Return the mapped axes along which the devices of a program communicate."""
-    effects: Any = program.effects
-    return {e.name for e in effects if type(e).__name__ == COLLECTIVE}
-
-
 def refuse_effects(effects: set[str]) -> None:
     if effects:
         raise TypeError(
@@ -111,10 +105,10 @@ def refuse_effects(effects: set[str]) -> None:
 def check_axes(jaxpr: Jaxpr, axis_name: AxisName | None) -> None:
     """Raise if devices could communicate while they compute at different scales."""
     check_axis_name(axis_name)
-    axes = collective_axes(jaxpr) - set(
-        axis_name if isinstance(axis_name, tuple) else [axis_name]
-    )
-    if axes:
+    effects: Any = jaxpr.effects
+    used = {e.name for e in effects if type(e).__name__ == COLLECTIVE}
+    named = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if axes := used.difference(named):
         raise ValueError(
             "`axis_name` must name every mapped axis that `fun` or its gradient uses, "
             f"here {sorted(axes, key=str)}, got {axis_name!r}. Otherwise "
@@ -140,7 +134,7 @@ def without_constants(closed_jaxpr: ClosedJaxpr) -> Jaxpr:
     keep tracers alive longer than their trace.
     """
     jaxpr = closed_jaxpr.jaxpr
-    return replace(jaxpr, constvars=[], invars=[*jaxpr.invars, *jaxpr.constvars])
+    return jaxpr.replace(constvars=[], invars=[*jaxpr.invars, *jaxpr.constvars])
 
 
 def with_eqns(
@@ -156,7 +150,7 @@ def with_eqns(
     eqns = [*itertools.chain.from_iterable(map(change, jaxpr.eqns))]
     effects = jaxpr.effects | _debugging_effects(eqns)
     inputs = [*jaxpr.invars, *inputs]
-    return like(program, replace(jaxpr, eqns=eqns, invars=inputs, effects=effects))
+    return like(program, jaxpr.replace(eqns=eqns, invars=inputs, effects=effects))
 
 
 def with_programs(eqn: JaxprEqn, change: Callable[[Any], Any]) -> Any:
@@ -165,12 +159,7 @@ def with_programs(eqn: JaxprEqn, change: Callable[[Any], Any]) -> Any:
         lambda x: change(x) if isinstance(x, Program) else x, eqn.params
     )
     effects = eqn.effects | _debugging_effects(programs_in(params))
-    return replace(eqn, params=params, effects=effects)
-
-
-def replace(program: Any, **fields: Any) -> Any:
-    """Return a program, or an equation of one, with other fields."""
-    return program.replace(**fields)
+    return eqn.replace(params=params, effects=effects)
 
 
 def new_var(aval: Any, dtype: Any = None) -> Var:
@@ -183,8 +172,7 @@ def new_var(aval: Any, dtype: Any = None) -> Var:
 def eqn_like(eqn: JaxprEqn, fun: Any, inputs: Sequence[Any], output: Var) -> Any:
     """Return an equation that computes one primitive, with the context of another."""
     new = _equation(fun, *(x.aval.dtype for x in inputs))
-    return replace(
-        eqn,
+    return eqn.replace(
         primitive=new.primitive,
         invars=[*inputs],
         outvars=[output],

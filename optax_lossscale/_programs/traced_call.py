@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,26 +11,26 @@ import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
 from .._dtypes import is_inexact
-from .._flax_internals import float8_overwrites, nnx_objects, running_model
+from .._flax_internals import nnx_objects, running_model
+from .._flax_internals.bound_methods import wraps
+from .._flax_internals.float8_overwrites import is_overwritten
 from .._validation import describe
-from .rewrite import replace, without_constants
+from .rewrite import without_constants
 
+Arguments = ParamSpec("Arguments")
+Output = TypeVar("Output")
 _ARRAY = object()  # marks the place of an array in the output
 
 
 class TracedCall(NamedTuple):
-    """A function call, turned into a function of arrays.
+    """A function call, turned into a function of arrays."""
 
-    Attributes:
-        jaxpr: the program, which holds no arrays. ``evaluate`` runs it.
-        inputs: the arrays in the arguments, then those that the function closes over.
-        overwritten: for each input, whether its gradient is its new value.
-        put_back: turns the outputs of the program into the output of the function.
-    """
-
-    jaxpr: Jaxpr
-    inputs: list[jax.Array]
-    overwritten: list[bool]
+    jaxpr: Jaxpr  # the program, which holds no arrays
+    inputs: list[
+        jax.Array
+    ]  # in the arguments, then those that the function closes over
+    overwritten: list[bool]  # for each input, whether its gradient is its new value
+    # Turns the outputs of the program into the output of the function.
     put_back: Callable[[Sequence[jax.Array]], Any]
 
 
@@ -77,11 +77,8 @@ def traced_call(
         closed_jaxpr = jax.make_jaxpr(flat)(first, arrays)
         jaxpr = without_constants(closed_jaxpr)
         inputs = [*first, *arrays.values(), *closed_jaxpr.consts]
-        overwritten = [
-            *(False for _ in first),
-            *(float8_overwrites.is_overwritten(paths[i][0]) for i in arrays),
-            *(False for _ in closed_jaxpr.consts),
-        ]
+        before, behind = [False] * len(first), [False] * len(closed_jaxpr.consts)
+        overwritten = [*before, *(is_overwritten(paths[i][0]) for i in arrays), *behind]
         # What is not computed bypasses the program: inputs that are returned unchanged,
         # such as parameters, and constant scalars. Of a jnp.array(True), for example,
         # `jax.core.eval_jaxpr` would return the Python number.
@@ -90,7 +87,7 @@ def traced_call(
         known.update({id(x): jnp.asarray(x.val) for x in scalars})
         bypassing = [known.get(id(x)) for x in jaxpr.outvars]
         pairs = zip(jaxpr.outvars, bypassing, strict=True)
-        jaxpr = replace(jaxpr, outvars=[x for x, y in pairs if y is None])
+        jaxpr = jaxpr.replace(outvars=[x for x, y in pairs if y is None])
 
         def put_back(computed: Sequence[jax.Array]) -> Any:
             rest = iter(computed)
@@ -98,6 +95,22 @@ def traced_call(
             return output.put_back(all_outputs, (args, kwargs))
 
         yield TracedCall(jaxpr, inputs, overwritten, put_back)
+
+
+def on_traced_calls(
+    fun: Callable[Arguments, Output],
+    run: Callable[[TracedCall], Sequence[jax.Array]],
+) -> Callable[Arguments, Output]:
+    """Return a function that traces each call of another, and runs the program so."""
+
+    @wraps(fun)
+    def traced_fun(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
+        if running_model.is_initializing():
+            return fun(*args, **kwargs)
+        with traced_call(fun, args, kwargs) as call:
+            return call.put_back(run(call))
+
+    return traced_fun
 
 
 class _Changes(NamedTuple):

@@ -23,19 +23,10 @@ from .._validation import (
     describe,
 )
 
-# The presets that are the rules of packages whose objects may be passed instead.
-_PRESETS = {
-    "flax": "flax_dynamic_scale",
-    "jmp": "jmp_dynamic",
-    "mpx": "mpx_dynamic",
-    "torch": "torch_grad_scaler",
-}
-
 # The compiled ``update`` of each one that checks its arguments first.
 _COMPILED: dict[Any, Any] = {}
 
 UpdateT = TypeVar("UpdateT", bound=Callable[..., Any])
-RuleT = TypeVar("RuleT", bound="LossScale")
 
 
 def check_fields(rule: Any) -> None:
@@ -207,7 +198,7 @@ class LossScale(abc.ABC):
         return named.get(_full_name(cls), [*named.values()][0])(**fields)
 
 
-def _subclasses(cls: type[RuleT]) -> list[type[RuleT]]:
+def _subclasses(cls: Any) -> list[Any]:
     """Return the subclasses of a class, and theirs, at every depth."""
     return [x for sub in cls.__subclasses__() for x in (*_subclasses(sub), sub)]
 
@@ -218,16 +209,12 @@ def _full_name(cls: type) -> str:
 
 def check_rule(rule: Any) -> None:
     if not isinstance(rule, LossScale):
-        package = str(getattr(rule, "__module__", None) or "").partition(".")[0]
-        preset = _PRESETS.get(package)
-        same = f"presets.{preset}(...)" if preset else "DynamicLossScale(2.0**15)"
-        way_out = f"Pass one, such as `FixedLossScale(128.0)` or `{same}`."
+        way_out = "Pass one, such as `FixedLossScale(128.0)`, or one from `presets`."
         is_rule = inspect.isclass(rule) and issubclass(rule, LossScale)
         if is_rule or inspect.isfunction(rule):
             way_out = f"If this makes one, call it: `{rule.__name__}(...)`."
         raise TypeError(
-            f"`rule` must be an instance of LossScale, got {describe(rule)}"
-            f"{f' of {package}' if package else ''}. {way_out}"
+            f"`rule` must be an instance of LossScale, got {describe(rule)}. {way_out}"
         )
     try:
         hash(rule)
@@ -283,8 +270,7 @@ def next_state(
             "Return `state.record(grads_finite)._replace(...)`."
         )
     # A user's rule may return a Python number for a counter.
-    kept: LossScaleState = cast_like(new_state, state)
-    return kept
+    return cast(LossScaleState, cast_like(new_state, state))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -303,5 +289,4 @@ def _take_over(rule: LossScale, state: LossScaleState) -> LossScaleState:
         rule_state=own.rule_state if remembers else state.rule_state,
     )
     own = cast_like(own, state)
-    started: LossScaleState = select(state.is_fixed | own.is_fixed, own, state)
-    return started
+    return cast(LossScaleState, select(state.is_fixed | own.is_fixed, own, state))

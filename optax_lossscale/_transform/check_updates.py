@@ -37,11 +37,9 @@ def results_finite(
 def _outcome_finite(
     new_updates: Any, new_state: Any, old_state: Any, params: Any
 ) -> jax.Array:
-    flags = (
-        jax.tree.map(_bad_update, new_updates, params),
-        jax.tree.map(_bad_change, new_state, old_state),
-    )
-    return none_is_true(_join(*flags))
+    bad_updates = jax.tree.map(_bad_update, new_updates, params)
+    bad_state = jax.tree.map(_bad_change, new_state, old_state)
+    return none_is_true(_join(bad_updates, bad_state))
 
 
 def _bad_change(new: Any, old: Any) -> Any:

@@ -29,7 +29,6 @@ from .._programs.rewrite import (
     evaluate_with_nan,
     new_var,
     operations,
-    replace,
     with_eqns,
     without_constants,
 )
@@ -133,7 +132,7 @@ def _with_masks(
 
     def mask(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
         new = {id(v): new_var(v.aval) for v in eqn.outvars if id(v) in masks}
-        yield replace(eqn, outvars=[new.get(id(v), v) for v in eqn.outvars])
+        yield eqn.replace(outvars=[new.get(id(v), v) for v in eqn.outvars])
         for var in eqn.outvars:
             if id(var) in masks:
                 operands = [*masks[id(var)], new[id(var)]]

@@ -23,17 +23,11 @@ from .in_place import call_with_derivatives_of, mask_in_place, trace_update
 
 
 class _Arrays(NamedTuple):
-    """What an update gets and a skipped step replaces: arrays of floating point.
-
-    Attributes:
-        grads: the gradients.
-        value: the loss, given as the extra argument ``value``.
-        others: those of the other extra arguments.
-    """
+    """What an update gets and a skipped step replaces: arrays of floating point."""
 
     grads: list[jax.Array]
-    value: list[jax.Array]
-    others: list[jax.Array]
+    value: list[jax.Array]  # the loss, given as the extra argument ``value``
+    others: list[jax.Array]  # those of the other extra arguments
 
 
 def masked_update(

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from .._dtypes import as_type, dtype_of, is_inexact, loses_range
@@ -71,7 +70,12 @@ def with_master_weights(
     """
     check_inner(inner, "with_master_weights")
     drop_unknown = filter_for(inner)
-    dtype = _check_dtype(dtype)
+    dtype = jnp.dtype(check_dtype("dtype", dtype))
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise ValueError(
+            f"`dtype` must be a type that JAX has enabled, got {dtype}. Call "
+            "`jax.config.update('jax_enable_x64', True)` first, or leave it at float32."
+        )
 
     def wide(x: Any) -> Any:
         return as_type(x, dtype) if _has_fewer_bits(x, dtype) else x
@@ -129,12 +133,6 @@ def has_master_weights(state: Any) -> bool:
     return any(jax.tree.leaves(node.master_weights) for node in nodes)
 
 
-def _has_frozen(state: Any) -> bool:
-    """Return whether an optimizer state freezes some of its parameters."""
-    masked = find_nodes(state, optax.MaskedState)
-    return any(isinstance(x.inner_state, optax.EmptyState) for x in masked)
-
-
 def check_last(state: Any) -> None:
     """Raise if a chain goes on after `with_master_weights`, which sets the updates."""
 
@@ -159,7 +157,8 @@ def warn_of_float16(params: optax.Params, inner_state: optax.OptState) -> None:
     """Warn if float16 parameters that are trained have no master weights."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     paths = [path for path, x in leaves if getattr(x, "dtype", None) == jnp.float16]
-    if paths and _has_frozen(inner_state):
+    masked = find_nodes(inner_state, optax.MaskedState)
+    if any(isinstance(x.inner_state, optax.EmptyState) for x in masked):
         # If some parameters are frozen, those with moments are the trained ones.
         known = [path for path, _ in jax.tree_util.tree_leaves_with_path(inner_state)]
         paths = [p for p in paths if any(x[len(x) - len(p) :] == p for x in known)]
@@ -178,14 +177,11 @@ def warn_of_float16(params: optax.Params, inner_state: optax.OptState) -> None:
 
 def warn_of_narrow_grads(grads: Any, params: Any) -> None:
     """Warn if true gradients are float16 or float8, but their parameters are not."""
-    if not any(map(loses_range, jax.tree.leaves(grads))):
-        return
     own = jax.tree.leaves(at_paths_of(grads, params))
     pairs = zip(jax.tree_util.tree_leaves_with_path(grads), own, strict=True)
     for (path, x), param in pairs:
-        if not loses_range(x) or is_overwritten(path):
-            continue
-        if is_inexact(param) and not loses_range(param):
+        is_lost = loses_range(x) and is_inexact(param) and not loses_range(param)
+        if is_lost and not is_overwritten(path):
             where = jax.tree_util.keystr(path) or "the root"
             warn(
                 f"The true gradients are {dtype_of(x)} at {where}, but the parameter "
@@ -211,16 +207,6 @@ def _keep_narrow(params: Any, dtype: Any) -> Any:
 
 def _is_absent(master: Any) -> bool:
     return isinstance(master, optax.MaskedNode)
-
-
-def _check_dtype(dtype: Any) -> np.dtype[Any]:
-    checked = jnp.dtype(check_dtype("dtype", dtype))
-    if jax.dtypes.canonicalize_dtype(checked) != checked:
-        raise ValueError(
-            f"`dtype` must be a type that JAX has enabled, got {checked}. Call "
-            "`jax.config.update('jax_enable_x64', True)` first, or leave it at float32."
-        )
-    return checked
 
 
 def _refuse_float8(params: Any) -> None:

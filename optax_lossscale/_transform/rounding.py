@@ -29,12 +29,8 @@ def round_to(x: jax.Array, dtype: Any) -> jax.Array:
     """
     # The derivative of a cast. A ``jax.custom_jvp`` would be lost in second derivatives
     # of a ``scan``. Subtracting 0 keeps the sign of a zero.
-    constant = jax.lax.stop_gradient(x)
-    zero = jnp.where(jnp.isfinite(x), constant - x, 0)
-    return _rounded(constant, dtype) - zero
-
-
-def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    zero = jnp.where(jnp.isfinite(x), jax.lax.stop_gradient(x) - x, 0)
+    x = jax.lax.stop_gradient(x)
     wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
     digits = wide.nmant - narrow.nmant
     bits = jax.lax.bitcast_convert_type(x, np.dtype(f"uint{wide.bits}"))
@@ -46,4 +42,4 @@ def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
         even = jax.lax.RoundingMethod.TO_NEAREST_EVEN
         subnormal = jax.lax.round(x * (1 / least), even) * least
         y = jnp.where(jnp.abs(x) < float(narrow.tiny), subnormal, y)
-    return jnp.where(jnp.isnan(x), x, y)
+    return jnp.where(jnp.isnan(x), x, y) - zero
