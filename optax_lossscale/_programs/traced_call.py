@@ -26,9 +26,7 @@ class TracedCall(NamedTuple):
     """A function call, turned into a function of arrays."""
 
     jaxpr: Jaxpr  # the program, which holds no arrays
-    inputs: list[
-        jax.Array
-    ]  # in the arguments, then those that the function closes over
+    inputs: list[jax.Array]  # those in the arguments, then those closed over
     overwritten: list[bool]  # for each input, whether its gradient is its new value
     # Turns the outputs of the program into the output of the function.
     put_back: Callable[[Sequence[jax.Array]], Any]

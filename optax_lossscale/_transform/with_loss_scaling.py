@@ -1,6 +1,6 @@
 """The Optax transformation that skips steps and updates the loss scale."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,20 @@ from .extra_args import check_inner
 from .kept_types import with_kept_types
 from .mask import masked_update
 from .master_weights import check_last, warn_of_float16, warn_of_narrow_grads
+
+
+class _Step(NamedTuple):
+    """What was finite in a step, on all devices: if all, the step was applied."""
+
+    grads_finite: jax.Array
+    loss_finite: jax.Array
+    applied: jax.Array
+
+    @property
+    def scale_may_change(self) -> jax.Array:
+        # Another scale does not help if the unscaled loss is not finite, or if the
+        # optimizer turns finite gradients into NaN or inf.
+        return self.loss_finite & (self.applied | ~self.grads_finite)
 
 
 def with_loss_scaling(
@@ -135,27 +149,10 @@ def with_loss_scaling(
         *misplaced: Any,
         **extra_args: Any,
     ) -> tuple[optax.Updates, WithLossScalingState]:
-        if misplaced:
-            raise TypeError(
-                "`update` takes gradients, state and parameters, and all else by name, "
-                f"got {describe(misplaced[0])} behind them. Call "
-                "`tx.update(grads, state, params, value=loss)`."
-            )
-        if not isinstance(state, WithLossScalingState):
-            raise TypeError(
-                "`state` must be a WithLossScalingState, as `init` returns it, got "
-                f"{describe(state)}. If you restored it from a checkpoint, pass "
-                "`init(params)` to the checkpointer as the target. If it belongs to "
-                "the unwrapped optimizer, use `init(params)._replace(inner_state=...)`."
-            )
-        if (flag := extra_args.get("grads_finite")) is not None:
-            check_flag("grads_finite", flag)
-        check_loss(extra_args.get("value"))
-        if getattr(rule, "loss_scale", None) != 1:  # unless it is fixed there
-            warn_if_forgotten(state, rule, updates)
-            warn_of_narrow_grads(updates, params)
-        warn_of_float16(params, state.inner_state)
-        scale_state, old = matching_state(rule, state.scale_state), state.inner_state
+        scale_state = _checked_scale_state(
+            rule, updates, state, params, misplaced, extra_args
+        )
+        old = state.inner_state
         if not rule.skip_nonfinite:
             new_updates, new = inner.update(updates, old, params, **extra_args)
             new_scale_state = next_state(rule, scale_state, True, updates, axis_name)
@@ -179,12 +176,10 @@ def with_loss_scaling(
             checked_update, finite, updates, extra_args, old, is_checked=is_checked
         )
         # Gradients that the optimizer takes may overflow, which a lower scale cures.
-        grads_finite = applied if takes_grads else grads_finite
-        # Another scale does not help if the unscaled loss is not finite, or if the
-        # optimizer turns finite gradients into NaN or inf.
+        step = _Step(applied if takes_grads else grads_finite, loss_finite, applied)
         new_scale_state = select(
-            loss_finite & (applied | ~grads_finite),
-            next_state(rule, scale_state, grads_finite, updates, axis_name),
+            step.scale_may_change,
+            next_state(rule, scale_state, step.grads_finite, updates, axis_name),
             scale_state.record(False),
         )
         new_scale_state = jax.tree.map(in_memory_of, new_scale_state, scale_state)
@@ -192,6 +187,38 @@ def with_loss_scaling(
         return new_updates, WithLossScalingState(new_scale_state, new)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _checked_scale_state(
+    rule: LossScale,
+    updates: optax.Updates,
+    state: Any,
+    params: optax.Params | None,
+    misplaced: tuple[Any, ...],
+    extra_args: dict[str, Any],
+) -> LossScaleState:
+    """Check what ``update`` gets, and return the state of the scale in its types."""
+    if misplaced:
+        raise TypeError(
+            "`update` takes gradients, state and parameters, and all else by name, got "
+            f"{describe(misplaced[0])} behind them. Call "
+            "`tx.update(grads, state, params, value=loss)`."
+        )
+    if not isinstance(state, WithLossScalingState):
+        raise TypeError(
+            "`state` must be a WithLossScalingState, as `init` returns it, got "
+            f"{describe(state)}. If you restored it from a checkpoint, pass "
+            "`init(params)` to the checkpointer as the target. If it belongs to the "
+            "unwrapped optimizer, use `init(params)._replace(inner_state=...)`."
+        )
+    if (flag := extra_args.get("grads_finite")) is not None:
+        check_flag("grads_finite", flag)
+    check_loss(extra_args.get("value"))
+    if getattr(rule, "loss_scale", None) != 1:  # unless it is fixed there
+        warn_if_forgotten(state, rule, updates)
+        warn_of_narrow_grads(updates, params)
+    warn_of_float16(params, state.inner_state)
+    return matching_state(rule, state.scale_state)
 
 
 def _inputs_finite(
