@@ -68,14 +68,14 @@ class Model(nn.Module):
         return calls.value, running_model.is_initializing()
 
 
-def test_state_of_a_linen_model_is_read_and_written():
+def test_linen_model_is_read_and_written_and_its_initialization_seen():
     assert Model().init_with_output({})[0] == (3, True)
     variables = {"counts": {"calls": 1}}
     assert Model().apply(variables, mutable=["counts"])[0] == (3, False)
     assert not running_model.is_initializing()
 
 
-def test_keys_of_a_haiku_model_are_read_and_written():
+def test_haiku_model_is_read_and_written_and_its_initialization_seen():
     seen = []
 
     def draws():

@@ -59,9 +59,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.slow
-def test_a_short_run_shows_how_far_it_is_and_claims_no_lead(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_short_run_shows_progress_and_saves_a_picture(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stderr", Terminal())
     main(["--steps", "10"])
@@ -101,7 +99,7 @@ def test_a_short_run_without_a_picture(
     assert not [*tmp_path.iterdir()]
 
 
-def test_too_few_steps_are_refused_before_anything_runs(capsys):
+def test_too_few_steps_are_refused(capsys):
     with pytest.raises(SystemExit):
         main(["--steps", "9"])
     assert "--steps: must be 10 or more, got 9" in capsys.readouterr().err

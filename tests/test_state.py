@@ -26,7 +26,7 @@ TYPES = {
 
 @every_rule
 @pytest.mark.parametrize(("wrap", "x64"), [(lambda f: f, False), (jax.jit, True)])
-def test_every_leaf_is_a_strongly_typed_scalar(rule, wrap, x64):
+def test_fields_are_in_order_and_strongly_typed_scalars(rule, wrap, x64):
     with enable_x64(x64), jax.numpy_dtype_promotion("strict"):
         update, states = wrap(rule.update), [wrap(rule.init)()]
         measured = [0.5] * rule.uses_max_magnitude
@@ -41,19 +41,20 @@ def test_every_leaf_is_a_strongly_typed_scalar(rule, wrap, x64):
         assert {x.dtype.name for x in leaves[len(TYPES) :]} <= {"float32", "int32"}
 
 
-RATES = [
-    # It grows every 20 steps.
-    (ls.DynamicLossScale(), [False] * 14 + ([True] * 20 + [False]) * 20, False),
-    (ls.DynamicLossScale(), [False] * 90 + [True] * 400, False),
-    (ls.DynamicLossScale(), [False, True, True] * 150, True),
+DYNAMIC, FIXED = ls.DynamicLossScale(), ls.FixedLossScale()
+DESCENT = [False] * 14
+RATES = {
+    "descent, then 1 of 21": (DYNAMIC, DESCENT + ([True] * 20 + [False]) * 20, False),
+    "long descent": (DYNAMIC, [False] * 90 + [True] * 400, False),
+    "1 of 3": (DYNAMIC, [False, True, True] * 150, True),
     # A fixed scale does not come down.
-    (ls.FixedLossScale(), [False] * 29, True),
-    (ls.FixedLossScale(), [False] * 28, False),
-]
+    "fixed, 29 of 29": (FIXED, [False] * 29, True),
+    "fixed, 28 of 28": (FIXED, [False] * 28, False),
+}
 
 
-@pytest.mark.parametrize(("rule", "flags", "often"), RATES)
-def test_skip_rate_exceeds_a_quarter_if_a_third_is_lost(rule, flags, often):
+@pytest.mark.parametrize(("rule", "flags", "often"), RATES.values(), ids=RATES)
+def test_skip_rate_exceeds_a_quarter_only_if_steps_go_on_being_lost(rule, flags, often):
     assert (max(run_rule(rule, flags).skip_rate) > 0.25) == often
 
 

@@ -49,7 +49,7 @@ def attempt(state, slope, shift=0.0, **options):
     st.sampled_from([0.0, np.inf, np.nan]),
     st.sampled_from([{}, {"backoff_factor": 0.125}, {"max_retries": 0}]),
 )
-def test_retries_do_as_the_docstring_says(exponent, slope, shift, options):
+def test_retries_equal_a_loop_in_numpy(exponent, slope, shift, options):
     def gradient(scale):
         with np.errstate(over="ignore", invalid="ignore"):
             return np.float32(np.float16(scale) * np.float16(slope))
@@ -66,7 +66,7 @@ def test_retries_do_as_the_docstring_says(exponent, slope, shift, options):
     assert_same_bits(new_state, state._replace(**expected))
 
 
-def test_scale_stays_a_normal_number_and_a_train_state_one():
+def test_scale_stops_at_the_smallest_number_and_a_train_state_is_returned():
     state = TrainState(0, None, W, None, at_scale(2.0**-120))
     fun = ls.value_and_grad_with_retries(jnp.sqrt, state, backoff_factor=2.0**-100)
     value, grads, new = fun(0.0)
@@ -133,16 +133,16 @@ def test_devices_retry_together(check_vma):
 
 
 # Devices that decide alone would wait for each other forever.
-ALONE = [
-    ({"axis_name": "model"}, "`axis_name` must name an axis of the surrounding"),
-    ({"axis_name": None, "check_vma": False}, "`axis_name` must name every mapped"),
-]
+ALONE = {
+    "unknown": ("model", True, "`axis_name` must name an axis of the surrounding"),
+    "missing": (None, False, "`axis_name` must name every mapped"),
+}
 
 
-@pytest.mark.parametrize(("options", "words"), ALONE)
-def test_devices_that_decide_alone_are_refused(options, words):
+@pytest.mark.parametrize(("name", "check_vma", "words"), ALONE.values(), ids=ALONE)
+def test_wrong_or_missing_axis_name_is_refused(name, check_vma, words):
     with pytest.raises(ValueError, match=words):
-        on_devices(**options)
+        on_devices(name, check_vma)
 
 
 def test_one_state_for_different_models_is_refused():
@@ -206,7 +206,7 @@ by_nnx = functools.partial(
 once = functools.partial(ls.value_and_grad, value_and_grad=nnx.value_and_grad)
 
 
-def test_nnx_module_changes_once_however_often_it_is_retried():
+def test_nnx_module_changes_once_and_equals_a_run_without_retries():
     def loss_fn(model, x):
         loss = 64.0 * jnp.mean(jnp.square(model(x).astype(jnp.float32) - 1.0))
         return loss, model.first.kernel[0, 0]
@@ -256,8 +256,11 @@ def backward(fun, optimizer):
     return nnx.value_and_grad(ls.scale_backward(fun, optimizer))
 
 
-@pytest.mark.parametrize("make", [once, by_nnx, backward])
-def test_kept_function_follows_an_nnx_optimizer(make):
+MAKE = {"once": once, "retries": by_nnx, "backward": backward}
+
+
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+def test_function_made_once_reads_the_nnx_optimizer_at_each_call(make):
     model = nnx.Linear(8, 1, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
     fun = make(lambda m: steep(m(X)), optimizer)
@@ -279,7 +282,7 @@ def test_scale_is_read_from_nnx_variables_of_the_new_kinds(kind):
     assert float(jax.jit(ls.get_loss_scale)(optimizer)) == 2.0**11
 
 
-def test_split_nnx_module_is_differentiated_by_jax():
+def test_gradients_of_a_split_nnx_module_have_its_structure():
     graph, params, rest = nnx.split(nnx.Linear(8, 1, rngs=nnx.Rngs(0)), nnx.Param, ...)
 
     def split_loss(params, rest):

@@ -75,7 +75,7 @@ def rule_of(case):
     return PRESETS[case["system"]](**arguments)
 
 
-def test_all_that_was_recorded_is_compared():
+def test_every_recorded_system_has_a_preset_and_quick_cases():
     assert {case["system"] for case in TRACES} == PRESETS.keys()
     kinds, quick = ({(c["system"], c["family"]) for c in x} for x in (TRACES, QUICK))
     assert quick == kinds, "the default run has one of each kind"

@@ -61,7 +61,7 @@ REFUSED += [(ValueError, *row) for row in VALUE_ERRORS]
 
 
 @pytest.mark.parametrize(("error", "words", "call"), REFUSED)
-def test_call_is_refused(error, words, call):
+def test_autocast_or_report_is_refused(error, words, call):
     with pytest.raises(error, match=words):
         call()
     assert CALLS[...] == 0

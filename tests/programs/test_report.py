@@ -65,7 +65,7 @@ def test_rows_of_one_line_have_their_largest_numbers():
     assert row.largest[:2] == (8 * LARGEST, LARGEST)
 
 
-def test_loop_is_a_loop_and_nan_is_a_number_whatever_is_set():
+def test_debug_nans_and_disable_jit_do_not_disturb_a_report():
     with jax.debug_nans(True), jax.disable_jit():
         [row] = found = report(lambda x: COUNTED["scan"](jnp.log(-jnp.abs(x))), X)
     assert row.times == 5 and not row.fits and "NAN" in repr(found)
@@ -120,7 +120,7 @@ def test_layers_of_one_line_are_told_by_their_scopes():
     assert "  attention/mlp  " in repr(found)
 
 
-def test_product_of_a_library_has_its_line_or_that_of_the_users_call():
+def test_product_of_a_library_has_the_users_line_or_else_its_own():
     """A compiled function that was traced before does not know who calls it."""
     model = nn.Dense(8, precision="highest")
     params, apply = model.init(jax.random.key(0), X), jax.jit(model.apply)
@@ -156,7 +156,7 @@ GRADIENTS = {
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
-def test_gradient_function_has_the_products_of_both_passes(name):
+def test_gradient_function_has_both_passes_and_fits_or_not_at_its_scale(name):
     """At the scale of the state. A block chooses its own."""
 
     def loss_fn(w, x):
@@ -172,7 +172,7 @@ def test_gradient_function_has_the_products_of_both_passes(name):
         assert rows[False].fits and rows[True].fits == fits
 
 
-def test_whatever_else_a_program_holds_it_is_measured():
+def test_products_among_other_equations_are_counted():
     """The equations of lookups, random numbers and solvers have trees of their own."""
 
     def loss_fn(w, labels):

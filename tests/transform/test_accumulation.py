@@ -59,7 +59,7 @@ def run(make_step, windows):
 
 
 @pytest.mark.parametrize("make_step", [by_scan, by_microbatching])
-def test_window_is_one_large_batch_and_dropped_as_one(make_step):
+def test_window_equals_one_large_batch_and_is_dropped_whole(make_step):
     """A bad micro-batch moves the scale once."""
     if make_step is by_microbatching and not hasattr(optax, "microbatch"):
         pytest.skip("needs a newer optax")
@@ -88,7 +88,7 @@ def product(params, x):
 
 
 @pytest.mark.parametrize("case", slow_but(CASES[::2], CASES), ids=lambda c: c["id"])
-def test_scale_and_weights_move_where_another_systems_did(case):
+def test_scale_and_weights_move_where_those_of_another_system_did(case):
     """Keras drops a micro-batch, and counts them. Others drop and count windows."""
     rule = SYSTEMS[case["system"]](**case["native_arguments"])
     x = np.where([flag == "1" for flag in case["finite"]], 1.0, np.inf)
@@ -105,4 +105,5 @@ def test_scale_and_weights_move_where_another_systems_did(case):
         scales.append(np.log2(ls.get_loss_scale(run[1])))
         moved += "1" if float(run[0]) != float(old[0]) else "0"
     np.testing.assert_array_equal(scales, case["log2_scale"])
-    assert moved == case.get("applied", moved)
+    if "applied" in case:  # Megatron's are not recorded
+        assert moved == case["applied"]

@@ -42,7 +42,7 @@ def specs(tree):
 
 
 @pytest.mark.parametrize("check_updates", slow_but((True,), (True, False)))
-def test_state_takes_the_sharding_of_its_parameters(check_updates):
+def test_updated_state_takes_the_sharding_of_the_parameters(check_updates):
     """Of weakly typed parameters, optax makes such a state by itself."""
     mesh = make_mesh(EXPLICIT, x=8)
     tx = ls.with_loss_scaling(ADAM, RULE, check_updates=check_updates)
@@ -80,7 +80,7 @@ def test_master_weights_may_be_sharded_alone(axis_type):
     [(RULE, False), pytest.param(ls.HeadroomLossScale(), True, marks=pytest.mark.slow)],
 )
 def test_state_in_host_memory_stays_there(rule, check_updates):
-    """The optimizer fetches it, and puts it back, as offloading does."""
+    """The inner optimizer fetches it, as offloading does; the wrapper moves nothing."""
     adam, params = optax.adam(0.1), np.ones(3, np.float32)
     plain_update = jax.jit(adam.update)
     loss_fn = jax.jit(lambda p, factor: jnp.sum(factor * p**2))
@@ -107,7 +107,7 @@ def test_state_in_host_memory_stays_there(rule, check_updates):
     assert_same_bits(*(trained(update, kind) for kind, update in kinds.items()))
 
 
-def test_devices_that_update_their_own_rows_equal_one_device():
+def test_sharded_rows_and_skips_equal_those_of_one_device():
     """Gather the weights, scatter the gradients."""
     tx = ls.with_loss_scaling(ADAM, RULE, axis_name="d")
     alone = ls.with_loss_scaling(ADAM, RULE)
@@ -138,7 +138,7 @@ def test_devices_that_update_their_own_rows_equal_one_device():
 
 @pytest.mark.parametrize(("axis_name", "axes"), [(None, "'d', 'e'"), ("d", "'e'")])
 @pytest.mark.parametrize("through", ["grads", "grads_finite", "value", "params"])
-def test_devices_may_not_decide_differently(axis_name, axes, through):
+def test_devices_that_share_a_state_may_not_disagree(axis_name, axes, through):
     is_checked = through == "params"
     tx = ls.with_loss_scaling(ADAM, axis_name=axis_name, check_updates=is_checked)
 
@@ -194,7 +194,7 @@ def test_devices_with_models_of_their_own_skip_alone(in_loop, check_vma):
 
 
 @pytest.mark.parametrize("spec", [P("d"), P()])
-def test_bad_result_on_one_device_skips_the_step_on_all(spec):
+def test_overflow_in_the_optimizer_skips_the_step_on_all_devices(spec):
     """With `check_updates`, whether devices update shards, or arrays are global."""
     params, grads = np.ones((2, 16), np.float32)
     grads[5] = 1e30  # on one device
