@@ -12,7 +12,6 @@ import optax
 import pytest
 from asserts import assert_same_bits, kept, state_in
 from book import PAGES, code_blocks, page, run_blocks, run_page
-from shared import slow_but
 
 import optax_lossscale as ls
 
@@ -130,9 +129,8 @@ PLAIN = {
 RUNS = itertools.product(["flax_linen", "flax_nnx", "equinox"], range(6))
 
 
-@pytest.mark.parametrize(
-    "run", slow_but([("equinox", 0)], RUNS), ids=lambda x: f"{x[0]}-{x[1]}"
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS, ids=lambda x: f"{x[0]}-{x[1]}")
 def test_drawn_run_equals_the_plain_run_of_its_good_batches(run, tmp_path):
     """The optimizer accumulates and masks, and the run stops for a checkpoint."""
     name, seed = run
