@@ -126,7 +126,7 @@ PLAIN = {
 }
 
 
-RUNS = itertools.product(["flax_linen", "flax_nnx", "equinox"], range(6))
+RUNS = [*itertools.product(["flax_linen", "flax_nnx", "equinox"], range(6))]
 
 
 @pytest.mark.slow
