@@ -115,16 +115,14 @@ def check_loss_scale(
     check_axis_name(axis_name)
     eager = not is_traced((state, grads, value))
     handle = functools.partial(_raise_or_warn, limit, on_error)
-    leaves = jax.tree_util.tree_leaves_with_path(find_state(state))
-    kept = {jax.tree_util.keystr(path): x for path, x in leaves if is_inexact(x)}
-    scale_state, kept, grads, value = jax.lax.stop_gradient(
-        (scale_state, kept, grads, value)
-    )
+    scale_state, grads, value = jax.lax.stop_gradient((scale_state, grads, value))
 
     def arrays() -> Any:
         scale = scale_state.loss_scale
         report = None if grads is None else gradient_report(grads, loss_scale=scale)
-        return report, jax.tree.map(all_finite, kept)
+        leaves = jax.tree_util.tree_leaves_with_path(find_state(state))
+        kept = {jax.tree_util.keystr(path): x for path, x in leaves if is_inexact(x)}
+        return report, jax.tree.map(all_finite, jax.lax.stop_gradient(kept))
 
     inexact = list(filter(is_inexact, jax.tree.leaves(grads)))
     due = _is_due(scale_state, inexact, value, limit, every, eager)
