@@ -33,7 +33,7 @@ def install(
     """Install the package with an extra and dependency groups of pyproject.toml."""
     session.chdir(ROOT)
     packages = nox.project.dependency_groups(nox.project.load_toml(), *groups)
-    session.install("-e", f".[{extra}]" if extra else ".", *packages, *pins)
+    session.install("-e", f".[{extra}]", *packages, *pins)
 
 
 @nox.session
@@ -110,24 +110,28 @@ def book(session: nox.Session) -> None:
         session.run("sphinx-build", "-q", "-W", "--keep-going", "notebooks", folder)
 
 
-@nox.session(venv_backend="venv")
+@nox.session
 def package(session: nox.Session) -> None:
     """The wheel and the sdist in dist/: built, checked, and used outside of the clone.
 
     The release publishes these files.
     """
-    install(session, "", "release")
+    session.chdir(ROOT)
+    project = nox.project.load_toml()
+    session.install(*nox.project.dependency_groups(project, "release"))
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
-    session.run("python", "-m", "build")
+    session.run("python", "-m", "build", "--installer", "uv")
     files = glob.glob(f"{ROOT}/dist/*")
     session.run("twine", "check", "--strict", *files)
     with tempfile.TemporaryDirectory() as folder:
         session.chdir(folder)
-        for file in files:
-            session.run("python", "-m", "venv", "--clear", "used")
+        session.run("python", "-m", "venv", "used")
+        for file in files:  # The second finds the packages that the first has brought.
             session.run("used/bin/pip", "install", "-q", file, external=True)
             program = (f"{folder}/used/bin/python", "-W", "error", "-P")
             session.run(*program, str(ROOT / ".ci" / "smoke.py"), external=True)
+            uninstall = ("used/bin/pip", "uninstall", "-q", "-y", "optax_lossscale")
+            session.run(*uninstall, external=True)
 
 
 @nox.session
