@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import flax.linen as nn
 import jax
 import jax.experimental
@@ -10,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from asserts import assert_same_bits
+from flax import nnx
 from flax.linen.fp8_ops import Fp8DirectDotGeneralOp
 from jax.sharding import PartitionSpec
 from meshes import on_mesh
@@ -19,33 +21,49 @@ from training import normal
 import optax_lossscale as ls
 
 STATE = ls.FixedLossScale(2.0**10).init()
-X, P, V = (normal(4, seed=i) for i in range(3))
+KEY = jax.random.wrap_key_data(np.zeros(2, "uint32"))
+TX = ls.with_loss_scaling(optax.sgd(0.1))
+X, P = normal(4), normal(4, seed=1)
 
 
-def by_hand(fun):
-    scaled = jax.grad(lambda *args, **named: ls.scale_loss(fun(*args, **named), STATE))
-    return lambda *args, **named: ls.unscale_grads(scaled(*args, **named), STATE)
-
-
-def by_retries(fun):
-    fun = ls.value_and_grad_with_retries(fun, STATE)
+def by_value_and_grad(fun, state=STATE):
+    fun = ls.value_and_grad(fun, state)
     return lambda *args, **named: fun(*args, **named)[1]
 
 
-SCALED = {  # Ways that multiply the loss.
-    "value_and_grad": lambda f: lambda *a, **k: ls.value_and_grad(f, STATE)(*a, **k)[1],
-    "grad": lambda f: ls.grad(f, STATE),
-    "by hand": by_hand,
-    "retries": by_retries,
-}
-WAYS = SCALED | {
-    "scale_backward": lambda f: jax.grad(ls.scale_backward(f, STATE)),
-    "scale_block": lambda f: jax.grad(ls.scale_block(f)),
-}
-AROUND = WAYS | {
-    "checkpoint around it": lambda f: jax.grad(jax.checkpoint(ls.scale_backward(f, 8))),
-    "checkpoint inside it": lambda f: jax.grad(ls.scale_backward(jax.checkpoint(f), 8)),
-}
+def by_grad(fun, state=STATE):
+    return ls.grad(fun, state)
+
+
+def by_hand(fun, state=STATE):
+    scaled = jax.grad(lambda *args, **named: ls.scale_loss(fun(*args, **named), state))
+    return lambda *args, **named: ls.unscale_grads(scaled(*args, **named), state)
+
+
+def by_retries(fun, state=STATE):
+    fun = ls.value_and_grad_with_retries(fun, state)
+    return lambda *args, **named: fun(*args, **named)[1]
+
+
+def by_backward(fun, state=STATE):
+    return jax.grad(ls.scale_backward(fun, state))
+
+
+def by_block(fun):
+    return jax.grad(ls.scale_block(fun))
+
+
+def by_checkpoint_around(fun):
+    return jax.grad(jax.checkpoint(ls.scale_backward(fun, 8)))
+
+
+def by_checkpoint_inside(fun):
+    return jax.grad(ls.scale_backward(jax.checkpoint(fun), 8))
+
+
+SCALED = [by_value_and_grad, by_grad, by_hand, by_retries]  # They multiply the loss.
+WAYS = [*SCALED, by_backward, by_block]
+CHECKPOINTED = [by_checkpoint_around, by_checkpoint_inside]
 
 
 def loss_fn(p, lam, x, dtype="float32"):
@@ -55,72 +73,73 @@ def loss_fn(p, lam, x, dtype="float32"):
     return fit.astype(jnp.float32) + lam * jnp.sum(jnp.exp(p).astype(jnp.float32))
 
 
-def unrolled(gradient, lam):
-    """The loss after three steps, by how much they decay."""
+def trained(gradient, decay):
+    """The loss after three steps."""
 
     def step(p, _):
-        return p - 0.1 * gradient(p, lam, X), None
+        return p - 0.1 * gradient(p, decay, X), None
 
     return loss_fn(jax.lax.scan(step, P, length=3)[0], 0.0, X)
 
 
-# Derivatives of a way to compute gradients, and of the gradients.
-DERIVATIVES = {
-    "gradient": lambda way, f: way(f)(P, 1.0, X),
-    "by number": lambda way, f: jax.grad(lambda lam: way(f)(P, lam, X) @ V)(1.0),
-    "by closed-over number": lambda way, f: jax.grad(
-        lambda lam: way(lambda p: f(p, lam, X))(P) @ V
-    )(1.0),
-    "by array": lambda way, f: jax.grad(lambda x: way(f)(P, 1.0, x) @ V)(X),
-    "jacrev": lambda way, f: jax.jacrev(way(f))(P, 1.0, X),
-    "jacfwd": lambda way, f: jax.jacfwd(way(f))(P, 1.0, X),
-    "jvp": lambda way, f: jax.jvp(lambda p, lam: way(f)(p, lam, X), (P, 1.0), (V, 0.5))[
-        1
-    ],
-    "unrolled": lambda way, f: jax.grad(functools.partial(unrolled, way(f)))(0.3),
-}
+def derivatives(way, dtype):
+    """The gradient that a way computes, and derivatives of it."""
+    fun = functools.partial(loss_fn, dtype=dtype)
+    gradient = way(fun)
+    return {
+        "gradient": gradient(P, 1.0, X),
+        "jacobian in reverse": jax.jacrev(gradient, argnums=(0, 1, 2))(P, 1.0, X),
+        "jacobian forward": jax.jacfwd(gradient, argnums=(0, 1, 2))(P, 1.0, X),
+        "by a closed-over number": jax.grad(
+            lambda lam: jnp.sum(way(lambda p: fun(p, lam, X))(P))
+        )(1.0),
+        "through training": jax.grad(functools.partial(trained, gradient))(0.3),
+    }
 
 
 @functools.cache
-def derivatives(way, dtype, jit=jax.jit):
-    """All of one way, in one program."""
-    loss = functools.partial(loss_fn, dtype=dtype)
-    return jit(lambda: {name: f(way, loss) for name, f in DERIVATIVES.items()})()
+def derivatives_of_jax(dtype):
+    return jax.jit(lambda: derivatives(jax.grad, dtype))()
 
 
-TWICE = [x for x in AROUND if x != "retries"]  # whose loop has no second derivatives
-RUNS = {"jit": jax.jit, "eager": lambda f: f}
-CASES = [("float32", "jit"), ("float16", "jit"), ("float32", "eager")]
+def eager(fun):
+    return fun
 
 
-@pytest.mark.parametrize("name", DERIVATIVES)
-@pytest.mark.parametrize("case", slow_but(CASES[:1], CASES), ids=", ".join)
+RUNS = [("float32", jax.jit), ("float16", jax.jit), ("float32", eager)]
+# `value_and_grad` is in `grad`, and the loop of retries has no second derivatives.
+TWICE = [by_grad, by_hand, by_backward, by_block, *CHECKPOINTED]
+
+
+@pytest.mark.parametrize("run", slow_but(RUNS[:1], RUNS))
 @pytest.mark.parametrize("way", TWICE)
-def test_derivative_is_that_of_jax(way, case, name):
-    dtype, run = case
-    ours = derivatives(AROUND[way], dtype, RUNS[run])[name]
+def test_derivatives_are_those_of_jax(way, run):
+    dtype, run = run
+    ours = run(lambda: derivatives(way, dtype))()
     rtol, atol = (2e-5, 1e-6) if dtype == "float32" else (0.02, 0.02)
-    theirs = derivatives(jax.grad, dtype)[name]
-    np.testing.assert_allclose(ours, theirs, rtol=rtol, atol=atol)
+    chex.assert_trees_all_close(ours, derivatives_of_jax(dtype), rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("way", AROUND.values(), ids=AROUND)
+@pytest.mark.parametrize("way", [*WAYS, *CHECKPOINTED])
 def test_no_tracer_outlives_its_trace(way):
     with jax.check_tracer_leaks():
         jax.make_jaxpr(lambda p: way(lambda p: loss_fn(p, 1.0, X))(p))(P)
 
 
-@pytest.mark.parametrize("name", ["scale", "state", "fun", "args", "loss", "tree"])
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_loss_may_have_keywords_of_any_name(way, name):
-    gradient = way(lambda w, **named: named[name] * w)
-    assert gradient(2.0, **{name: 3.0}) == 3
+@pytest.mark.parametrize("way", WAYS)
+def test_loss_may_have_keywords_of_any_name(way):
+    def loss_fn(w, **named):
+        assert set(named) == set(names)
+        return 3.0 * w
+
+    names = ["scale", "state", "fun", "args", "kwargs", "loss", "tree"]
+    assert jax.jit(lambda: way(loss_fn)(2.0, **dict.fromkeys(names, 1.0)))() == 3
 
 
 @pytest.mark.parametrize("way", SCALED)
 def test_float16_loss_warns(way):
     with pytest.warns(UserWarning, match="The loss is float16"):
-        jax.eval_shape(SCALED[way](jnp.float16), 2.0)
+        jax.eval_shape(way(jnp.float16), 2.0)
 
 
 def square_sum(params, x, power=2):
@@ -131,15 +150,21 @@ def with_aux(w, x):
     return [w @ x, {"x": x, "step": 3}]
 
 
+def split_loss(variables):
+    return jnp.sum(nnx.merge(MODULE, variables).w[...] ** 2)
+
+
 def product(a, b, c):
     return a * b * c
 
 
 PARAMS = {"w": np.float32([0, 1, 2, 3]), "b": np.ones(2, np.float32)}
+MODULE, VARIABLES = nnx.split(nnx.Dict(w=nnx.Param(X)))
 # A loss, the options of jax.value_and_grad, arguments.
 CALLS = {
     "a tree": (square_sum, {}, (PARAMS, X, 3)),
     "a bfloat16 loss": (lambda w: jnp.sum(w**2).astype(jnp.bfloat16), {}, (X,)),
+    "a split NNX module": (split_loss, {}, (VARIABLES,)),
     "has_aux": (with_aux, {"has_aux": True}, (X, P)),
     "holomorphic": (lambda z: z**3, {"holomorphic": True}, (1 + 2j,)),
     "allow_int": (lambda a: a[0] ** 2 * a[1], {"allow_int": True}, ((3.0, 2),)),
@@ -203,20 +228,19 @@ def test_function_is_called_as_jax_does():
     np.testing.assert_allclose(grads, 2 * P * X**2, rtol=1e-6)
 
 
-unscale = jax.jit(ls.unscale_grads)
-
-
-@pytest.mark.parametrize("scale", [1.0, 3.0, 2.0**15])
-def test_gradients_are_divided_wide_and_rounded_once(scale):
-    every = np.arange(2**16, dtype="uint16").view(jnp.bfloat16)
-    state = ls.FixedLossScale(scale).init()
-    with enable_x64(True), np.errstate(invalid="ignore"):
-        for wide, narrow in (("float32", "bfloat16"), ("float64", "float64")):
-            exact = every.astype(wide) * (1 / np.asarray(scale, wide))
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, np.float64])
+def test_gradients_are_divided_wide_and_rounded_once(dtype):
+    numbers = np.arange(2**16, dtype="uint16")  # the bits of all in a narrow type
+    wide = np.float64 if dtype == np.float64 else np.float32
+    grads = numbers.astype(dtype) if wide == dtype else numbers.view(dtype)
+    unscale = jax.jit(ls.unscale_grads)
+    for scale in (1.0, 3.0, 2.0**15):
+        with enable_x64(True), np.errstate(invalid="ignore"):
+            found = np.asarray(unscale(grads, ls.FixedLossScale(scale).init()))
+            exact = grads.astype(wide) * (1 / wide(scale))
             normal = ~(np.abs(exact) < 2.0**-125)  # XLA flushes smaller ones to zero
-            grads = np.asarray(unscale(every.astype(jnp.dtype(narrow)), state))
-            expected = np.float64(exact.astype(grads.dtype)[normal])
-            np.testing.assert_array_equal(np.float64(grads[normal]), expected)
+            expected = np.float64(exact.astype(found.dtype)[normal])
+            np.testing.assert_array_equal(np.float64(found[normal]), expected)
 
 
 def test_unscale_grads_passes_non_numbers_through():
@@ -240,31 +264,32 @@ def test_float64_of_numpy_is_float32_without_a_warning():
     x, tx = np.ones(2), ls.with_loss_scaling(optax.adam(1e-3))
 
     def results():
-        yield ls.scale_loss(np.float64(3.0), STATE)
-        yield ls.unscale_grads(x, STATE)
-        yield ls.max_magnitude(x)
-        yield tx.update(x, tx.init(np.float32(x)), value=np.float64(1.0))[0]
-        yield jax.grad(ls.scale_backward(jnp.sum, np.float64(3.0)))(x)
+        return [
+            ls.scale_loss(np.float64(3.0), STATE),
+            ls.unscale_grads(x, STATE),
+            ls.max_magnitude(x),
+            tx.update(x, tx.init(np.float32(x)), value=np.float64(1.0))[0],
+            jax.grad(ls.scale_backward(jnp.sum, np.float64(3.0)))(x),
+        ]
 
-    assert all(x.dtype == jnp.float32 for x in jax.eval_shape(lambda: [*results()]))
+    assert {x.dtype for x in jax.eval_shape(results)} == {np.dtype("float32")}
     ls.check_loss_scale(STATE, grads=x, value=np.float64(1.0))
     assert float(ls.gradient_report(x).size) == 2 and ls.all_finite(x)
 
 
-TYPES = dict.fromkeys(["float16", "float8_e5m2", "float8_e4m3fn"], "float32")
-TYPES |= {x: x for x in ("bfloat16", "float32", "float64", "complex64", "complex128")}
+NARROW = dict.fromkeys(["float16", "float8_e5m2", "float8_e4m3fn"], "float32")
+OTHER = {x: x for x in ("bfloat16", "float32", "float64", "complex64", "complex128")}
 
 
-@pytest.mark.parametrize(("dtype", "expected"), TYPES.items())
+@pytest.mark.parametrize(("dtype", "expected"), (NARROW | OTHER).items())
 def test_gradients_have_the_type_of_the_parameter_or_float32(dtype, expected):
     def loss_fn(w):
-        return jnp.sum(jnp.abs(w.astype(expected))) * 2.0**-11
+        return jnp.sum(jnp.abs(w.astype(expected)))
 
     with enable_x64(True):
-        w, slopes = np.array([2.0, -0.5]), np.array([2.0**-11, -(2.0**-11)])
-        all_grads = jax.jit(lambda w: [way(loss_fn)(w) for way in SCALED.values()])
-        for grads in all_grads(w.astype(jnp.dtype(dtype))):
-            assert_same_bits(grads, slopes.astype(jnp.dtype(expected)))
+        w = jax.ShapeDtypeStruct((2,), dtype)
+        for way in SCALED:
+            assert jax.eval_shape(way(loss_fn), w).dtype == jnp.dtype(expected)
 
 
 OVERWRITTEN = "_overwrite_with_gradient"
@@ -280,26 +305,34 @@ def observed(x, history):
 observed.defvjp(
     lambda x, history: (x, x), lambda x, g: (g, jnp.stack([g[0] * x[0], 7 + 0 * x[0]]))
 )
-OVERWRITES = WAYS | {
-    "scale_block by keyword": lambda f: jax.grad(
-        lambda p, x: ls.scale_block(f)(p=p, factor=x)
-    )
-}
 
 
-@pytest.mark.parametrize("run", slow_but(["jit"], RUNS))
-@pytest.mark.parametrize("way", OVERWRITES)
-def test_overwrites_are_not_divided_and_never_nonfinite(way, run):
+def by_block_by_keyword(fun):
+    return jax.grad(lambda p, x: ls.scale_block(fun)(p=p, factor=x))
+
+
+OLD, NAN = [1.0, 2.0], [np.nan, np.nan]
+OVERWRITES = [
+    *((way, 1024.0, OLD) for way in (by_value_and_grad, by_grad, by_retries)),
+    (by_backward, 1024.0, OLD),
+    # Nothing of this package calls the loss, and can keep the old value.
+    (by_hand, 1024.0, NAN),
+    # A block chooses a scale for a loss of 1.
+    *((way, 512.0, OLD) for way in (by_block, by_block_by_keyword)),
+]
+
+
+@pytest.mark.parametrize("run", slow_but([jax.jit], [jax.jit, eager]))
+@pytest.mark.parametrize(("way", "scale", "after_nan"), OVERWRITES)
+def test_overwrites_are_not_divided_and_never_nonfinite(way, scale, after_nan, run):
     """As Flax's float8 layers do, they put a value into the place of a gradient."""
 
     def loss_fn(p, factor):
         return jnp.sum(observed(factor * p["params"], p[OVERWRITTEN]["h"]))
 
-    scale = 512.0 if "block" in way else 1024.0  # a block chooses for a loss
-    # By hand, nothing of this package calls the loss, and can keep the old value.
-    kept = [np.nan, np.nan] if way == "by hand" else [1.0, 2.0]
-    for factor, expected in ((1.0, [scale, 7.0]), (np.nan, kept)):
-        grads = RUNS[run](OVERWRITES[way](loss_fn))(FLOAT8, factor)
+    gradient = run(way(loss_fn))
+    for factor, expected in ((1.0, [scale, 7.0]), (np.nan, after_nan)):
+        grads = gradient(FLOAT8, factor)
         np.testing.assert_array_equal(grads[OVERWRITTEN]["h"], expected)
         np.testing.assert_array_equal(grads["params"], factor * np.ones(3))
 
@@ -309,12 +342,34 @@ def test_float8_histories_of_flax_are_neither_divided_nor_nonfinite():
         return factor * jnp.sum(net.apply(params, X[None]))
 
     net = nn.Dense(8, dot_general_cls=Fp8DirectDotGeneralOp)
-    params = jax.jit(net.init)(jax.random.key(0), X[None])
-    for factor, largest in ((1.0, 1024.0), (np.inf, 0.0)):
-        grads = jax.jit(ls.grad(loss_fn, STATE))(params, factor)
-        [histories] = grads[OVERWRITTEN].values()
+    shapes = jax.eval_shape(net.init, KEY, X[None])
+    params = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)
+    gradient = jax.jit(ls.grad(loss_fn, STATE))
+    for factor, largest in ((1.0, 1024.0), (np.inf, 1.0)):
+        [histories] = gradient(params, factor)[OVERWRITTEN].values()
         assert histories["output_grad_amax_history"][0] == largest
         assert histories["input_amax_history"][0] == np.abs(X).max()
+
+
+@pytest.mark.parametrize("way", [*SCALED, by_backward])
+def test_function_made_once_reads_the_nnx_optimizer_at_each_call(way):
+    optimizer = nnx.Optimizer(nnx.Dict(w=nnx.Param(X)), TX, wrt=nnx.Param)
+    gradient = way(lambda w: w.astype(jnp.float16).astype(jnp.float32), optimizer)
+    for scale, finite in ((2.0**30, False), (2.0**10, True)):
+        optimizer.opt_state.scale_state.loss_scale[...] = np.float32(scale)
+        assert np.isfinite(gradient(np.float32(1))) == finite
+
+
+@pytest.mark.parametrize("kind", ["hijax", "ref"])
+def test_scale_is_read_from_nnx_variables_of_the_new_kinds(kind):
+    if not hasattr(nnx, "var_defaults"):
+        pytest.skip("this Flax has no such variables")
+    with nnx.var_defaults(**{kind: True}):
+        model = nnx.Dict(w=nnx.Param(jnp.ones(4)))
+        optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+    assert bool(ls.was_applied(optimizer))
+    assert float(ls.grad(lambda w: w**2, optimizer)(3.0)) == 6.0
+    assert float(jax.jit(ls.get_loss_scale)(optimizer)) == 2.0**15
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -331,7 +386,7 @@ def test_gradients_are_averaged_over_devices_as_documented(check_vma):
         return jax.lax.pmean(ls.grad(loss_fn, STATE)(w, x), "d")
 
     replicated, rows = PartitionSpec(), PartitionSpec("d")
-    w, x = jnp.ones(2), jnp.arange(16.0).reshape(8, 2)
+    w, x = np.ones(2, np.float32), np.arange(16, dtype=np.float32).reshape(8, 2)
     options = {"in_specs": (replicated, rows), "check_vma": check_vma}
     found = on_mesh(gradient, out_specs=replicated, **options)(w, x)
-    np.testing.assert_allclose(found, jax.grad(loss_fn)(w, x), rtol=1e-6)
+    np.testing.assert_allclose(found, 2 * x.T @ (x @ w) / 8, rtol=1e-6)
