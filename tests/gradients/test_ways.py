@@ -150,6 +150,11 @@ def with_aux(w, x):
     return [w @ x, {"x": x, "step": 3}]
 
 
+class Weight(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.ones(4))
+
+
 def split_loss(variables):
     return jnp.sum(nnx.merge(MODULE, variables).w[...] ** 2)
 
@@ -159,7 +164,7 @@ def product(a, b, c):
 
 
 PARAMS = {"w": np.float32([0, 1, 2, 3]), "b": np.ones(2, np.float32)}
-MODULE, VARIABLES = nnx.split(nnx.Dict(w=nnx.Param(X)))
+MODULE, VARIABLES = nnx.split(Weight())
 # A loss, the options of jax.value_and_grad, arguments.
 CALLS = {
     "a tree": (square_sum, {}, (PARAMS, X, 3)),
@@ -353,7 +358,7 @@ def test_float8_histories_of_flax_are_neither_divided_nor_nonfinite():
 
 @pytest.mark.parametrize("way", [*SCALED, by_backward])
 def test_function_made_once_reads_the_nnx_optimizer_at_each_call(way):
-    optimizer = nnx.Optimizer(nnx.Dict(w=nnx.Param(X)), TX, wrt=nnx.Param)
+    optimizer = nnx.Optimizer(Weight(), TX, wrt=nnx.Param)
     gradient = way(lambda w: w.astype(jnp.float16).astype(jnp.float32), optimizer)
     for scale, finite in ((2.0**30, False), (2.0**10, True)):
         optimizer.opt_state.scale_state.loss_scale[...] = np.float32(scale)
@@ -365,8 +370,7 @@ def test_scale_is_read_from_nnx_variables_of_the_new_kinds(kind):
     if not hasattr(nnx, "var_defaults"):
         pytest.skip("this Flax has no such variables")
     with nnx.var_defaults(**{kind: True}):
-        model = nnx.Dict(w=nnx.Param(jnp.ones(4)))
-        optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+        optimizer = nnx.Optimizer(Weight(), TX, wrt=nnx.Param)
     assert bool(ls.was_applied(optimizer))
     assert float(ls.grad(lambda w: w**2, optimizer)(3.0)) == 6.0
     assert float(jax.jit(ls.get_loss_scale)(optimizer)) == 2.0**15
