@@ -1,7 +1,6 @@
 """What is refused: the call, and the words that name the argument or the way out."""
 
 import functools
-import inspect
 
 import equinox as eqx
 import jax
@@ -130,12 +129,6 @@ def test_bound_method_is_refused_as_by_nnx(differentiated):
     except ValueError:
         with pytest.raises(ValueError, match="does not support bound methods"):
             differentiated(functools.partial(LINEAR.__call__))(X)
-
-
-def test_cast_method_has_the_signature_of_the_method():
-    cast = ls.autocast(LINEAR.__call__)
-    assert cast(X).shape == (1,)
-    assert inspect.signature(cast) == inspect.signature(LINEAR.__call__)
 
 
 # Models that are not differentiated, or have nothing but parameters.
