@@ -177,8 +177,7 @@ def test_wider_block_leaves_room_for_float16_at_its_border(dtype):
 
 
 MESH = make_mesh(data=8)
-BATCH = np.float32(10.0) ** -np.arange(8, dtype=np.float32)[:, None, None]
-BATCH = BATCH * np.ones((8, 2, 4), np.float32)
+BATCH = np.logspace(0, -7, 8, dtype=np.float32)[:, None, None] * np.ones((2, 4))
 
 
 def normalized(w, x):
@@ -186,15 +185,18 @@ def normalized(w, x):
     return y - jax.lax.pmean(y, "data")
 
 
-def tiny_gradient(block, w, x):
-    return jax.grad(lambda w: TINY * jnp.sum(block(w, x) ** 2))(w)
+def tiny_gradients(blocks, w, x):
+    def gradient(block):
+        return jax.grad(lambda w: TINY * jnp.sum(block(w, x) ** 2))(w)
+
+    return list(map(gradient, blocks))
 
 
 def on_devices(*blocks, check_vma=True):
     """Gradients of what all share, by a batch whose parts differ in size."""
 
     def gradients(w, x):
-        grads = [tiny_gradient(block, w, x) for block in blocks]
+        grads = tiny_gradients(blocks, w, x)
         # With `check_vma` jax adds them up.
         return grads if check_vma else jax.lax.psum(grads, "data")
 
@@ -203,9 +205,7 @@ def on_devices(*blocks, check_vma=True):
 
 
 def over_members(*blocks):
-    def gradients(w, x):
-        return [tiny_gradient(block, w, x) for block in blocks]
-
+    gradients = functools.partial(tiny_gradients, blocks)
     return jax.jit(jax.vmap(gradients, (None, 0), axis_name="data"))(W, BATCH)
 
 
