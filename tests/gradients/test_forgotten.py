@@ -225,15 +225,16 @@ def apart(function):
     return jax.jit(lambda *args: function(*args))
 
 
-def in_parts(net, way, compiled=("gradient", "update"), read=lambda state: state):
+def in_parts(net, way, compiled="gradient, update", read=lambda state: state):
     """Two steps, some parts compiled apart. The gradient may get the scale alone."""
-    parts = {"init": net.tx.init, "gradient": way, "update": net.apply}
-    parts |= {name: apart(parts[name]) for name in compiled}
+    init = apart(net.tx.init) if "init" in compiled else net.tx.init
+    gradient = apart(way) if "gradient" in compiled else way
+    update = apart(net.apply) if "update" in compiled else net.apply
     params, _, x = net.args
-    state = parts["init"](params)
+    state = init(params)
     for _ in range(2):
-        grads = parts["gradient"](params, read(state), x)
-        params, state = parts["update"](params, state, grads)
+        grads = gradient(params, read(state), x)
+        params, state = update(params, state, grads)
 
 
 def unscaled_apart(net, way=None, read=lambda state: state):
@@ -325,10 +326,10 @@ def test_right_step_whose_parts_are_apart_never_warns(program):
 
 
 READS = [
-    (by_grad, ["gradient"], ls.get_loss_scale_state),
-    (by_grad, ["update"], ls.get_loss_scale_state),
-    (by_grad, ["init", "update"], ls.get_loss_scale_state),
-    (by_backward, ["gradient"], ls.get_loss_scale),
+    (by_grad, "gradient", ls.get_loss_scale_state),
+    (by_grad, "update", ls.get_loss_scale_state),
+    (by_grad, "init, update", ls.get_loss_scale_state),
+    (by_backward, "gradient", ls.get_loss_scale),
 ]
 
 
