@@ -454,14 +454,14 @@ def test_traced_update_never_warns_of_a_fixed_scale():
 
 
 def test_eager_update_never_warns_of_a_constant_scale():
-    """It reads the scale each time, even where it is differentiated by the scale."""
+    """It reads the scale each time, even where it is differentiated."""
 
     def next_loss(*args):
         params, _, x = NET.step(closed_over(by_grad, NET.args[1]))(*args)
         return loss_fn(params, x)
 
-    by_state = jax.grad(next_loss, argnums=1, allow_int=True)
-    assert warnings_of(by_state, *NET.args) == []
+    gradient = jax.grad(next_loss, argnums=(0, 1), allow_int=True)
+    assert warnings_of(gradient, *NET.args) == []
 
 
 def test_notes_keep_no_arrays_and_no_static_data():
