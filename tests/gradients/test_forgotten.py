@@ -311,7 +311,9 @@ def assert_warns_once(message, program, *args):
 
 @pytest.mark.parametrize("way", RIGHT)
 def test_right_step_never_warns(way):
-    assert warnings_of(jit, NET, way) == []
+    """The second one meets what the first has noted."""
+    for _ in range(2):
+        assert warnings_of(jit, NET, way) == []
 
 
 @pytest.mark.parametrize("program", PLACES)
