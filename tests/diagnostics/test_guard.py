@@ -194,7 +194,7 @@ def test_guard_is_silent_about_a_bad_batch(rule):
     assert reports_of_run(rule, [1, 1, 1, BAD, 1, 1]) == ([], [])
 
 
-# If every second step is skipped, the rate is above 1/4 after some of 100 skips.
+# If every second step is skipped, this is the rate after n skips.
 HIGH = sum((1 - 0.99 ** (2 * n)) / 1.99 > 1 / 4 for n in range(1, 101))
 # The warning leaves out the first 60 skips, the error 100 in a row.
 EIGHTH, TENTH = 7 * [1] + [BAD], 9 * [1] + [BAD]

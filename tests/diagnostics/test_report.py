@@ -1,5 +1,6 @@
 """gradient_report, its table and suggest_loss_scale, beside NumPy and ml_dtypes."""
 
+import functools
 import math
 import os
 import re
@@ -8,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import AUTO, EXPLICIT, make_mesh, on_mesh
@@ -43,12 +42,20 @@ def oracle(x, scale, dtype):
     return {**counts, "max_abs": float(np.float32(max_abs)), "size": x.size}
 
 
-@pytest.mark.parametrize(("wide", "scale"), [(np.float32, 8.0), (np.float64, 1.0)])
-@pytest.mark.parametrize(
-    "dtype", ["float16", "bfloat16", "float8_e5m2", "float8_e4m3fn", "float32"]
-)
-def test_elements_at_the_limits_are_counted_as_rounding_has_it(dtype, wide, scale):
-    info = jnp.finfo(dtype)
+LIMITS = [
+    ("float16", np.float32),
+    ("bfloat16", np.float32),
+    ("float8_e5m2", np.float32),
+    ("float8_e4m3fn", np.float32),
+    ("float32", np.float32),
+    ("float16", np.float64),
+    ("float32", np.float64),
+]
+
+
+@pytest.mark.parametrize(("dtype", "wide"), LIMITS)
+def test_report_counts_elements_at_the_limits_as_rounding_does(dtype, wide):
+    scale, info = 8.0, jnp.finfo(dtype)
     least, tiny, largest = map(float, (info.smallest_subnormal, info.tiny, info.max))
     # The ties to zero, to the least normal number and to what lies beyond the largest.
     tie = largest + 2.0 ** (math.frexp(largest)[1] - 2 - info.nmant)
@@ -79,32 +86,25 @@ UNCOUNTED = {"count": np.arange(3), "key": KEY}
 UNCOUNTED["float0"] = np.zeros(2, jax.dtypes.float0)
 
 
-def test_each_leaf_has_its_counts_compiled_or_not():
+def test_each_leaf_has_its_counts(around):
     grads = {**LEAVES, **UNCOUNTED, "none": None}
     with enable_x64(True):
-        report = ls.gradient_report(grads)
-        compiled = jax.jit(lambda g, s: ls.gradient_report(g, loss_scale=s))(grads, 1.0)
-        totals = host(report.totals)
-    assert host(compiled) == host(report)
-    leaves = jax.tree.leaves((report, compiled))
-    types = {(x.shape, x.dtype.name, x.weak_type) for x in leaves}
+        report = around(lambda g, s: ls.gradient_report(g, loss_scale=s))(grads, 1.0)
+    types = {(x.shape, x.dtype.name, x.weak_type) for x in jax.tree.leaves(report)}
     assert types == {((), "float32", False)}
     expected = {name: oracle(leaf, 1.0, "float16") for name, leaf in LEAVES.items()}
     expected |= {name: oracle([], 1.0, "float16") for name in UNCOUNTED}
     for field, values in host(report)._asdict().items():
         assert values.pop("none") is None
         assert values == {name: counts[field] for name, counts in expected.items()}
-        combine = max if field == "max_abs" else sum
-        assert getattr(totals, field) == combine(values.values()), field
 
 
 # With these options, XLA takes no number for NaN or infinite.
 FAST = {"xla_cpu_enable_fast_math": True, "xla_backend_optimization_level": 3}
 FAST |= {f"xla_cpu_fast_math_honor_{x}": False for x in ("nans", "infs", "functions")}
 FAST["xla_llvm_disable_expensive_passes"] = False
-if "fusion_emitters" in os.environ.get(
-    "XLA_FLAGS", ""
-):  # Newer ones know no such flag.
+# Newer ones know no such flag.
+if "fusion_emitters" in os.environ.get("XLA_FLAGS", ""):
     FAST["xla_cpu_use_fusion_emitters"] = True
 
 
@@ -125,7 +125,10 @@ def test_fast_math_changes_no_count():
     assert min(nan, inf, zero, underflow, overflow) > 0
 
 
-@pytest.mark.parametrize("shape", [(3, 2**22 + 1), (2**16 + 1, 2**15 + 3)])
+SHAPES = {"12 million": (3, 2**22 + 1), "2 billion": (2**16 + 1, 2**15 + 3)}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_counts_are_exact_to_2_to_the_24_and_within_1e_6_beyond(shape):
     def report(x, y):
         index = jax.lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
@@ -141,46 +144,63 @@ def test_counts_are_exact_to_2_to_the_24_and_within_1e_6_beyond(shape):
         assert getattr(found, name) == expected, name
 
 
-def test_sums_over_leaves_are_within_1e_6():
-    numbers = [40_000_019.0, *[7.0] * 100]
+def test_totals_are_sums_and_the_largest_maximum():
+    totals = ls.GradientReport(*([10.0, n] for n in range(8))).totals
+    sums = totals._replace(max_abs=0)
+    assert [*map(float, sums)] == [10, 11, 12, 13, 14, 15, 0, 17]
+    assert totals.max_abs == 10
+
+
+def test_totals_are_within_1e_6():
+    """One after the other, the ones would all be lost."""
+    numbers = [2.0**24, *[1.0] * 40]
     totals = ls.GradientReport(*[numbers] * 8).totals
     assert float(totals.size) == pytest.approx(sum(numbers), rel=1e-6)
+
+
+def test_totals_of_no_arrays_are_0():
     assert {*map(float, ls.gradient_report({}).totals)} == {0.0}
 
 
 GLOBAL = np.ones((16, 8), np.float32)
 GLOBAL[3, 3], GLOBAL[11], GLOBAL[15, 7] = np.nan, 1e-9, 9.0
-suggest = jax.jit(ls.suggest_loss_scale)
 
 
-def test_report_sums_along_the_named_axis():
-    def summed(x, bias):
-        return ls.gradient_report({"w": x, "b": bias}, axis_name="d")
+def summed(x):
+    return ls.gradient_report({"w": x}, axis_name="d")
 
-    bias = np.ones((8, 3), np.float32)
-    expected = host(ls.gradient_report({"w": GLOBAL, "b": bias}))
-    for check_vma in (True, False):
-        per_device = on_mesh(summed, (P("d"), P("d")), P(), check_vma=check_vma)
-        assert host(per_device(GLOBAL, bias)) == expected
-    of_members = jax.vmap(summed, out_axes=None, axis_name="d")
-    assert host(of_members(GLOBAL.reshape(8, 2, 8), bias)) == expected
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_report_sums_along_the_axis_of_devices(check_vma):
+    of_devices = on_mesh(summed, P("d"), P(), check_vma=check_vma)
+    assert host(of_devices(GLOBAL)) == host(ls.gradient_report({"w": GLOBAL}))
+
+
+def test_report_sums_along_the_axis_of_members():
+    of_members = jax.jit(jax.vmap(summed, out_axes=None, axis_name="d"))
+    expected = host(ls.gradient_report({"w": GLOBAL}))
+    assert host(of_members(GLOBAL.reshape(8, 2, 8))) == expected
 
 
 def test_report_without_an_axis_is_of_each_device_or_member():
     def nan(x):
-        return ls.gradient_report([x, x[:1]]).totals.nan[None]
+        return ls.gradient_report({"w": x}).nan["w"][None]
 
     expected = [0, 1, 0, 0, 0, 0, 0, 0]
     assert on_mesh(nan, P("d"), P("d"))(GLOBAL).tolist() == expected
-    assert jax.vmap(nan)(GLOBAL.reshape(8, 2, 8)).ravel().tolist() == expected
+    members = jax.jit(jax.vmap(nan))(GLOBAL.reshape(8, 2, 8))
+    assert np.ravel(members).tolist() == expected
 
 
-@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
+def both(grads):
+    return ls.gradient_report(grads), ls.suggest_loss_scale(grads)
+
+
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 def test_sharded_arrays_are_measured_as_whole_ones(axis_type):
     mesh = make_mesh(axis_type, a=4, b=2)
     sharded = jax.device_put([GLOBAL], NamedSharding(mesh, P("a", "b")))
-    for function in (ls.gradient_report, suggest):
-        assert host(function(sharded)) == host(function([GLOBAL]))
+    assert [*map(host, jax.jit(both)(sharded))] == [*map(host, both([GLOBAL]))]
 
 
 def test_nothing_waits_for_the_device_or_compiles_for_each_array(caplog):
@@ -195,64 +215,75 @@ def test_nothing_waits_for_the_device_or_compiles_for_each_array(caplog):
     assert not [x for x in caplog.messages if x.startswith("Compiling")]
 
 
-# A program each: all of one type, and others of other types.
-KINDS = [("float16", 0.0), ("float16", 2.5), ("float16", 20.0), ("bfloat16", 2.5)]
-KINDS += [("float8_e5m2", 0.0)]
-EXPONENTS = st.floats(-100, 100, width=32)
+KINDS = [("float16", 2.5), ("bfloat16", 20.0), ("float8_e5m2", 0.0)]
 
 
-@given(st.lists(EXPONENTS, min_size=1, max_size=9), st.sampled_from(KINDS))
-def test_suggestion_is_the_largest_scale_within_headroom(exponents, kind):
-    dtype, headroom = kind
-    x = np.resize(np.exp2(np.array(exponents, np.float32)), 9).astype(np.float32)
-    grads = {"w": x, "not counted": np.float32([0, np.nan, -np.inf])}
-    limits = {"min_scale": 2.0**-126, "max_scale": 2.0**126}
-    found = ls.suggest_loss_scale(grads, dtype=dtype, headroom=headroom, **limits)
-    scale, rescued, lost, informative = host(found)
-    assert math.frexp(scale)[0] == 0.5 and informative
-    largest = math.log2(float(jnp.finfo(dtype).max)) - headroom
-    if 2.0**-126 < scale < 2.0**126:
-        assert -1 - 1e-4 < math.log2(x.max() * scale) - largest <= 1e-4
-    before, after = (oracle(x, s, dtype)["underflow"] / 9 for s in (1.0, scale))
-    expected = (max(before - after, 0), after)
-    assert (rescued, lost) == pytest.approx(expected, abs=1e-6)
+@pytest.mark.parametrize(("dtype", "headroom"), KINDS)
+def test_suggestion_is_the_largest_scale_within_headroom(dtype, headroom):
+    draw = np.random.default_rng(0).uniform
+    x = np.exp2(draw(-100, 100, (99, 1)) + draw(-20, 0, (99, 9))).astype(np.float32)
+    uncounted = np.tile(np.float32([0, np.nan, -np.inf]), (99, 1))
+    options = {"min_scale": 2.0**-126, "max_scale": 2.0**126, "headroom": headroom}
+    suggest = functools.partial(ls.suggest_loss_scale, dtype=dtype, **options)
+    suggested = jax.device_get(jax.jit(jax.vmap(suggest))(np.hstack([x, uncounted])))
+    bound = float(jnp.finfo(dtype).max) / 2.0**headroom
+    for row, scale, rescued, lost, informative in zip(x, *suggested, strict=True):
+        assert informative and math.frexp(scale)[0] == 0.5
+        if 2.0**-126 < scale < 2.0**126:
+            largest = float(row.max()) * float(scale)
+            assert 0.4999 * bound < largest < 1.0001 * bound
+        before, after = (oracle(row, s, dtype)["underflow"] / 9 for s in (1.0, scale))
+        expected = (max(before - after, 0), after)
+        assert (rescued, lost) == pytest.approx(expected, abs=1e-6)
 
 
-BATCHES = np.float32([1e-9, 1e-6]) * np.float32([[1.0], [1e3], [0.0]])
-# Bounds; gradients; the scale, the shares of rescued and lost, and whether any counts.
-SUGGESTED = [
-    # Zeros give no scale. XLA on CPU takes the last number for zero.
-    *(({}, [x], (2.0**15, 0, 0, False)) for x in ([], 0.0, np.nan, np.inf, 1e-45)),
-    ({"max_scale": 8.0}, [0.0], (8.0, 0, 0, False)),
-    ({"min_scale": 2.0**20}, [0.0], (2.0**20, 0, 0, False)),
-    ({}, [2e-38], (2.0**24, 0, 1, True)),
-    ({}, [3e38], (2.0**-24, 0, 0, True)),
-    ({"min_scale": 8.0, "max_scale": 8.0}, [1.0], (8.0, 0, 0, True)),
-    ({}, [1e-9], (2.0**24, 1, 0, True)),
-    ({"max_scale": 1.0}, [1e-9], (1.0, 0, 1, True)),
-    ({}, [1e-9, np.inf, 0.0], (2.0**24, 1, 0, True)),
-    # Several batches count together. A scale below 1 loses more.
-    ({}, BATCHES, (2.0**22, 0.25, 0, True)),
-    ({}, [2e-6, 1e8], (2.0**-14, 0, 0.5, True)),
-]
+# The scale, the shares that are rescued and lost, and whether any element counts.
+NOTHING = (2.0**15, 0, 0, False)
+SUGGESTED = {
+    "no elements": ([], {}, NOTHING),
+    "zeros": ([0.0], {}, NOTHING),
+    "NaN": ([np.nan], {}, NOTHING),
+    "inf": ([np.inf], {}, NOTHING),
+    "smaller than a CPU computes with": ([1e-45], {}, NOTHING),
+    "zeros, below the maximum": ([0.0], {"max_scale": 8.0}, (8.0, 0, 0, False)),
+    "zeros, above the minimum": ([0.0], {"min_scale": 2.0**20}, (2.0**20, 0, 0, False)),
+    "smallest": ([2e-38], {}, (2.0**24, 0, 1, True)),
+    "largest": ([3e38], {}, (2.0**-24, 0, 0, True)),
+    "one scale allowed": (
+        [1.0],
+        {"min_scale": 8.0, "max_scale": 8.0},
+        (8.0, 0, 0, True),
+    ),
+    "rescued": ([1e-9], {}, (2.0**24, 1, 0, True)),
+    "lost": ([1e-9], {"max_scale": 1.0}, (1.0, 0, 1, True)),
+    "inf and zero beside one": ([1e-9, np.inf, 0.0], {}, (2.0**24, 1, 0, True)),
+    "scale below 1": ([2e-6, 1e8], {}, (2.0**-14, 0, 0.5, True)),
+}
 
 
-@pytest.mark.parametrize(("bounds", "grads", "expected"), SUGGESTED)
-def test_suggestion_has_a_scale_within_bounds_and_shares(bounds, grads, expected):
-    grads = [{"w": np.float32(x)} for x in grads]
-    suggested = ls.suggest_loss_scale(grads, **bounds)
-    assert tuple(host(suggested)) == expected
-    assert bounds or host(suggest(grads)) == host(suggested)
-    scale, *_ = expected
-    for rule in (ls.DynamicLossScale, ls.HeadroomLossScale):
-        limits = {"min_scale": min(scale, 1.0)} | bounds
-        assert rule(suggested.loss_scale, **limits).init_scale == scale
+@pytest.mark.parametrize(
+    ("numbers", "bounds", "expected"), SUGGESTED.values(), ids=SUGGESTED
+)
+def test_suggestion_has_a_scale_within_bounds_and_shares(numbers, bounds, expected):
+    grads = np.resize(np.float32(numbers), 6 if numbers else 0)
+    assert tuple(host(ls.suggest_loss_scale(grads, **bounds))) == expected
+
+
+def test_suggestion_is_of_all_batches_together():
+    batches = [{"w": np.float32(x)} for x in ([1e-9, 1e-6], [1e-6, 1e-3], [0, 0])]
+    assert tuple(host(ls.suggest_loss_scale(batches))) == (2.0**22, 0.25, 0, True)
+
+
+@pytest.mark.parametrize("rule", [ls.DynamicLossScale, ls.HeadroomLossScale])
+def test_rules_take_a_suggested_scale(rule):
+    suggested = ls.suggest_loss_scale(np.float32([1e-9] * 6))
+    assert rule(suggested.loss_scale).init_scale == 2.0**24
 
 
 def test_suggestion_shows_a_table():
-    shown = repr(suggest(np.float32([0.0, 2e-5, 2e-2, 1e-9, 2e-6, 2e-3])))
+    shown = repr(ls.suggest_loss_scale(np.float32([0.0, 2e-5, 2e-2, 1e-9, 2e-6, 2e-3])))
     assert shown.startswith("loss_scale   2**18\nrescued      0.2\nlost ")
-    shown = repr(ls.suggest_loss_scale(np.float32([1.0]), max_scale=100.0))
+    shown = repr(ls.SuggestedLossScale(np.float32(100), 0, 0, True))
     assert shown.startswith("loss_scale   100.0\n")
 
 
@@ -271,17 +302,19 @@ TABLE = """\
 all                 2,944  4 <1%   2 <1%     -          -          -     39 1%        1"""  # noqa: E501
 
 
-def test_table_is_the_same_compiled_fetched_and_shown():
-    report = ls.gradient_report(GRADS, loss_scale=2.0**17)
-    compiled = jax.jit(lambda g: ls.gradient_report(g, loss_scale=2.0**17))(GRADS)
-    for same in (report, compiled, jax.device_get(report)):
+@pytest.fixture(scope="module")
+def report():
+    return jax.jit(lambda g: ls.gradient_report(g, loss_scale=2.0**17))(GRADS)
+
+
+def test_table_is_the_same_fetched_and_shown(report):
+    for same in (report, jax.device_get(report)):
         # As an interactive session shows them.
         assert ls.format_report(same) == repr(ls.format_report(same)) == TABLE
         assert repr(same) == str(same) == TABLE
 
 
-def test_limit_leaves_out_the_best():
-    report = ls.gradient_report(GRADS, loss_scale=2.0**17)
+def test_limit_leaves_out_the_best(report):
     shown, lines = ls.format_report(report, limit=2).split("\n"), TABLE.split("\n")
     expected = [*lines[:4], "... and 3 more, none of them worse", lines[-1]]
     # Columns are as wide as what is shown.
@@ -307,22 +340,28 @@ def test_table_begins_with_the_worst():
     assert re.findall(r"^\['(.)'\]", table, re.M) == list("hgeidcbfa")
 
 
-# The numbers of NaN among 1000 elements, and their shares.
 SHARES = {5: "<1%", 6: "1%", 494: "49%", 994: "99%", 995: ">99%", 1000: "100%"}
-ROOT = "1 array, 1 with NaN or inf\n(.*\n)\\(root\\)  1,000  {:,} {} "
-NAN_AND_1 = np.float32([np.nan, 1])
-BEGINNINGS = [
-    *((np.repeat(NAN_AND_1, [n, 1000 - n]), ROOT.format(n, SHARES[n])) for n in SHARES),
-    ([np.ones(2)] * 2, "2 arrays, none with NaN, inf, overflow or underflow\n"),
-    ([np.full(1, 1e-9)], "1 array, 1 with underflow\n"),
-    ({}, "The tree of gradients holds no arrays.$"),
-]
 
 
-@pytest.mark.parametrize(("grads", "beginning"), BEGINNINGS)
-def test_table_has_a_summary_and_exact_shares(grads, beginning):
-    """Shares round to nothing and to all only if they are."""
-    assert re.match(beginning, ls.format_report(ls.gradient_report(grads)))
+@pytest.mark.parametrize(("number", "share"), SHARES.items())
+def test_table_rounds_shares_to_nothing_and_to_all_only_if_they_are(number, share):
+    grads = np.repeat(np.float32([np.nan, 1]), [number, 1000 - number])
+    table = ls.format_report(ls.gradient_report(grads))
+    assert f"\n(root)  1,000  {number:,} {share} " in table
+
+
+SUMMARIES = {
+    "1 array, 1 with NaN or inf": [[np.nan, 1.0]],
+    "1 array, 1 with underflow": [[1e-9, 1.0]],
+    "2 arrays, none with NaN, inf, overflow or underflow": [[1.0, 1.0]] * 2,
+    "The tree of gradients holds no arrays.": [],
+}
+
+
+@pytest.mark.parametrize(("summary", "arrays"), SUMMARIES.items(), ids=SUMMARIES)
+def test_table_begins_with_a_summary(summary, arrays):
+    report = ls.gradient_report([np.float32(x) for x in arrays])
+    assert ls.format_report(report).split("\n")[0] == summary
 
 
 def test_diagnostics_are_constants_to_derivatives():
@@ -341,9 +380,4 @@ def test_diagnostics_are_constants_to_derivatives():
     second_derivative = jax.jit(jax.hessian(jax.checkpoint(loss)))
     assert float(second_derivative(2.0**-26)) == 2 * (1 + 2.0**-25 * 2.0**24)
     jax.effects_barrier()
-    error = str(errors[0])
-    assert error.startswith("The last 7 steps were")
-    x = np.float32(2.0**-26)
-    grads = {"w": x * np.float32([1, 2]), "complex": np.complex64(x + x * 1j)}
-    report = ls.gradient_report(grads, loss_scale=x)
-    assert error.endswith(f"The last gradients:\n{ls.format_report(report)}")
+    assert str(errors[0]).startswith("The last 7 steps were")
