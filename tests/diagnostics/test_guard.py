@@ -271,21 +271,27 @@ def test_one_device_along_the_axis_calls_the_host():
     assert [len(found) for found in errors.values()] == [8, 2, 1]
 
 
-MEMBERS = jax.tree.map(lambda x: np.stack([x] * 8), FIRST)
-MEMBERS = MEMBERS._replace(consecutive_skips=np.arange(8, dtype=np.int32))
+NUMBERS = np.arange(8, dtype=np.int32).reshape(2, 4)
+MEMBERS = jax.tree.map(lambda x: np.full((2, 4), x), FIRST)
+MEMBERS = MEMBERS._replace(consecutive_skips=NUMBERS, loss_scale=2.0**NUMBERS)
+check_members = functools.partial(
+    ls.check_loss_scale, max_consecutive_skips=3, every=2, on_error=ERRORS.append
+)
 
 
-def test_error_names_the_first_of_the_members_that_skip():
-    options = {"max_consecutive_skips": 3, "every": 2, "on_error": ERRORS.append}
-    check = functools.partial(ls.check_loss_scale, **options)
-    texts = reports(jax.jit(jax.vmap(check)), MEMBERS)
+def test_loop_reports_each_member_that_skips():
+    texts = reports(jax.jit(jax.vmap(jax.vmap(check_members))), MEMBERS)
     assert sorted(x[:16] for x in texts) == ["The last 4 steps", "The last 6 steps"]
-    [text] = reports(check, MEMBERS)
-    assert text.startswith("The last 4 steps of member 4 were all skipped")
+
+
+def test_host_reports_the_first_member_that_skips():
+    [text] = reports(check_members, MEMBERS)
+    assert text.startswith("The last 4 steps of member 1, 0 were all skipped")
+    assert "\nLoss scale: 16. " in text
 
 
 @pytest.mark.parametrize("number", [np.nan, 0.0])
 def test_guard_is_silent_about_gradients_if_a_member_skips(number):
     """Its gradients may be NaN, and zeros say nothing of them."""
-    grads = np.full((8, 2), number, np.float32)
+    grads = np.full((2, 4, 2), number)
     assert reports(ls.check_loss_scale, MEMBERS, grads=grads) == []
