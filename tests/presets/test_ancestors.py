@@ -2,7 +2,7 @@
 
 import re
 
-import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from book import page, run_blocks, table
@@ -10,11 +10,11 @@ from book import page, run_blocks, table
 import optax_lossscale as ls
 
 RULE, INNER = ls.DynamicLossScale(), optax.adam(0.1)
-PARAMS = {"w": jnp.ones(3), "unused": None}
-TX, TRUE = ls.with_loss_scaling(INNER, RULE), jnp.bool_(True)
+PARAMS = {"w": np.ones(3, np.float32), "unused": None}
+TX, TRUE = ls.with_loss_scaling(INNER, RULE), np.bool_(True)
 NAMES = {"ls": ls, "optax": optax, "rule": RULE, "config": RULE.get_config()}
 NAMES |= {"optimizer": INNER, "tx": TX, "opt_state": TX.init(PARAMS), "params": PARAMS}
-NAMES |= {"grads": PARAMS, "state": RULE.init(), "value": 8.0, "loss_fn": jnp.sum}
+NAMES |= {"grads": PARAMS, "state": RULE.init(), "value": 8.0, "loss_fn": np.sum}
 NAMES |= {"overflow": TRUE, "finite_grads": TRUE}
 
 

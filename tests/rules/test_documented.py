@@ -99,9 +99,9 @@ SMALLEST, LARGEST = 2.0**-126, 2.0**126
 DTYPES = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
 
 
-@pytest.mark.parametrize("headroom", [0.0, 3.0, 10.0, 0.5, 6.3])
+@pytest.mark.parametrize("headroom", [0.0, 3.0, 6.3])
 @pytest.mark.parametrize("dtype", slow_but(("float16",), DTYPES))
-def test_scale_is_the_largest_power_of_two_within_the_bound(dtype, headroom):
+def test_headroom_rule_takes_the_largest_power_of_two_within_the_bound(dtype, headroom):
     """For magnitudes right around the largest that each scale leaves below it."""
     limits = {"dtype": dtype, "min_scale": SMALLEST, "max_scale": LARGEST}
     rule = ls.HeadroomLossScale(headroom=headroom, **limits)
@@ -109,34 +109,38 @@ def test_scale_is_the_largest_power_of_two_within_the_bound(dtype, headroom):
     at = [x for k in range(-126, 127, 3) if SMALLEST < (x := top * 2.0**-k) < 2.0**127]
     bits = np.float32(at).view(np.int32)[:, None] + np.arange(-2, 3, dtype=np.int32)
     magnitudes = bits.ravel().view(np.float32)
-    state = jax.jit(jax.vmap(lambda m: rule.update(rule.init(), True, m)))(magnitudes)
-    # Exact: a power of two times a float32.
-    scaled, scale = magnitudes * np.float64(state.loss_scale), state.loss_scale
+    states = jax.jit(jax.vmap(lambda m: rule.update(rule.init(), True, m)))(magnitudes)
+    scale = np.float64(states.loss_scale)
+    scaled = magnitudes * scale  # exact: a float32 times a power of two
     bound = top * (1 + 2.0**-23)  # a float32
     assert np.all((scaled <= bound) | (scale == SMALLEST))
     assert np.all((2 * scaled > top) | (scale == LARGEST))
 
 
-def test_rule_keeps_a_scale_that_retries_lowered():
+def test_headroom_rule_keeps_a_scale_that_retries_lowered():
     """A memory of the gradient that overflowed keeps it low."""
     rule = ls.HeadroomLossScale()
-    state = rule.update(rule.init(), True, 1.0)
-    scale = float(state.loss_scale)
-    new = state._replace(loss_scale=jnp.float32(scale / 64))
+    state = rule.update(rule.init(), True, 1.0)._replace(loss_scale=2.0**6)
     for _ in range(50):
-        new = rule.update(new, True, 1.0)
-        assert float(new.loss_scale) == scale / 64
-    raised = state._replace(loss_scale=jnp.float32(scale * 64))
-    assert float(rule.update(raised, True, 1.0).loss_scale) == scale
+        state = rule.update(state, True, 1.0)
+        assert state.loss_scale == 2.0**6
 
 
-def test_rule_backs_off_from_a_scale_whose_gradients_no_float32_holds():
+def test_headroom_rule_keeps_no_scale_that_was_raised():
+    rule = ls.HeadroomLossScale()
+    state = rule.update(rule.init(), True, 1.0)
+    assert state.loss_scale == 2.0**12
+    state = state._replace(loss_scale=2.0**18)
+    assert rule.update(state, True, 1.0).loss_scale == 2.0**12
+
+
+def test_headroom_rule_backs_off_from_a_scale_that_no_float32_gradient_reaches():
     rule = ls.HeadroomLossScale(min_scale=SMALLEST)
     state = rule.init()._replace(loss_scale=jnp.float32(2.0**-120))
     assert float(rule.update(state, False, 0.0).loss_scale) == 2.0**-122
 
 
-def test_rule_with_less_headroom_raises_the_scale_slowly():
+def test_less_headroom_raises_the_scale_slowly():
     """It takes the lower scale for one that retries have lowered."""
     careful = ls.HeadroomLossScale(headroom=6)
     bold = ls.HeadroomLossScale(headroom=3, half_life=1)
