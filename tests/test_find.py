@@ -25,96 +25,105 @@ class Trainer:
     opt_state: object
 
 
-def train_state(opt_state):
-    state = TrainState.create(apply_fn=None, params=PARAMS, tx=TX)
-    return state.replace(opt_state=opt_state)
+def opt_state(state):
+    return state
 
 
-HOLDERS = [lambda state: state, lambda state: state.scale_state, train_state]
+def scale_state(state):
+    return state.scale_state
 
 
-@pytest.mark.parametrize("hold", [*HOLDERS, Trainer])
+def train_state(state):
+    new = TrainState.create(apply_fn=None, params=PARAMS, tx=TX)
+    return new.replace(opt_state=state)
+
+
+@pytest.mark.parametrize("hold", [opt_state, scale_state, train_state, Trainer])
 def test_scale_is_found_by_the_type_of_the_state(hold):
     state = hold(TX.init(PARAMS))
     assert_same_bits(ls.get_loss_scale_state(state), RULE.init())
     assert float(ls.get_loss_scale(state)) == 64.0
 
 
-def retry(state):
-    """The gradient overflows at a scale of 32, and not at 16."""
-
-    def loss_fn(x):
-        return 2.0**11 * x.astype("float16").astype("float32")
-
-    return ls.value_and_grad_with_retries(loss_fn, state)(1.0)[-1]
-
-
-@pytest.mark.parametrize("hold", HOLDERS)
-def test_retries_lower_the_scale_in_a_pytree(hold):
-    state = hold(TX.init(PARAMS))
-    new = retry(state)
-    assert type(new) is type(state) and float(ls.get_loss_scale(new)) == 16.0
+def test_retries_refuse_what_is_no_pytree():
+    state = Trainer(ls.DynamicLossScale().init())
     with pytest.raises(TypeError, match="must be a pytree .* Pass its `opt_state`"):
-        retry(Trainer(TX.init(PARAMS)))
+        ls.value_and_grad_with_retries(jnp.sum, state)(1.0)
 
 
-@pytest.mark.parametrize("number", [8, np.float64(8), jnp.bfloat16(8)])
-def test_scale_of_any_type_is_read_as_float32(number):
+@pytest.mark.parametrize("number", [8, np.float64(8), jnp.bfloat16(8)], ids=type)
+def test_scale_of_any_type_is_read_as_float32(number, around):
     state = optax.tree.set(TX.init(PARAMS), loss_scale=number)
-    for read in (ls.get_loss_scale, jax.jit(ls.get_loss_scale)):
-        assert_same_bits(scale := read(state), jnp.float32(8))
-        assert not scale.weak_type
+    scale = around(ls.get_loss_scale)(state)
+    assert_same_bits(scale, jnp.float32(8))
+    assert not scale.weak_type
 
 
-SCALE = [
-    lambda state: ls.grad(jnp.sum, state)(1.0),
-    lambda state: ls.value_and_grad_with_retries(jnp.sum, state)(1.0),
-    lambda state: ls.scale_loss(1.0, state),
-    lambda state: ls.unscale_grads(1.0, state),
-]
 # Users of either wrapper know only its own name.
 EITHER = "`with_loss_scaling` or `skip_nonfinite`"
-NO_STATE = rf"be what the `init\(params\)` of {EITHER} returned"
+NO_STATE = rf"^`state` must be what the `init\(params\)` of {EITHER} returned"
 WRAP = f"ut {EITHER} around the whole"
+# Beside or around the scale, even where the state is empty, updates might change.
+OUTSIDE = {
+    "chain": optax.chain(SCALED(CLIP), ADAM),
+    "chain with identity": optax.chain(SCALED(ADAM), optax.identity()),
+    "masked": optax.masked(SCALED(ADAM), {"w": True}),
+    "MultiSteps": optax.MultiSteps(SCALED(ADAM), 2),
+    "sam": optax.contrib.sam(SCALED(ADAM), optax.sgd(0.1)),
+    "apply_if_finite": optax.apply_if_finite(SCALED(ADAM), 3),
+    "hyperparameters": optax.inject_hyperparams(lambda a: SCALED(optax.adam(a)))(1e-3),
+    "named chain": optax.named_chain(("a", SCALED(CLIP)), ("b", SCALED(ADAM))),
+}
+
+
+@pytest.mark.parametrize("tx", OUTSIDE.values(), ids=OUTSIDE)
+def test_state_around_the_scale_is_refused(tx):
+    words = f"{NO_STATE}.*of type .*{WRAP} .*`optax.MultiSteps`, turn off"
+    with pytest.raises(ValueError, match=words):
+        ls.get_loss_scale_state(tx.init(PARAMS))
+
+
 RESTORE = r"pass `init\(params\)` to the checkpointer as the target"
 UPDATED = f"of type tuple. If `update` returned it, pass the second .*p{WRAP}"
-RESTORED = {"scale_state": {"loss_scale": 1.0}, "inner_state": []}
-# Beside or around the scale, even where the state is empty, updates might change.
-OUTSIDE = [
-    optax.chain(SCALED(CLIP), ADAM),
-    optax.chain(SCALED(ADAM), optax.identity()),
-    optax.masked(SCALED(ADAM), {"w": True}),
-    optax.MultiSteps(SCALED(ADAM), 2),
-    optax.contrib.sam(SCALED(ADAM), optax.sgd(0.1)),
-    optax.apply_if_finite(SCALED(ADAM), 3),
-    optax.inject_hyperparams(lambda a: SCALED(optax.adam(a)))(1e-3),
-    optax.named_chain(("a", SCALED(CLIP)), ("b", SCALED(ADAM))),
-]
-REFUSED = [
-    *((tx.init, f"{NO_STATE}.*of type .*{WRAP} .*`optax.Multi") for tx in OUTSIDE),
-    (ADAM.init, rf"{NO_STATE}.*{WRAP} .*from `init\(params\)._replace\(inner_state="),
-    (lambda _: 1024.0, r"got 1024.0. .* is `FixedLossScale\(1024.0\).init\(\)`"),
-    (lambda _: TX, r"It is the optimizer: pass what its `init\(params\)` returns"),
-    (lambda _: RULE, r"It is not a state yet: pass what its `init\(\)` returns"),
-    (lambda _: None, f"got None. P{WRAP}"),
-    (lambda _: (64.0, ()), f"{RESTORE}, so that it has its types. Else p{WRAP}"),
-    (lambda _: RESTORED, RESTORE),
-    (lambda _: Trainer(RESTORED), RESTORE),
-    (lambda params: TX.update(params, TX.init(params), params), UPDATED),
-    (lambda params: jax.eval_shape(TX.init, params), "hold numbers, got a jax.Shape"),
-]
+SAVED = {"scale_state": {"loss_scale": 1.0}, "inner_state": []}
+UNWRAPPED = rf"{NO_STATE}.*{WRAP} .*from `init\(params\)._replace\(inner_state="
+OTHERS = {
+    "unwrapped": (ADAM.init, UNWRAPPED),
+    "number": (lambda _: 1024.0, r"got 1024.0. .* is `FixedLossScale\(1024.0\).init"),
+    "optimizer": (lambda _: TX, r"It is the optimizer: pass what its `init\(params\)`"),
+    "rule": (lambda _: RULE, r"It is not a state yet: pass what its `init\(\)` return"),
+    "tuple": (lambda _: (64.0, ()), f"{RESTORE}, so that it has .* Else p{WRAP}"),
+    "restored": (lambda _: SAVED, RESTORE),
+    "restored in a trainer": (lambda _: Trainer(SAVED), RESTORE),
+    "results of update": (lambda x: (x, TX.init(x)), UPDATED),
+    "abstract": (lambda x: jax.eval_shape(TX.init, x), "hold numbers, got a jax.Shape"),
+}
 
 
-@pytest.mark.parametrize(("make", "words"), REFUSED)
-@pytest.mark.parametrize("use", [ls.get_loss_scale_state, ls.was_applied, *SCALE])
-def test_readers_and_scalers_refuse_other_states(make, words, use):
-    with pytest.raises(ValueError, match=f"^`state` must .*{words}"):
-        use(make(PARAMS))
+@pytest.mark.parametrize(("make", "words"), OTHERS.values(), ids=OTHERS)
+def test_error_says_what_to_pass_instead_of_another_state(make, words):
+    with pytest.raises(ValueError, match=words):
+        ls.get_loss_scale_state(make(PARAMS))
 
 
-@pytest.mark.parametrize("use", SCALE)
-def test_ensemble_has_scales_but_does_not_scale(use):
-    state = jax.vmap(TX.init)({"w": np.ones((3, 2), np.float32)})
+SCALE = {
+    "grad": lambda state: ls.grad(jnp.sum, state)(1.0),
+    "retries": lambda state: ls.value_and_grad_with_retries(jnp.sum, state)(1.0),
+    "scale_loss": lambda state: ls.scale_loss(1.0, state),
+    "unscale_grads": lambda state: ls.unscale_grads(1.0, state),
+}
+READ = {f.__name__: f for f in (ls.get_loss_scale, ls.was_applied, ls.check_loss_scale)}
+
+
+@pytest.mark.parametrize("use", (READ | SCALE).values(), ids=READ | SCALE)
+def test_readers_and_scalers_refuse_other_states(use):
+    with pytest.raises(ValueError, match=NO_STATE):
+        use(ADAM.init(PARAMS))
+
+
+@pytest.mark.parametrize("scale", SCALE.values(), ids=SCALE)
+def test_ensemble_has_scales_but_does_not_scale(scale):
+    state = jax.vmap(lambda _: RULE.init())(np.arange(3))
     assert ls.get_loss_scale(state).shape == (3,)
     with pytest.raises(ValueError, match="of one run, got .*inside `jax.vmap`"):
-        use(state)
+        scale(state)

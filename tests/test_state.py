@@ -9,7 +9,6 @@ import optax
 import pytest
 from every_rule import every_rule
 from shared import enable_x64
-from training import run_rule
 
 import optax_lossscale as ls
 
@@ -39,23 +38,6 @@ def test_fields_are_in_order_and_strongly_typed_scalars(rule, x64):
         assert {(x.shape, x.weak_type) for x in leaves} == {((), False)}
         assert {x.dtype.name for x in leaves[len(TYPES) :]} <= {"float32", "int32"}
     assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(states[0]))
-
-
-DYNAMIC, FIXED = ls.DynamicLossScale(), ls.FixedLossScale()
-DESCENT = [False] * 14
-RATES = {
-    "descent, then 1 of 21": (DYNAMIC, DESCENT + ([True] * 20 + [False]) * 20, False),
-    "long descent": (DYNAMIC, [False] * 90 + [True] * 400, False),
-    "1 of 3": (DYNAMIC, [False, True, True] * 150, True),
-    # A fixed scale does not come down.
-    "fixed, 29 of 29": (FIXED, [False] * 29, True),
-    "fixed, 28 of 28": (FIXED, [False] * 28, False),
-}
-
-
-@pytest.mark.parametrize(("rule", "flags", "often"), RATES.values(), ids=RATES)
-def test_skip_rate_exceeds_a_quarter_only_if_steps_go_on_being_lost(rule, flags, often):
-    assert (max(run_rule(rule, flags).skip_rate) > 0.25) == often
 
 
 def test_field_names_are_unique_among_optax_states():

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from book import page
 from every_rule import every_rule
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh, on_mesh
@@ -27,16 +26,14 @@ compiled_check = jax.jit(ls.check_loss_scale, static_argnames=OPTIONS)
 
 
 def reports(function, *args, **kwargs):
-    """The errors and warnings of a call. A page has the sentence of each warning."""
+    """The errors and warnings of a call."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         jax.block_until_ready(function(*args, **kwargs))
         jax.effects_barrier()
     errors, ERRORS[:] = ERRORS[:], []
     assert all(isinstance(x, ls.LossScaleError) for x in errors)
-    texts = [str(w.message) for w in warned]
-    assert all(x.split("\n")[0] in page("troubleshooting") for x in texts)
-    return [*map(str, errors), *texts]
+    return [*map(str, errors), *(str(w.message) for w in warned)]
 
 
 # How a report of each event begins.

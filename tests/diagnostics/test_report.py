@@ -42,18 +42,11 @@ def oracle(x, scale, dtype):
     return {**counts, "max_abs": float(np.float32(max_abs)), "size": x.size}
 
 
-LIMITS = [
-    ("float16", np.float32),
-    ("bfloat16", np.float32),
-    ("float8_e5m2", np.float32),
-    ("float8_e4m3fn", np.float32),
-    ("float32", np.float32),
-    ("float16", np.float64),
-    ("float32", np.float64),
-]
+NARROW = ["float16", "bfloat16", "float8_e5m2", "float8_e4m3fn", "float32"]
 
 
-@pytest.mark.parametrize(("dtype", "wide"), LIMITS)
+@pytest.mark.parametrize("wide", [np.float32, np.float64])
+@pytest.mark.parametrize("dtype", NARROW)
 def test_report_counts_elements_at_the_limits_as_rounding_does(dtype, wide):
     scale, info = 8.0, jnp.finfo(dtype)
     least, tiny, largest = map(float, (info.smallest_subnormal, info.tiny, info.max))
@@ -242,19 +235,13 @@ NOTHING = (2.0**15, 0, 0, False)
 SUGGESTED = {
     "no elements": ([], {}, NOTHING),
     "zeros": ([0.0], {}, NOTHING),
-    "NaN": ([np.nan], {}, NOTHING),
-    "inf": ([np.inf], {}, NOTHING),
+    "NaN and inf": ([np.nan, np.inf], {}, NOTHING),
     "smaller than a CPU computes with": ([1e-45], {}, NOTHING),
     "zeros, below the maximum": ([0.0], {"max_scale": 8.0}, (8.0, 0, 0, False)),
     "zeros, above the minimum": ([0.0], {"min_scale": 2.0**20}, (2.0**20, 0, 0, False)),
     "smallest": ([2e-38], {}, (2.0**24, 0, 1, True)),
     "largest": ([3e38], {}, (2.0**-24, 0, 0, True)),
-    "one scale allowed": (
-        [1.0],
-        {"min_scale": 8.0, "max_scale": 8.0},
-        (8.0, 0, 0, True),
-    ),
-    "rescued": ([1e-9], {}, (2.0**24, 1, 0, True)),
+    "at the minimum": ([1e6], {"min_scale": 2.0**20}, (2.0**20, 0, 0, True)),
     "lost": ([1e-9], {"max_scale": 1.0}, (1.0, 0, 1, True)),
     "inf and zero beside one": ([1e-9, np.inf, 0.0], {}, (2.0**24, 1, 0, True)),
     "scale below 1": ([2e-6, 1e8], {}, (2.0**-14, 0, 0.5, True)),
@@ -272,12 +259,6 @@ def test_suggestion_has_a_scale_within_bounds_and_shares(numbers, bounds, expect
 def test_suggestion_is_of_all_batches_together():
     batches = [{"w": np.float32(x)} for x in ([1e-9, 1e-6], [1e-6, 1e-3], [0, 0])]
     assert tuple(host(ls.suggest_loss_scale(batches))) == (2.0**22, 0.25, 0, True)
-
-
-@pytest.mark.parametrize("rule", [ls.DynamicLossScale, ls.HeadroomLossScale])
-def test_rules_take_a_suggested_scale(rule):
-    suggested = ls.suggest_loss_scale(np.float32([1e-9] * 6))
-    assert rule(suggested.loss_scale).init_scale == 2.0**24
 
 
 def test_suggestion_shows_a_table():

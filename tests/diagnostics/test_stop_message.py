@@ -47,63 +47,46 @@ def half(x):
     return x.astype(jnp.float16)
 
 
-def in_float16(w, x):
-    return jnp.mean(jnp.float32(half(x) @ half(w)) ** 2)
-
-
-def in_float32(w, x):
-    return jnp.mean((x @ w) ** 2)
-
-
-def loss_in_float16(w, x):
-    return jnp.mean(jnp.float32(jnp.square(half(w))))
-
-
-def large_sum(w, x):
-    return 1e9 * jnp.sum(jnp.float32(half(x) @ half(w)))
-
-
-def norm(w, x):
-    return jnp.linalg.norm(w @ x[0])
-
-
-def root(w, x):
-    return jnp.sqrt(w[0, 0])
-
-
-def mean_of_rows(w, mask):
-    return jnp.sum(X @ w[0] * mask) / jnp.sum(mask)
-
-
-def of_labels(w, label):
+def label_loss(w, label):
     loss = optax.softmax_cross_entropy_with_integer_labels
     return loss(X @ w, jnp.full(64, label)).mean()
 
 
-def of_masked_classes(w, weights):
+def masked_classes(w, weights):
     logs = jax.nn.log_softmax(jnp.where(jnp.arange(8) < 5, X @ w, -jnp.inf))
     return -jnp.mean(weights * logs)
 
 
+LOSSES = {
+    "float16": lambda w, x: jnp.mean(jnp.float32(half(x) @ half(w)) ** 2),
+    "float32": lambda w, x: jnp.mean((x @ w) ** 2),
+    "float16 loss": lambda w, x: jnp.mean(jnp.float32(jnp.square(half(w)))),
+    "sum": lambda w, x: 1e9 * jnp.sum(jnp.float32(half(x) @ half(w))),
+    "norm": lambda w, x: jnp.linalg.norm(w @ x[0]),
+    "root": lambda w, x: jnp.sqrt(w[0, 0]),
+    "mean": lambda w, mask: jnp.sum(X @ w[0] * mask) / jnp.sum(mask),
+    "label": label_loss,
+    "classes": masked_classes,
+}
 LOW_RULE, HIGH_RULE = ls.DynamicLossScale(1.0), ls.FixedLossScale(2.0**24)
 FAULTS = {
-    "NaN in the batch": (in_float16, W, X * NAN, DEFAULT, DATA),
-    "large activations": (in_float16, 1e6 * W, X, DEFAULT, FORWARD),
-    "mean over nothing": (mean_of_rows, W, NO_ROW, DEFAULT, EMPTY),
-    "label out of range": (of_labels, W, COUNTED, DEFAULT, LABEL),
-    "inf times 0": (of_masked_classes, W, FIRST_CLASS, DEFAULT, "mask multiplies inf"),
-    "large float16 loss": (loss_in_float16, 300 * W, X, LOW_RULE, LOSS),
-    "sum": (large_sum, W, X, LOW_RULE, LOW),
-    "sum, scale below 1": (large_sum, W, X, ls.DynamicLossScale(2.0**-14), LOW),
-    "high scale": (in_float16, W, X, HIGH_RULE, HIGH),
-    "norm of 0, NaN": (norm, 0 * W, X, DEFAULT, DERIVATIVE),
-    "root of 0, inf": (root, 0 * W, X, DEFAULT, DERIVATIVE),
+    "NaN in the batch": ("float16", W, X * NAN, DEFAULT, DATA),
+    "large activations": ("float16", 1e6 * W, X, DEFAULT, FORWARD),
+    "mean over nothing": ("mean", W, NO_ROW, DEFAULT, EMPTY),
+    "label out of range": ("label", W, COUNTED, DEFAULT, LABEL),
+    "inf times 0": ("classes", W, FIRST_CLASS, DEFAULT, "mask multiplies inf"),
+    "large float16 loss": ("float16 loss", 300 * W, X, LOW_RULE, LOSS),
+    "sum": ("sum", W, X, LOW_RULE, LOW),
+    "sum, scale below 1": ("sum", W, X, ls.DynamicLossScale(2.0**-14), LOW),
+    "high scale": ("float16", W, X, HIGH_RULE, HIGH),
+    "norm of 0, NaN": ("norm", 0 * W, X, DEFAULT, DERIVATIVE),
+    "root of 0, inf": ("root", 0 * W, X, DEFAULT, DERIVATIVE),
     # Without a scale, no scale and no float16 is to blame.
-    "unscaled, NaN in the batch": (in_float32, W, X * NAN, UNIT, DATA),
-    "unscaled, divergence": (in_float32, 1e30 * W, X, UNIT, "training diverges (clip"),
-    "unscaled, mean over nothing": (mean_of_rows, W, NO_ROW, UNIT, EMPTY),
-    "unscaled, label out of range": (of_labels, W, COUNTED, UNIT, LABEL),
-    "unscaled, root of 0": (root, 0 * W, X, UNIT, DERIVATIVE),
+    "unscaled, NaN in the batch": ("float32", W, X * NAN, UNIT, DATA),
+    "unscaled, divergence": ("float32", 1e30 * W, X, UNIT, "training diverges (clip"),
+    "unscaled, mean over nothing": ("mean", W, NO_ROW, UNIT, EMPTY),
+    "unscaled, label out of range": ("label", W, COUNTED, UNIT, LABEL),
+    "unscaled, root of 0": ("root", 0 * W, X, UNIT, DERIVATIVE),
 }
 
 
@@ -117,7 +100,7 @@ def value_and_grad(loss, state, *args):
 )
 def test_message_names_the_fault_of_the_loss(loss, w, x, rule, cause):
     state = stopped(rule)
-    value, grads = value_and_grad(loss, state, w, x)
+    value, grads = value_and_grad(LOSSES[loss], state, w, x)
     text = message(state, grads=grads, value=value)
     assert cause in text
     # Only finite gradients put the blame on the loss itself.
