@@ -1,7 +1,5 @@
 """What presets make of their arguments, where no recording shows it."""
 
-import math
-
 import pytest
 from every_rule import PRESETS
 
@@ -90,25 +88,18 @@ REFUSED = [
     (P.tf_keras_loss_scale, {"dynamic": 128}, "dynamic` must .*got 128"),
     (P.torch_grad_scaler, {"enabled": None}, "enabled` must .*got None"),
     (P.deepspeed_fp16, {"enabled": "auto"}, "enabled` must .*got 'auto'"),
-    (P.deepspeed_fp16, {"loss_scale": None}, "loss_scale` must .*got None"),
     (P.deepspeed_fp16, {"loss_scale": -1}, "loss_scale` must .*got -1"),
     (P.deepspeed_fp16, {"min_loss_scale": False}, "min_loss_scale` .*got False"),
     (P.deepspeed_fp16, {"initial_scale_power": 1e3}, "initial_scale_power` .*1000"),
     (P.deepspeed, {"consecutive_hysteresis": 1}, "consecutive_hysteresis` must .*1"),
-    (P.deepspeed, {"delayed_shift": 0}, "delayed_shift` must .*got 0"),
     (P.apex_amp, {"max_loss_scale": -1}, "max_loss_scale` must .*got -1"),
-    (P.apex_amp, {"scale_window": 0}, "scale_window` must .*got 0"),
-    (P.fairseq, {"min_loss_scale": math.nan}, "min_loss_scale` must .*got nan"),
     (P.fairseq, {"threshold": 0}, "threshold` must .*got 0"),
-    (P.flax_dynamic_scale, {"minimum_scale": -1}, "minimum_scale` must .*got -1"),
     (P.flax_dynamic_scale, {"growth_interval": "1"}, "growth_interval` must .*'1'"),
     (P.mindspore_dynamic, {"init_loss_scale": 0.5}, "init_loss_scale` .*from 1 to"),
-    (P.mpx_dynamic, {"loss_scaling": 2.0**16}, "loss_scaling` .*to 65504, got 65536"),
     (P.tf_dynamic_loss_scale, {"multiplier": 1}, "multiplier` must .*got 1"),
     # Those that do not go together.
     (P.tf_keras_loss_scale, KERAS_2, "dynamic_growth_steps` must be left out"),
     (P.mpx_dynamic, MPX, "loss_scaling` must be a number from 16 to"),
-    (P.fairseq, {"init_scale": 0.0}, "init_scale` must be a number from"),
     (P.fairseq, FAIRSEQ, "init_scale` must be a number from 8 to"),
 ]
 

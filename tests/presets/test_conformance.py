@@ -5,6 +5,7 @@
 
 import functools
 import json
+from operator import itemgetter
 
 import jax
 import numpy as np
@@ -81,10 +82,6 @@ def begins_in_range(case):
     return least <= case["scale_before_first_step"] <= LARGEST
 
 
-def id_of(case):
-    return case["id"]
-
-
 RUNS = [case for case in TRACES if begins_in_range(case)]
 REFUSED = [case for case in TRACES if not begins_in_range(case)]
 ONE_OF_EACH_KIND = {(case["system"], case["family"]): case for case in RUNS}.values()
@@ -94,13 +91,13 @@ def test_every_preset_has_recorded_runs():
     assert {case["system"] for case in RUNS} == PRESETS.keys()
 
 
-@pytest.mark.parametrize("case", REFUSED, ids=id_of)
+@pytest.mark.parametrize("case", REFUSED, ids=itemgetter("id"))
 def test_preset_refuses_a_first_scale_out_of_range(case):
     with pytest.raises(ValueError, match="scal(e|ing)` must be a number from "):
         rule_of(case)
 
 
-@pytest.mark.parametrize("case", slow_but(ONE_OF_EACH_KIND, RUNS), ids=id_of)
+@pytest.mark.parametrize("case", slow_but(ONE_OF_EACH_KIND, RUNS), ids=itemgetter("id"))
 def test_scale_takes_the_recorded_course(case):
     rule = rule_of(case)
     assert rule.init().loss_scale == np.float32(case["scale_before_first_step"])
@@ -121,7 +118,7 @@ TRAININGS = recordings("torch_end_to_end")["cases"]
 
 
 @pytest.mark.usefixtures("new_process")  # others train such a state otherwise
-@pytest.mark.parametrize("case", TRAININGS, ids=id_of)
+@pytest.mark.parametrize("case", TRAININGS, ids=itemgetter("id"))
 def test_training_takes_the_course_of_torch(case):
     """Fed with torch's scaled gradients, optimizer and scale do what torch's did."""
     steps = case["steps"]
@@ -167,7 +164,7 @@ def array(value):
     return np.array(value["array"], value["dtype"]) if type(value) is dict else value
 
 
-@pytest.mark.parametrize("case", slow_but(SAVED[::2], SAVED), ids=lambda x: x["system"])
+@pytest.mark.parametrize("case", slow_but(SAVED[::2], SAVED), ids=itemgetter("system"))
 def test_saved_run_goes_on_as_recorded(case):
     """From the first state of its preset, with the saved scale and counters in it."""
     system, arguments = case["system"], case["arguments"]
