@@ -44,44 +44,47 @@ def test_preset_has_the_defaults_of_its_system(name):
     assert PRESETS[name] == DEFAULTS[name]
 
 
+DEEPSPEED = {"initial_scale_power": 12, "loss_scale_window": 5, "hysteresis": 3}
+DEEPSPEED |= {"consecutive_hysteresis": True, "min_loss_scale": 4.0, "auto_cast": True}
+DEEPSPEED |= {"fp16_master_weights_and_grads": True}
+# The scale stays above the minimum, also if that is the threshold.
+FAIRSEQ = {"init_scale": 8.0, "scale_factor": 4.0, "scale_window": 5}
+FAIRSEQ |= {"min_loss_scale": 2.0**-5, "threshold": 2.0**-5}
+BY_4 = {"growth_factor": 4.0, "backoff_factor": 0.25}
 # The rules of arguments that no recorded run has.
 TABLE = [
     (P.apex_amp, {"loss_scale": 8.0}, fixed(8.0, False)),
     (P.apex_amp, {"init_scale": 2.0**30}, dynamic(2.0**24, 2000, largest=2.0**24)),
     (P.deepspeed_fp16, {"enabled": False}, fixed(1.0, True)),
     (P.deepspeed_fp16, {"loss_scale": 8.0}, fixed(8.0, True)),
-    (
-        P.deepspeed_fp16,
-        dict(initial_scale_power=12, loss_scale_window=5, hysteresis=3)
-        | dict(consecutive_hysteresis=True, min_loss_scale=4.0)
-        | dict(auto_cast=True, fp16_master_weights_and_grads=True),
-        dynamic(2.0**12, 5, 4.0, hysteresis=3),
-    ),
-    *(
-        (P.deepspeed_fp16, {"min_loss_scale": none}, dynamic(2.0**16, 1000, **BOTH))
-        for none in (None, 0)
-    ),
-    (
-        P.fairseq,  # the scale stays above the minimum, also if that is the threshold
-        dict(init_scale=8.0, scale_factor=4.0, scale_window=5)
-        | dict(min_loss_scale=2.0**-5, threshold=2.0**-5),
-        dynamic(8.0, 5, 2.0**-3, growth_factor=4.0, backoff_factor=0.25),
-    ),
+    (P.deepspeed_fp16, DEEPSPEED, dynamic(2.0**12, 5, 4.0, hysteresis=3)),
+    (P.deepspeed_fp16, {"min_loss_scale": None}, dynamic(2.0**16, 1000, **BOTH)),
+    (P.deepspeed_fp16, {"min_loss_scale": 0}, dynamic(2.0**16, 1000, **BOTH)),
+    (P.fairseq, FAIRSEQ, dynamic(8.0, 5, 2.0**-3, **BY_4)),
     (P.fairseq, {"threshold": 3.0}, dynamic(2.0**15, 2000, 3.0)),
     (P.flax_dynamic_scale, {"minimum_scale": None}, dynamic(2.0**16, 2001)),
-    (P.tf_keras_loss_scale, dict(dynamic=False, initial_scale=8.0), fixed(8.0, False)),
+    (
+        P.tf_keras_loss_scale,
+        {"dynamic": False, "initial_scale": 8.0},
+        fixed(8.0, False),
+    ),
     (P.torch_grad_scaler, {"enabled": False}, fixed(1.0, False)),
 ]
 
 
-@pytest.mark.parametrize(("preset", "given", "rule"), TABLE)
+def words_of(x):
+    """The id of a preset, of its arguments, or of what they make."""
+    return x.__name__ if callable(x) else str(x)[:40]
+
+
+@pytest.mark.parametrize(("preset", "given", "rule"), TABLE, ids=words_of)
 def test_preset_makes_a_rule_of_its_arguments(preset, given, rule):
     assert preset(**given) == rule
 
 
 KERAS_2 = {"dynamic": False, "initial_scale": 8.0, "dynamic_growth_steps": 3}
 MPX = {"loss_scaling": 8.0, "min_loss_scaling": 16.0}
-FAIRSEQ = {"init_scale": 4.0, "threshold": 8.0}
+HIGH = {"init_scale": 4.0, "threshold": 8.0}
 # The error names the argument as its system does.
 REFUSED = [
     (P.keras_loss_scale, {"dynamic": False}, "dynamic` must .*got False"),
@@ -100,11 +103,11 @@ REFUSED = [
     # Those that do not go together.
     (P.tf_keras_loss_scale, KERAS_2, "dynamic_growth_steps` must be left out"),
     (P.mpx_dynamic, MPX, "loss_scaling` must be a number from 16 to"),
-    (P.fairseq, FAIRSEQ, "init_scale` must be a number from 8 to"),
+    (P.fairseq, HIGH, "init_scale` must be a number from 8 to"),
 ]
 
 
-@pytest.mark.parametrize(("preset", "given", "words"), REFUSED)
+@pytest.mark.parametrize(("preset", "given", "words"), REFUSED, ids=words_of)
 def test_preset_refuses_by_the_name_of_its_system(preset, given, words):
     with pytest.raises(ValueError, match=f"^`{words}"):
         preset(**given)
