@@ -9,7 +9,7 @@ from book import page, run_blocks, table
 
 import optax_lossscale as ls
 
-RULE, INNER = ls.DynamicLossScale(), optax.adam(0.1)
+RULE, INNER = ls.DynamicLossScale(), optax.sgd(0.1)
 PARAMS = {"w": np.ones(3, np.float32), "unused": None}
 TX, TRUE = ls.with_loss_scaling(INNER, RULE), np.bool_(True)
 NAMES = {"ls": ls, "optax": optax, "rule": RULE, "config": RULE.get_config()}
