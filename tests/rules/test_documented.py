@@ -17,6 +17,7 @@ DYNAMIC = {"growth_factor": 4.0, "growth_interval": 3, "hysteresis": 2}
 DYNAMIC |= {"init_scale": 8.0, "min_scale": 2.0, "max_scale": 20.0}
 FINITE = "1 1  1  0  1  0  1  1  0  1  1  1  0  0   0 0 0   0   0 0 0 1 1 1"
 GROWTH = "1 2  0  0  1  0  1  2  0  1  2  0  0  0   0 0 0   0   0 0 0 1 2 0"
+# The scales, and then the hysteresis counter, by what resets that.
 COURSES = {
     "finite": (
         "8 8 20 20 20 20 20 20 20 20 20 20 20 10   5 2.5 2  2   2 2 2 2 2 8",

@@ -91,17 +91,17 @@ def test_help_of_update_names_a_magnitude_if_the_rule_takes_one():
         assert ("max_magnitude" in text) == rule.uses_max_magnitude
 
 
-@pytest.mark.parametrize("rule", [ls.DynamicLossScale(), ls.HeadroomLossScale()])
+@pytest.mark.parametrize("rule", DEFAULTS.values(), ids=DEFAULTS)
 def test_eager_update_moves_nothing_between_host_and_device(rule):
     args = rule.init(), jnp.bool_(False), *[jnp.float32(1)] * rule.uses_max_magnitude
     with jax.transfer_guard("disallow"):
         rule.update(*args)
 
 
-MEASURING = [rule for rule in RULES.values() if rule.uses_max_magnitude]
+MEASURING = {name: rule for name, rule in RULES.items() if rule.uses_max_magnitude}
 
 
-@pytest.mark.parametrize("rule", MEASURING, ids=repr)
+@pytest.mark.parametrize("rule", MEASURING.values(), ids=MEASURING)
 def test_magnitude_that_is_zero_or_nan_says_nothing(rule):
     """A maximum may be NaN where the flag is False."""
     assert float(rule.update(rule.init(), True, 0.0).loss_scale) == rule.init_scale
