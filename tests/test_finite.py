@@ -3,7 +3,6 @@
 import itertools
 import re
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +16,7 @@ from optax_lossscale._finite import is_nonfinite
 
 FLOATS = ["float16", "bfloat16", "float32", "float8_e5m2", "float8_e4m3fn", "float64"]
 BAD = [np.nan, np.inf, -np.inf]
-BOTH = [complex(x, y) for x, y in itertools.product((0, *BAD), BAD)]
+BAD_COMPLEX = [*BAD, *(complex(x, y) for x, y in itertools.product((0, *BAD), BAD))]
 LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -33,10 +32,10 @@ def test_one_bad_element_is_found_among_extreme_finite_ones(dtype):
     good = np.resize(np.array(extremes, dtype), (3, 17))
     with enable_x64(True):
         finite, largest, bad = check(good)
-        assert finite and ls.all_finite(good) and not bad.any()
+        assert finite and not bad.any()
         assert (largest.shape, largest.dtype) == ((), jnp.float32)
         assert float(largest) == min(float(info.max), LARGEST)
-        elements = [*BAD, *BOTH] if "complex" in dtype else BAD
+        elements = BAD_COMPLEX if "complex" in dtype else BAD
         for place, element in itertools.product(((0, 0), (1, 8), (2, 16)), elements):
             x = good.copy()
             # float8_e4m3fn has no infinity: it holds a NaN instead.
@@ -44,7 +43,6 @@ def test_one_bad_element_is_found_among_extreme_finite_ones(dtype):
             finite, largest, bad = check(x)
             assert not finite and not np.isfinite(largest), (place, element)
             np.testing.assert_array_equal(bad, ~np.isfinite(x))
-        assert not ls.all_finite(x)
 
 
 MANY = np.ones(10_000, np.float32)
@@ -78,9 +76,8 @@ MAGNITUDES = {
 def test_largest_magnitude_is_finite_if_all_elements_are(row):
     tree, expected = MAGNITUDES[row]
     with enable_x64(True):
-        for wrap in (lambda f: f, eqx.filter_jit):
-            np.testing.assert_equal(float(wrap(ls.max_magnitude)(tree)), expected)
-            assert wrap(ls.all_finite)(tree) == np.isfinite(expected)
+        np.testing.assert_equal(float(ls.max_magnitude(tree)), expected)
+        assert ls.all_finite(tree) == np.isfinite(expected)
 
 
 @pytest.mark.parametrize(
@@ -97,13 +94,11 @@ def test_members_along_named_axes_get_the_same_answer(names, finite):
         np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize(
-    "axis_name", ["data", 0, ("i", "data"), ("i", 0), ["i"], ("i", {})]
-)
+@pytest.mark.parametrize("name", ["data", 0, ("i", "data"), ("i", 0), ["i"], ("i", {})])
 @pytest.mark.parametrize("check", [ls.all_finite, ls.max_magnitude])
-def test_unbound_axis_name_is_explained(check, axis_name):
-    message = "`axis_name` must name an axis .* got " + re.escape(repr(axis_name))
-    mapped = jax.vmap(lambda x: check(x, axis_name=axis_name), axis_name="i")
+def test_check_refuses_an_unbound_axis_name(check, name):
+    message = f"`axis_name` must name an axis .* got {re.escape(repr(name))}"
+    mapped = jax.vmap(lambda x: check(x, axis_name=name), axis_name="i")
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(mapped, np.ones(2))
 

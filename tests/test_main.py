@@ -5,52 +5,90 @@ import json
 import re
 import subprocess
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
+from book import README
 from processes import WARNINGS_ARE_ERRORS
-from shared import ROOT
 
 import optax_lossscale as ls
 from optax_lossscale.__main__ import main
 from optax_lossscale._demonstration import training
 
-WAYS = ("no scale", "fixed scale", "dynamic scale", "scale_block")
-NAMES = ["float32", *(f"float16, {way}" for way in WAYS)]
-README = (ROOT / "README.md").read_text()
+slow = pytest.mark.slow
+NAMES = [*training.WAYS]
+REFERENCE, UNSCALED, *SCALED = NAMES
+DYNAMIC = "float16, dynamic scale"
 
 
-@pytest.mark.slow
-def test_float16_with_a_scale_is_float32_and_without_one_is_not(tmp_path):
-    """The claims of the README and of what is printed."""
-    plot, figures = tmp_path / "plot.png", tmp_path / "run.json"
+@pytest.fixture(scope="module")
+def demonstration(tmp_path_factory):
+    """What a run prints, and the picture and the numbers that it saves."""
+    folder = tmp_path_factory.mktemp("demonstration")
+    plot, figures = folder / "plot.png", folder / "runs.json"
     command = [sys.executable, *WARNINGS_ARE_ERRORS, "-m", "optax_lossscale"]
     command += ["--plot", plot, "--json", figures]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     assert run.stderr == ""  # no terminal, no bar
-    printed = " ".join(run.stdout.split())
+    return " ".join(run.stdout.split()), plot, json.loads(figures.read_text())
+
+
+@pytest.fixture
+def runs(demonstration):
+    return demonstration[-1]
+
+
+@slow
+def test_run_saves_a_picture_and_prints_what_it_saves(demonstration):
+    printed, plot, runs = demonstration
     assert plot.read_bytes().startswith(b"\x89PNG")
-    runs = json.loads(figures.read_text())
     assert list(runs) == NAMES
     for name, run in runs.items():
         assert f"{name} {run['loss']:.4f} {run['words']:.2f}" in printed
-    reference, unscaled, *scaled = runs.values()
-    ratio = unscaled["loss"] / reference["loss"]
-    assert ratio > 2
+    ratio = runs[UNSCALED]["loss"] / runs[REFERENCE]["loss"]
     assert f"float16 has {ratio:.2f} times the loss of float32. Why" in printed
+
+
+@slow
+def test_readme_has_the_losses_of_the_run(runs):
     readme = re.search(r"held-out loss is (\S+)\. .* loss is (\S+) ", README)
-    losses = [unscaled["loss"], reference["loss"]]
+    losses = [runs[UNSCALED]["loss"], runs[REFERENCE]["loss"]]
     np.testing.assert_allclose([float(x) for x in readme.groups()], losses, rtol=0.05)
+
+
+@slow
+def test_float16_without_a_scale_is_worse_than_float32(runs):
+    reference, unscaled = runs[REFERENCE], runs[UNSCALED]
+    assert unscaled["loss"] > 2 * reference["loss"]
     assert unscaled["words"] > 5 * reference["words"]
     assert unscaled["flushed"] > 0.9 and reference["flushed"] == 0.0
-    for run in scaled:
-        for figure in ("loss", "words"):
-            np.testing.assert_allclose(run[figure], reference[figure], rtol=0.02)
-        assert run["flushed"] < 0.1
+
+
+@slow
+@pytest.mark.parametrize("name", SCALED)
+def test_float16_with_a_scale_is_as_good_as_float32(runs, name):
+    for figure in ("loss", "words"):
+        expected = runs[REFERENCE][figure]
+        np.testing.assert_allclose(runs[name][figure], expected, rtol=0.02)
+    assert runs[name]["flushed"] < 0.1
+
+
+@slow
+def test_dynamic_scale_skips_the_poisoned_step_and_training_continues(demonstration):
+    printed, _, runs = demonstration
     assert "The step was skipped, the scale went from 2^18 to 2^17" in printed
-    dynamic = runs[NAMES[3]]
+    dynamic = runs[DYNAMIC]
     assert dynamic["skipped"] == [loss is None for loss in dynamic["losses"]]
     assert dynamic["losses"][-1] < dynamic["losses"][74]
+
+
+@slow
+def test_training_moves_the_bar_in_each_step(monkeypatch):
+    monkeypatch.setattr(training, "BATCH", 8)
+    positions, bar = np.zeros((2, 8, 12), np.int32), mock.Mock()
+    training.train(*training.WAYS[REFERENCE], positions, 3, bar)
+    assert bar.update.call_count == 3
 
 
 class Terminal(io.StringIO):
@@ -58,45 +96,60 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.slow
-def test_a_short_run_shows_progress_and_saves_a_picture(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def short_run(tmp_path, monkeypatch, capsys):
+    """A run of 10 steps that do not train; what it prints, and on a terminal."""
+
+    def train(network, rule, positions, steps, bar):
+        for _ in range(steps if bar else 0):
+            bar.update()
+        return training.Result(1.0, 4.0, 0.0, *([x] * 10 for x in (1.0, 2.0, False)))
+
+    def run(*options):
+        monkeypatch.setattr(sys, "stderr", Terminal())  # pytest sets it for each phase
+        main(["--steps", "10", *options])
+        return capsys.readouterr().out, sys.stderr.getvalue()
+
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    main(["--steps", "10"])
-    bars = re.findall(r"(\d of 5: .+?): +(\d+)%", sys.stderr.getvalue())
+    monkeypatch.setattr(training, "train", train)
+    monkeypatch.setattr(training, "load_positions", lambda: None)
+    return run
+
+
+def test_short_run_shows_its_progress_on_a_terminal(short_run):
+    _, shown = short_run("--no-plot")
+    bars = re.findall(r"(\d of 5: .+?): +(\d+)%", shown)
     runs = [f"{i} of 5: {name}" for i, name in enumerate(NAMES, 1)]
     assert bars == [(run, f"{10 * step}") for run in runs for step in range(11)]
-    printed, picture, following = capsys.readouterr().out.rsplit("\n", 3)[:3]
+
+
+@slow  # It imports matplotlib.
+def test_short_run_says_where_its_picture_is(short_run, tmp_path):
+    printed, _ = short_run()
+    path = tmp_path / "optax_lossscale.png"
+    assert f": {path}\nNext: " in printed and printed.endswith("/quickstart.ipynb\n")
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_short_run_explains_its_numbers(short_run):
+    printed, _ = short_run("--no-plot")
     assert "times the loss of float32. It falls behind later." in printed
-    interval = training.WAYS[NAMES[3]][1].growth_interval
+    interval = training.WAYS[DYNAMIC][1].growth_interval
     assert f"doubles after {interval} finite steps" in printed
     assert f"takes {ls.DynamicLossScale().growth_interval:,}." in printed
-    path = tmp_path / "optax_lossscale.png"
-    assert picture.endswith(f": {path}")
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert following.endswith("/notebooks/quickstart.ipynb")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "missing", "says"),
-    [
-        (["--no-plot"], [], "is easier.\n\nNext: "),
-        ([], ["tqdm", "matplotlib.figure"], "matplotlib is not installed.\nNext: "),
-    ],
-    ids=["--no-plot", "no extras"],
-)
-def test_a_short_run_without_a_picture(
-    options, missing, says, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    for module in missing:
-        monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setattr(sys, "stderr", Terminal() if missing else io.StringIO())
-    main(["--steps", "10", *options])
-    assert sys.stderr.getvalue() == ""
-    assert says in capsys.readouterr().out
+def test_no_plot_writes_no_file(short_run, tmp_path):
+    printed, _ = short_run("--no-plot")
+    assert "is easier.\n\nNext: " in printed
     assert not [*tmp_path.iterdir()]
+
+
+def test_run_without_extras_has_neither_bar_nor_picture(short_run, monkeypatch):
+    for module in ("tqdm", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, module, None)
+    printed, shown = short_run()
+    assert "matplotlib is not installed.\nNext: " in printed and shown == ""
 
 
 def test_too_few_steps_are_refused(capsys):

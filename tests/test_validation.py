@@ -13,16 +13,28 @@ from every_rule import DEFAULTS
 import optax_lossscale as ls
 from optax_lossscale._validation import check_field
 
+
+def traced(fun, *args, **kwargs):
+    """A function with some arguments, which is not compiled."""
+
+    @functools.wraps(fun)
+    def call(**options):
+        return jax.eval_shape(lambda: fun(*args, **kwargs, **options))
+
+    return call
+
+
 FIXED, DYNAMIC, HEADROOM = ls.FixedLossScale, ls.DynamicLossScale, ls.HeadroomLossScale
 STATE, MOST = HEADROOM().init(), 2**31 - 1
 retries = functools.partial(ls.value_and_grad_with_retries, fun=jnp.sum, state=STATE)
-report = functools.partial(ls.gradient_report, 1.0)
-show = functools.partial(ls.format_report, report())
-suggest = functools.partial(ls.suggest_loss_scale, 1.0)
+report = traced(ls.gradient_report, 1.0)
+show = functools.partial(ls.format_report, ls.gradient_report(1.0))
+suggest = traced(ls.suggest_loss_scale, 1.0)
 check = functools.partial(ls.check_loss_scale, STATE)
-select = functools.partial(ls.select, on_true=1.0, on_false=2.0)
-update = functools.partial(HEADROOM().update, STATE, max_magnitude=1.0)
-measure = functools.partial(HEADROOM().update, STATE, True)
+select = traced(ls.select, on_true=1.0, on_false=2.0)
+update = traced(HEADROOM().update, STATE, max_magnitude=1.0)
+measure = traced(HEADROOM().update, STATE, True)
+record = traced(STATE.record)
 
 BOTH = DYNAMIC, HEADROOM
 ABSTRACT = jax.ShapeDtypeStruct((), "float32")
@@ -60,12 +72,15 @@ ARGUMENTS = [
     (retries, "fun", [jnp.sum], [None, 1, "sum"]),
     (select, "pred", *FLAGS),
     (update, "grads_finite", *FLAGS),
-    (STATE.record, "applied", *FLAGS),
+    (record, "applied", *FLAGS),
     (measure, "max_magnitude", [0, 1.5, jnp.float16(1)], NO_NUMBERS[1:-1]),
 ]
 
 
-@pytest.mark.parametrize(("call", "name", "good", "bad"), ARGUMENTS)
+IDS = [f"{getattr(call, 'func', call).__name__}-{name}" for call, name, *_ in ARGUMENTS]
+
+
+@pytest.mark.parametrize(("call", "name", "good", "bad"), ARGUMENTS, ids=IDS)
 def test_argument_is_refused_by_name_and_value(call, name, good, bad):
     for value in good:
         call(**{name: value})
@@ -129,4 +144,4 @@ DESCRIBED = [
 @pytest.mark.parametrize(("value", "words"), DESCRIBED)
 def test_value_is_described_in_a_few_words(value, words):
     with pytest.raises(ValueError, match=f"must be one boolean .*got {words}. "):
-        select(value)
+        select(pred=value)

@@ -45,17 +45,28 @@ class Holding(eqx.Module):
     block = ls.scale_block(__call__)
 
 
-def linear():
+@functools.cache
+@nnx.jit
+def changing():
+    return Changing()
+
+
+@functools.cache
+@nnx.jit
+def unchanged():
     return nnx.Linear(8, 1, rngs=nnx.Rngs(0))
 
 
+@functools.cache
+@eqx.filter_jit
 def holding():
     return Holding(eqx.nn.Linear(8, 1, key=jax.random.key(0)), jax.nn.tanh)
 
 
+OF_NNX = nnx.jit, nnx.value_and_grad
 MODULES = {
-    "changes": (Changing, nnx.jit, nnx.value_and_grad),
-    "unchanged": (linear, nnx.jit, nnx.value_and_grad),
+    "changes": (lambda: nnx.clone(changing()), *OF_NNX),
+    "unchanged": (unchanged, *OF_NNX),
     "equinox": (holding, eqx.filter_jit, eqx.filter_value_and_grad),
 }
 
