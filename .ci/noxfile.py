@@ -64,7 +64,7 @@ def slow(session: nox.Session) -> None:
     """The tests marked slow. Programs that train for long run optimized."""
     install(session, "test", "slow")
     options = ("-m", "slow", "--dist=worksteal")
-    programs = ("tests/integration", "tests/test_main.py")
+    programs = ("tests/integration/test_pages.py", "tests/test_main.py")
     session.run("pytest", *options, *(f"--ignore={path}" for path in programs))
     session.run("pytest", *options, *programs, env={"XLA_FLAGS": ""})
 

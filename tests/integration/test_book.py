@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import pkgutil
 import re
 import tomllib
 
@@ -48,10 +49,8 @@ def test_names_in_the_prose_exist():
         prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
         inline = " ".join(re.findall(r"`([^`\n]+)`", prose))
         for name in {*re.findall(dotted, inline)}:
-            root, *parts = name.split(".")
-            found = importlib.import_module(modules[root])
-            for part in parts:
-                found = getattr(found, part)
+            root, _, attributes = name.partition(".")
+            pkgutil.resolve_name(f"{modules[root]}:{attributes}")
 
 
 def test_every_warning_is_in_the_table_of_warnings():
@@ -96,65 +95,72 @@ def numbers(name, header):
 
 CASTS = numbers("start/casts", "device, program")
 CASTS |= numbers("start/casts", "device, program in bfloat16")
+TIMES = numbers("start/casts", "H200, program")
+TRAINED = numbers("start/do_i_need_it", "trained in")
+UPDATES = numbers("what_it_costs", "adamw, one update")
+ON_H200 = numbers("what_it_costs", "H200, time")
+ON_CPU = numbers("what_it_costs", "16.8 million")
+LOOPS = CASTS["T4, Python loop"], CASTS["H100, Python loop"]
+OWN = [CASTS[x][6:] for x in CASTS if x.startswith("T4") and "checkpoint" in x]
 
 
-def share(program, beside=None):
-    """Memory traffic and temporary memory of autocast, over those of float32."""
-    return CASTS[program][4:6] / CASTS[beside or program][:2]
+def traffic(*programs):
+    """Of autocast over that of float32."""
+    return [CASTS[program][6] for program in programs]
 
 
-def figures_in_the_text():
-    """Words in lines of README or of the page on casts, and the figures there."""
-    t4, h100, tpu = (share(f"{x}, Python loop") for x in ("T4", "H100", "TPU v5e"))
-    scans = [share(f"{x}, scan") for x in ("T4", "H100", "TPU v5e")]
-    own = [share(x) for x in CASTS if x.startswith("T4") and "checkpoint" in x]
-    in_bfloat16 = h100[0], scans[1][0], tpu[0], scans[2][0]
-    first_screen = *t4, np.min(own), np.max(own), *scans[0]
-    yield "casts.md#what-it-costs)", [*first_screen, *in_bfloat16]
-
-    gpu = [numbers("what_it_costs", x)["adamw"][0] for x in ("H100 and", "H100,")]
-    cpu = numbers("what_it_costs", "16.8 million")
-    timed = cpu["whole step of a small transformer, float16"][0], cpu["adamw"][1]
-    checked = numbers("what_it_costs", "adamw, one update")
-    gpu.append(checked["memory traffic of the whole step above, H100"][1])
-    steps = numbers("what_it_costs", "H200, time")
-    gpu = [*(100 * x - 100 for x in gpu), *timed]
-    yield "what_it_costs.md)", [*gpu, *steps["whole step of the transformer below"][:2]]
-
-    steps = numbers("start/casts", "H200, program")
-    loop, scan = (steps[f"float16, {x}"][-1] for x in ("Python loop", "scan"))
-    yield "#timed-on-an-h200)", [loop, scan]
-
-    trained = numbers("start/do_i_need_it", "trained in")
-    loss, _, flushed = trained["float16, no scale"]
-    yield "#what-it-does-for-training)", [flushed, loss, trained["float32"][0]]
-
-    devices = "T4", "H100"
-    again = [share(f"{x}, scan, checkpoint of each layer")[0] for x in devices]
-    loops = [CASTS[f"{x}, Python loop"] for x in devices]
-    less_by_hand = [100 - 100 * x[2] / x[4] for x in loops]
-    yield " on a T4", [*again, t4[0], h100[0], *less_by_hand]
-    for words, program in (
-        ("| without this line ", "Python loop"),
-        ("| with it ", "loop, checkpoint of the loss"),
-        ("| such a checkpoint ", "loop, checkpoint of each layer"),
-    ):
-        pairs = [share(f"{x}, {program}", f"{x}, Python loop") for x in devices]
-        yield words, np.ravel(pairs)
+def over_loops(program):
+    """Memory traffic and temporary memory on T4 and H100, over the Python loop's."""
+    rows = CASTS[f"T4, {program}"], CASTS[f"H100, {program}"]
+    return np.ravel(
+        [row[4:6] / loop[:2] for row, loop in zip(rows, LOOPS, strict=True)]
+    )
 
 
-@pytest.mark.parametrize(("words", "expected"), [*figures_in_the_text()])
-def test_figures_in_the_text_are_those_of_the_tables(words, expected):
+# Words in lines of README or of the page on casts, and all figures in these lines.
+FIGURES = {
+    "casts.md#what-it-costs)": [
+        *(*LOOPS[0][6:], np.min(OWN), np.max(OWN), *CASTS["T4, scan"][6:]),
+        *traffic("H100, Python loop", "H100, scan"),
+        *traffic("TPU v5e, Python loop", "TPU v5e, scan"),
+    ],
+    "what_it_costs.md)": [
+        100 * numbers("what_it_costs", "H100 and")["adamw"][0] - 100,
+        100 * numbers("what_it_costs", "H100,")["adamw"][0] - 100,
+        100 * UPDATES["memory traffic of the whole step above, H100"][1] - 100,
+        ON_CPU["whole step of a small transformer, float16"][0],
+        ON_CPU["adamw"][1],
+        *ON_H200["whole step of the transformer below"][:2],
+    ],
+    "#timed-on-an-h200)": [TIMES[f"float16, {x}"][-1] for x in ("Python loop", "scan")],
+    "#what-it-does-for-training)": [
+        *TRAINED["float16, no scale"][[2, 0]],
+        TRAINED["float32"][0],
+    ],
+    " on a T4": [
+        *traffic("T4, scan, checkpoint of each layer"),
+        *traffic("H100, scan, checkpoint of each layer"),
+        *traffic("T4, Python loop", "H100, Python loop"),
+        *(100 - 100 * loop[2] / loop[4] for loop in LOOPS),
+    ],
+    "| without this line ": over_loops("Python loop"),
+    "| with it ": over_loops("loop, checkpoint of the loss"),
+    "| such a checkpoint ": over_loops("loop, checkpoint of each layer"),
+}
+
+
+@pytest.mark.parametrize("words", FIGURES)
+def test_figures_in_the_text_are_those_of_the_tables(words):
     text = README + page("start/casts")
     lines = "\n".join(x for x in text.splitlines() if words in x)
     found = re.findall(r"(?<![\w.])(?:\d+\.\d+|\d+(?= %))(?!\.?\d)", lines)
-    for written, figure in zip(found, expected, strict=True):
+    for written, figure in zip(found, FIGURES[words], strict=True):
         assert written == f"{figure:.{len(written.partition('.')[2])}f}"
 
 
 def test_shares_in_the_table_of_casts_are_those_of_its_columns():
-    for program, row in CASTS.items():
-        np.testing.assert_allclose(row[6:], share(program), rtol=0, atol=0.006)
+    for row in CASTS.values():
+        np.testing.assert_allclose(row[6:], row[4:6] / row[:2], rtol=0, atol=0.006)
     plain, again = (CASTS[f"T4, scan{x}"] for x in ("", ", checkpoint of each layer"))
     assert plain[0] - again[0] > again[0] - again[4]  # "most of the saving"
 
