@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from asserts import assert_same_bits, kept, state_in
-from book import PAGES, code_blocks, page, run_blocks, run_page
+from book import code_blocks, page, run_blocks
 from flax import jax_utils, serialization
 from flax.training import checkpoints
 from flax.training.dynamic_scale import DynamicScale
@@ -33,8 +33,6 @@ slow = pytest.mark.slow
 def run(guide, language="python"):
     if guide in MPX:
         return run_mpx(guide)
-    if guide == "megatron":
-        return run_page(PAGES / "coming_from/index.md")
     return run_blocks(code_blocks(GUIDES[guide], language), guide, {})
 
 
@@ -125,26 +123,41 @@ def test_bad_batch_changes_the_scale_alone(guide, step, state, batch, backoff):
     assert new.loss_scale == backoff * old.loss_scale
 
 
-@pytest.mark.parametrize(
-    "guide", ["megatron", *(pytest.param(guide, marks=slow) for guide in WHOLE)]
-)
-def test_run_of_another_system_continues_here(guide):
-    """With the scale and the counters: the next step moves the scale, good or bad."""
-    page = run(guide)
+def assert_next_step_moves_the_scale(page):
+    """It grows after a good step and falls after a bad one: the counters are there."""
     state, rule = page["resumed_state"], page["rule"]
     scales = [rule.update(state.scale_state, x).loss_scale for x in (False, True)]
     assert scales[0] < ls.get_loss_scale(state) == 16384.0 < scales[1] == 32768.0
-    assert_same_bits(state.inner_state, page.get("old_opt_state", state.inner_state))
-    if guide == "flax":
-        resumed, _ = page["train_step"](page["resumed"], page["x"][0])
-        assert resumed.step == page["old"].step + 1 and ls.was_applied(resumed)
-    if guide == "megatron":
-        weights = optax.tree.get(state, "master_weights")
-        assert_same_bits(weights, page["params"])
-        for factor, scale in ((1.0, 2.0**15), (np.inf, 2.0**13)):
-            grads = jax.tree.map(lambda p, x=factor: jnp.full_like(p, x), weights)
-            _, new = jax.jit(page["tx"].update)(grads, state, page["half_params"])
-            assert ls.get_loss_scale(new) == scale
+
+
+@slow
+@pytest.mark.parametrize("guide", WHOLE)
+def test_run_of_another_system_continues_here(guide):
+    page = run(guide)
+    assert_next_step_moves_the_scale(page)
+    inner_state = page["resumed_state"].inner_state
+    assert_same_bits(inner_state, page.get("old_opt_state", inner_state))
+
+
+@slow
+def test_resumed_state_of_flax_is_trained():
+    page = run("flax")
+    resumed, _ = page["train_step"](page["resumed"], page["x"][0])
+    assert resumed.step == page["old"].step + 1 and ls.was_applied(resumed)
+
+
+def test_run_of_megatron_continues_with_its_master_weights():
+    params = {"w": np.full((8, 1), 1.0 + 2.0**-12, np.float32)}
+    names = {"jax": jax, "jnp": jnp, "optax": optax, "ls": ls, "params": params}
+    blocks = code_blocks(page("coming_from/index"), "python")
+    run = run_blocks(blocks, "megatron", names)
+    assert_next_step_moves_the_scale(run)
+    assert_same_bits(optax.tree.get(run["resumed_state"], "master_weights"), params)
+    update = jax.jit(run["tx"].update)
+    for factor, scale in ((1.0, 2.0**15), (np.inf, 2.0**13)):
+        grads = jax.tree.map(lambda p, x=factor: np.full_like(p, x), params)
+        _, new = update(grads, run["resumed_state"], run["half_params"])
+        assert ls.get_loss_scale(new) == scale
 
 
 @slow
@@ -223,7 +236,6 @@ def test_imagenet_program_of_flax_is_converted_line_by_line():
     assert len(np.unique(ours, axis=0)) == 1
 
 
-LOSS = "ls.value_and_grad(loss_fn, opt_state)(params, x)"
 SCALED = "(lambda *x: loss_fn(*x) * ls.get_loss_scale(opt_state),"
 DIVIDED = "grads = jax.tree.map(lambda x: x / ls.get_loss_scale(opt_state), grads)"
 SELECTED = "opt_state = ls.select(jnp.isfinite(loss), opt_state, old)"
@@ -263,7 +275,7 @@ def test_gradients_are_sent_in_float16_while_they_are_scaled():
         true = ls.grad(lambda w: jnp.sum(w * x), state)(w)
         return ls.unscale_grads(sent(scaled), state), sent(true)
 
-    mapped = jax.vmap(gradients, axis_name="batch", in_axes=(None, 0))
-    right, wrong = mapped(jnp.ones(3), jnp.float32(x))
+    mapped = jax.jit(jax.vmap(gradients, axis_name="batch", in_axes=(None, 0)))
+    right, wrong = mapped(np.ones(3, np.float32), np.float32(x))
     np.testing.assert_allclose(right, np.mean(x), rtol=1e-3)
     assert not np.any(wrong)
