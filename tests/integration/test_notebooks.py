@@ -1,23 +1,24 @@
 """The notebooks run from top to bottom and show what they say."""
 
+import importlib
 import re
-import subprocess
-import sys
-import tomllib
 
 import nbformat
 import numpy as np
 import pytest
 from book import PAGES
 from processes import CACHE_WARNINGS, worker_environment
-from shared import ROOT
 
-SOURCE = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"][
-    "Source"
-]
 every_notebook = pytest.mark.parametrize(
     "path", sorted(PAGES.glob("*.ipynb")), ids=lambda path: path.stem
 )
+
+
+@pytest.fixture
+def refresh(monkeypatch):
+    monkeypatch.syspath_prepend(PAGES)
+    return importlib.import_module("refresh")
+
 
 # Machines and versions of jax round differently. From AVX2 to AVX-512 and from jax 0.10
 # to 0.12, printed numbers differ by up to 5 %.
@@ -53,35 +54,29 @@ def shown(cell):
 
 @pytest.mark.slow
 @every_notebook
-def test_notebook_runs_and_shows_what_it_says(path, tmp_path):
+def test_notebook_runs_and_shows_what_it_says(path, tmp_path, monkeypatch, refresh):
     program, copy = read(path), tmp_path / path.name
     claims = f"notebook_claims.{path.stem}(types.SimpleNamespace(**globals()))"
     cell = nbformat.v4.new_code_cell(f"import types, notebook_claims\n{claims}")
     program.cells.append(cell)
     nbformat.write(program, copy)
-    run = subprocess.run(
-        [sys.executable, PAGES / "refresh.py", copy],
-        env=worker_environment(PYTHONWARNINGS=",".join(CACHE_WARNINGS)),
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
+    environment = worker_environment(PYTHONWARNINGS=",".join(CACHE_WARNINGS))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    refresh.refresh(copy)
     for stored, now in zip(read(path).cells, read(copy).cells, strict=False):
         assert stored.source == now.source, "the badge is another"
-        refresh = f"`python notebooks/refresh.py` stores what this shows:\n{now.source}"
+        message = f"`python notebooks/refresh.py` stores what this shows:\n{now.source}"
         (*words, numbers), (*new_words, new_numbers) = shown(stored), shown(now)
-        assert words == new_words, refresh
+        assert words == new_words, message
         rtol = TOLERANCES.get(path.stem, TOLERANCE)
-        np.testing.assert_allclose(new_numbers, numbers, rtol, err_msg=refresh)
+        np.testing.assert_allclose(new_numbers, numbers, rtol, err_msg=message)
 
 
 @every_notebook
-def test_notebook_installs_the_package_and_is_stored_with_its_outputs(path):
+def test_notebook_installs_the_package_and_is_stored_with_its_outputs(path, refresh):
     install, *cells = (x for x in read(path).cells if x.cell_type == "code")
-    package = f"optax_lossscale[plots] @ git+{SOURCE}"
-    assert install.source == f'%pip install -q "{package}"'
+    assert install.source == refresh.INSTALL
     assert any(any(shown(cell)[0]) for cell in cells)
-    outputs = [output for cell in cells for output in cell.outputs]
-    assert not any(
-        x.output_type == "error" or x.get("name") == "stderr" for x in outputs
-    )
+    for output in (output for cell in cells for output in cell.outputs):
+        assert output.output_type != "error" and output.get("name") != "stderr"
