@@ -21,10 +21,7 @@ pytestmark = [
 ]
 jmp, mpx = pytest.importorskip("jmp"), pytest.importorskip("mpx")
 
-COLUMNS = ["this package", "Flax", "jmp", "mpx", "`apply_if_finite`"]
-OURS, FLAX, JMP, MPX, _ = COLUMNS
-CELLS = {row[0]: row[1:] for row in table(page("start/do_i_need_it"), "| this package")}
-ONES, BAD = {"w": jnp.ones(2)}, {"w": jnp.array([1.0, jnp.inf])}
+ONES, BAD = {"w": np.ones(2, np.float32)}, {"w": np.float32([1, np.inf])}
 
 
 def linear_loss(params, batch):
@@ -36,16 +33,24 @@ def linear_loss(params, batch):
 # have no scale beside the state of the optimizer.
 
 
-def this_package(inner, loss_fn, init, interval, floor):
-    rule = ls.DynamicLossScale(init, growth_interval=interval, min_scale=floor)
-    tx = ls.with_loss_scaling(inner, rule)
-
+def of_optimizer(tx, value_and_grad):
     def step(params, opt_state, _, batch):
-        loss, grads = ls.value_and_grad(loss_fn, opt_state)(params, batch)
+        loss, grads = value_and_grad(opt_state)(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, None, loss
 
     return tx, None, step
+
+
+def this_package(inner, loss_fn, init, interval, floor):
+    rule = ls.DynamicLossScale(init, growth_interval=interval, min_scale=floor)
+    tx = ls.with_loss_scaling(inner, rule)
+    return of_optimizer(tx, lambda opt_state: ls.value_and_grad(loss_fn, opt_state))
+
+
+def apply_if_finite(inner, loss_fn, init, interval, floor):
+    tx = optax.apply_if_finite(inner, 5)
+    return of_optimizer(tx, lambda _: jax.value_and_grad(loss_fn))
 
 
 def flax(tx, loss_fn, init, interval, floor):
@@ -86,21 +91,16 @@ def of_mpx(tx, loss_fn, init, interval, floor):
     return tx, mpx.DynamicLossScaling(first, floor, period=interval), step
 
 
-def apply_if_finite(inner, loss_fn, init, interval, floor):
-    tx = optax.apply_if_finite(inner, 5)
-
-    def step(params, opt_state, _, batch):
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, None, loss
-
-    return tx, None, step
-
-
-MAKE = dict(
-    zip(COLUMNS, [this_package, flax, of_jmp, of_mpx, apply_if_finite], strict=True)
-)
-SCALE = {FLAX: "scale", JMP: "loss_scale", MPX: "loss_scaling"}
+MAKE = {
+    "this package": this_package,
+    "Flax": flax,
+    "jmp": of_jmp,
+    "mpx": of_mpx,
+    "`apply_if_finite`": apply_if_finite,
+}
+COLUMNS = [*MAKE]
+CELLS = {row[0]: row[1:] for row in table(page("start/do_i_need_it"), "| this package")}
+SCALE = {"Flax": "scale", "jmp": "loss_scale", "mpx": "loss_scaling"}
 ADAMW = optax.adamw(3e-2)
 
 
@@ -115,7 +115,7 @@ def run(name, batches, loss_fn=linear_loss, inner=ADAMW, params=ONES, **numbers)
         params, opt_state, scale = state
         if name in SCALE:
             scale = float(getattr(scale, SCALE[name]))
-        elif name == OURS:
+        elif name == "this package":
             scale = float(ls.get_loss_scale(opt_state))
         yield (params, getattr(opt_state, "inner_state", opt_state)), scale, loss
 
@@ -126,7 +126,7 @@ def scales(name):
         return 2.0**-28 * jnp.float32(loss)
 
     *_, ((params, _), _, _) = run(name, [ONES], loss_fn, optax.sgd(2.0**28))
-    return "no" if jnp.array_equal(params["w"], ONES["w"]) else "yes"
+    return "no" if np.array_equal(params["w"], ONES["w"]) else "yes"
 
 
 def keeps(name):
@@ -135,17 +135,17 @@ def keeps(name):
         assert_same_bits(kept, start)
     if not ls.all_finite(last[0]):
         return "yes, until `max_consecutive_errors`"
-    return "you select" if name in (FLAX, JMP) else "yes"
+    return "you select" if name in ("Flax", "jmp") else "yes"
 
 
 def lowers(name):
-    (_, before, _), (_, after, _) = run(name, [{"w": jnp.full(2, jnp.nan)}])
+    (_, before, _), (_, after, _) = run(name, [{"w": np.full(2, np.nan, np.float32)}])
     return "yes" if before and after == before / 2 else ""
 
 
 @functools.cache
 def like_pytorch(name):
-    """For how many steps the scale is that of PyTorch, and the weights are."""
+    """The steps of a recorded run, and the scale and the weights after each."""
     cases = recordings("torch_end_to_end")["cases"]
     case = next(case for case in cases if case["id"] == "sgd_momentum")
     steps, arguments = case["steps"], case["scaler_arguments"]
@@ -153,22 +153,30 @@ def like_pytorch(name):
     grads = np.array(steps["scaled_grads"], np.float32) / used[:, None]
     _, *found = run(
         name,
-        [{"w": jnp.asarray(grad)} for grad in grads],
+        [{"w": grad} for grad in grads],
         inner=optax.sgd(*case["optimizer_arguments"].values()),
-        params={"w": jnp.array(case["initial_params"], jnp.float32)},
+        params={"w": np.array(case["initial_params"], np.float32)},
         init=float(arguments["init_scale"]),
         interval=arguments["growth_interval"],
     )
-    same_scale = [
-        x[1] == scale for x, scale in zip(found, steps["scale_after"], strict=True)
-    ]
-    weights = np.array(steps["params"])
-    off = np.abs(np.array([params["w"] for (params, _), _, _ in found]) - weights)
-    same_weights = list(off.max(axis=1) < 0.01 * np.abs(weights).max(axis=1))
-    return [
-        f"all {len(x)}" if all(x) else str(x.index(False) or "")
-        for x in (same_scale, same_weights)
-    ]
+    weights = np.array([params["w"] for (params, _), _, _ in found])
+    return steps, [scale for _, scale, _ in found], weights
+
+
+def steps_alike(same):
+    return f"all {len(same)}" if all(same) else str([*same].index(False) or "")
+
+
+def pytorchs_scale(name):
+    steps, scales, _ = like_pytorch(name)
+    return steps_alike(np.equal(scales, steps["scale_after"]))
+
+
+def pytorchs_weights(name):
+    steps, _, weights = like_pytorch(name)
+    expected = np.array(steps["params"])
+    off = np.abs(weights - expected).max(axis=1)
+    return steps_alike(off < 0.01 * np.abs(expected).max(axis=1))
 
 
 def reported(name):
@@ -180,7 +188,9 @@ def reported(name):
 
 
 def after(steps, grad, name, **numbers):
-    *_, (_, scale, _) = run(name, steps * [{"w": jnp.full(2, grad)}], **numbers)
+    *_, (_, scale, _) = run(
+        name, steps * [{"w": np.full(2, grad, np.float32)}], **numbers
+    )
     return scale
 
 
@@ -188,7 +198,7 @@ def of_zeros(name):
     def loss_fn(params, batch):
         return linear_loss({"w": jnp.float32(params["w"])}, batch)
 
-    half, zeros = {"w": jnp.ones(2, jnp.float16)}, {"w": jnp.zeros(2)}
+    half, zeros = {"w": np.ones(2, np.float16)}, {"w": np.zeros(2, np.float32)}
     try:
         *_, ((params, _), _, _) = run(name, [zeros], loss_fn, optax.adam(1e-3), half)
     except TypeError:
@@ -200,15 +210,11 @@ CHECKS = {
     "scales the loss": scales,
     "a skipped step keeps weights, moments and schedule": keeps,
     "a batch with NaN lowers the scale": lowers,
-    "steps with PyTorch's scale, in a run recorded from `GradScaler`": (
-        lambda name: like_pytorch(name)[0]
-    ),
-    "steps with PyTorch's weights in that run, within 1 %": (
-        lambda name: like_pytorch(name)[1]
-    ),
+    "steps with PyTorch's scale, in a run recorded from `GradScaler`": pytorchs_scale,
+    "steps with PyTorch's weights in that run, within 1 %": pytorchs_weights,
     "a loss of 1e35 is reported as": reported,
     "a smallest scale of 8, under `jit`": functools.partial(
-        after, 20, jnp.nan, floor=8.0
+        after, 20, np.nan, floor=8.0
     ),
     "Adam's update of a float16 parameter whose gradient is 0": of_zeros,
     "the largest scale": functools.partial(after, 300, 1e-30, interval=1),

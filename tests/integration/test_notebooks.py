@@ -60,7 +60,9 @@ def test_notebook_runs_and_shows_what_it_says(path, tmp_path, monkeypatch, refre
     cell = nbformat.v4.new_code_cell(f"import types, notebook_claims\n{claims}")
     program.cells.append(cell)
     nbformat.write(program, copy)
-    environment = worker_environment(PYTHONWARNINGS=",".join(CACHE_WARNINGS))
+    environment = worker_environment(
+        PYTHONWARNINGS=",".join(CACHE_WARNINGS), JAX_DISABLE_MOST_OPTIMIZATIONS="1"
+    )
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     refresh.refresh(copy)
