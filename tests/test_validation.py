@@ -101,20 +101,17 @@ def test_rule_refuses_a_traced_number_and_offers_another_rule(rule):
 
 
 ORDER = [
-    ({"min_scale": 8.0}, "`min_scale` must not exceed `init_scale`, got min_scale=8.0"),
-    (
-        {"max_scale": 2.0},
-        "`init_scale` must not exceed `max_scale`, got init_scale=4.0",
-    ),
+    ("min_scale", 8.0, "`min_scale` must not exceed `init_scale`, got min_scale=8.0"),
+    ("max_scale", 2.0, "`init_scale` must not exceed `max_scale`, got init_scale=4.0"),
 ]
 
 
 @pytest.mark.parametrize("rule", BOTH)
 def test_limits_ascend_and_may_be_equal(rule):
     assert rule(8.0, min_scale=8.0, max_scale=8.0).init().loss_scale == 8.0
-    for limits, words in ORDER:
+    for limit, value, words in ORDER:
         with pytest.raises(ValueError, match=words):
-            rule(4.0, **limits)
+            rule(4.0, **{limit: value})
 
 
 NUMBERS = [128, np.float32(128), np.array(128.0), jnp.bfloat16(128), jnp.int32(128)]

@@ -2,6 +2,7 @@
 
 import json
 import lzma
+import os
 from pathlib import Path
 
 import jax
@@ -14,6 +15,17 @@ new_ref = getattr(jax, "new_ref", None) or jax.experimental.mutable_array
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data"
+
+
+def worker_environment(**variables):
+    """The environment of a program that imports from the package and the tests."""
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "helpers")))
+    # Two may meet at one entry of the cache of compiled programs.
+    ignored = [
+        f"ignore:Error {x} persistent compilation" for x in ("reading", "writing")
+    ]
+    fixed = {"JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": ",".join(ignored)}
+    return {**os.environ, "PYTHONPATH": path, **fixed, **variables}
 
 
 def slow_but(quick, cases):

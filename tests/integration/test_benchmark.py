@@ -7,17 +7,11 @@ import runpy
 import subprocess
 import sys
 
-import jax
 import pytest
 from book import PAGES, text_of
-from processes import worker_environment
-from shared import DATA, ROOT
+from shared import DATA, ROOT, worker_environment
 
 BENCHMARKS = ROOT / "tests" / "benchmarks"
-# No time that is measured here matters, and unoptimized programs compile faster.
-FLAGS = "--xla_backend_optimization_level=0"
-if jax.__version_info__ < (0, 11):  # A newer XLA ends at this name.
-    FLAGS += " --xla_cpu_use_fusion_emitters=false"
 
 
 def run(program, file, *options):
@@ -25,7 +19,7 @@ def run(program, file, *options):
     pytest.importorskip("jmp")
     subprocess.run(
         [sys.executable, BENCHMARKS / program, "--json", file, *options],
-        env=worker_environment(JAX_PLATFORMS="cpu", XLA_FLAGS=FLAGS),
+        env=worker_environment(),
         check=True,
     )
     return json.loads(file.read_text())

@@ -7,7 +7,7 @@ import nbformat
 import numpy as np
 import pytest
 from book import PAGES
-from processes import CACHE_WARNINGS, worker_environment
+from shared import worker_environment
 
 every_notebook = pytest.mark.parametrize(
     "path", sorted(PAGES.glob("*.ipynb")), ids=lambda path: path.stem
@@ -60,10 +60,7 @@ def test_notebook_runs_and_shows_what_it_says(path, tmp_path, monkeypatch, refre
     cell = nbformat.v4.new_code_cell(f"import types, notebook_claims\n{claims}")
     program.cells.append(cell)
     nbformat.write(program, copy)
-    environment = worker_environment(
-        PYTHONWARNINGS=",".join(CACHE_WARNINGS), JAX_DISABLE_MOST_OPTIMIZATIONS="1"
-    )
-    for name, value in environment.items():
+    for name, value in worker_environment().items():
         monkeypatch.setenv(name, value)
     refresh.refresh(copy)
     for stored, now in zip(read(path).cells, read(copy).cells, strict=False):

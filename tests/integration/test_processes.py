@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
-from processes import worker_environment
+from shared import worker_environment
 from training import float16_loss, make_step, train
 
 import optax_lossscale as ls
