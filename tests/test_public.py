@@ -67,15 +67,15 @@ def test_rules_and_their_states_are_pickled_by_public_names(rule):
         assert home in MODULES and getattr(home, cls.__name__) is cls
 
 
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
-def test_every_public_name_has_an_example_that_runs(module):
+NAMES = {*ls.__all__, "create", "from_config"} - {"plots", "presets"}
+# The presets have one for all.
+EXAMPLES = [(ls, NAMES), (ls.plots, {*ls.plots.__all__}), (ls.presets, {"presets"})]
+
+
+@pytest.mark.parametrize(("module", "names"), EXAMPLES)
+def test_every_public_name_has_an_example_that_runs(module, names):
     tests = doctest.DocTestFinder().find(module)
-    found = {test.name.rpartition(".")[2] for test in tests if test.examples}
-    if module is ls.presets:  # one for all
-        assert found == {"presets"}
-        return
-    assert found >= {*module.__all__} - {"plots", "presets"}
-    assert module is not ls or found >= {"create", "from_config"}, "methods, too"
+    assert names <= {test.name.rpartition(".")[2] for test in tests if test.examples}
 
 
 OPTIONS = "argnums=0 has_aux=False holomorphic=False allow_int=False value_and_grad"

@@ -39,10 +39,10 @@ def test_benchmark_measures_every_recipe(tmp_path):
 
 @pytest.mark.slow
 def test_one_command_measures_this_device(tmp_path):
-    parts = ["update by sgd", "step in float16", "tests of transform/test_rounding.py"]
-    report = run("on_device.py", tmp_path / "found.json", "--parts", *parts)
-    assert " passed" in report["parts"][parts[2]][0]["outcome"]
-    assert (tmp_path / "found.md").read_text().count("| plain | ") == 2
+    step, tests = "step in float16", "tests of transform/test_rounding.py"
+    report = run("on_device.py", tmp_path / "found.json", "--parts", step, tests)
+    assert " passed" in report["parts"][tests][0]["outcome"]
+    assert "| plain | " in (tmp_path / "found.md").read_text()
 
 
 def test_picture_of_costs_is_drawn_from_the_tables(monkeypatch):

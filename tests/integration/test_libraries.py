@@ -51,15 +51,21 @@ def changing():
 
 
 @functools.cache
+@nnx.jit
+def unchanged():
+    return nnx.Linear(8, 1, rngs=nnx.Rngs(0))
+
+
+@functools.cache
 @eqx.filter_jit
 def holding():
     return Holding(eqx.nn.Linear(8, 1, key=jax.random.key(0)), jax.nn.tanh)
 
 
-OF_NNX = nnx.jit, nnx.value_and_grad
+# How it is made, compiled and differentiated.
 MODULES = {
-    "changes": (lambda: nnx.clone(changing()), *OF_NNX),
-    "unchanged": (lambda: nnx.Linear(8, 1, rngs=nnx.Rngs(0)), *OF_NNX),
+    "changes": (lambda: nnx.clone(changing()), nnx.jit, nnx.value_and_grad),
+    "unchanged": (unchanged, nnx.jit, nnx.value_and_grad),
     "equinox": (holding, eqx.filter_jit, eqx.filter_value_and_grad),
 }
 
@@ -68,23 +74,31 @@ def loss_fn(model, call=lambda model: model(X)):
     return 2.0**-40 * jnp.sum(jnp.square(call(model)))
 
 
-def in_block(call):
-    return lambda differentiate: differentiate(lambda model: loss_fn(model, call))
-
-
 RETRIES = ls.value_and_grad_with_retries
-WAYS = {
+# The whole loss is scaled, given the library's `value_and_grad`.
+LOSSES = {
     "value_and_grad": lambda d: ls.value_and_grad(loss_fn, STATE, value_and_grad=d),
     "retries": lambda d: RETRIES(loss_fn, STATE, value_and_grad=d),
     "scale_backward": lambda d: d(ls.scale_backward(loss_fn, STATE)),
-    "block": in_block(lambda m: ls.scale_block(type(m).__call__)(m, X)),
-    "closed over": in_block(lambda m: ls.scale_block(m.__call__)(X)),
-    "method": in_block(lambda m: m.block(X)),
 }
+# In the loss, only the call of the module is scaled.
+BLOCKS = {
+    "block": lambda model: ls.scale_block(type(model).__call__)(model, X),
+    "closed over": lambda model: ls.scale_block(model.__call__)(X),
+    "method": lambda model: model.block(X),
+}
+
+
+def scaled(way, differentiate):
+    if way in LOSSES:
+        return LOSSES[way](differentiate)
+    return differentiate(lambda model: loss_fn(model, BLOCKS[way]))
+
+
 CELLS = [
     *((way, "changes") for way in ("value_and_grad", "scale_backward", "block")),
     ("closed over", "unchanged"),
-    *((way, "equinox") for way in WAYS),
+    *((way, "equinox") for way in [*LOSSES, *BLOCKS]),
 ]
 
 
@@ -99,7 +113,7 @@ def of_the_library(module):
 def test_scaled_module_has_the_gradients_and_changes_of_its_library(way, module):
     make, jit, differentiate = MODULES[module]
     model = make()
-    loss, grads, *_ = jit(lambda model: WAYS[way](differentiate)(model))(model)
+    loss, grads, *_ = jit(lambda model: scaled(way, differentiate)(model))(model)
     (expected, their_grads), theirs = of_the_library(module)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     chex.assert_trees_all_close(grads, their_grads, rtol=1e-5, atol=2.0**-50)

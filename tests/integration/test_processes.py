@@ -117,7 +117,7 @@ def test_processes_agree_equal_one_device_and_go_on_bit_for_bit(tmp_path):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     run(2, whole, STEPS)
     run(2, stopped, 6)
-    assert "from step 4\n" in run(4, stopped, STEPS)
+    assert "from step 4\n" in run(1, stopped, STEPS)
     # Restored on one device: whatever the number was, it may be another.
     mesh = jax.make_mesh((1,), ("d",), devices=jax.devices()[:1])
     target = ocp.args.StandardRestore(types_on(mesh))
