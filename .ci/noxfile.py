@@ -61,12 +61,12 @@ def tests(session: nox.Session) -> None:
 
 @nox.session
 def slow(session: nox.Session) -> None:
-    """The tests marked slow. Programs that train for long run optimized."""
+    """The tests marked slow. The demonstration trains for long and runs optimized."""
     install(session, "test", "slow")
-    options = ("-m", "slow", "--dist=worksteal")
-    programs = ("tests/integration/test_pages.py", "tests/test_main.py")
-    session.run("pytest", *options, *(f"--ignore={path}" for path in programs))
-    session.run("pytest", *options, *programs, env={"XLA_FLAGS": ""})
+    demonstration = "tests/test_main.py"
+    options = ("-m", "slow", "--dist=worksteal", f"--ignore={demonstration}")
+    session.run("pytest", *options)
+    session.run("pytest", "-m", "slow", demonstration, env={"XLA_FLAGS": ""})
 
 
 @nox.session
