@@ -54,37 +54,41 @@ def test_result_of_select_is_sharded_like_the_new_tree():
 
 
 SHAPES, STRUCTURE = r"the same shapes.* at \['a'\]\. Select", "the same structure"
-REFUSED = [
-    ({"a": np.ones(())}, {"a": np.ones(1)}, SHAPES),
-    ({"a": "relu"}, {"a": "tanh"}, SHAPES),
-    ({"a": jax.nn.relu}, {"a": np.ones(())}, SHAPES),
-    ({"a": 1.0}, {"b": 1.0}, STRUCTURE),
-    ([1.0], (1.0,), STRUCTURE),
-]
+REFUSED = {
+    "other shapes": ({"a": np.ones(())}, {"a": np.ones(1)}, SHAPES),
+    "other texts": ({"a": "relu"}, {"a": "tanh"}, SHAPES),
+    "function and array": ({"a": jax.nn.relu}, {"a": np.ones(())}, SHAPES),
+    "other keys": ({"a": 1.0}, {"b": 1.0}, STRUCTURE),
+    "other containers": ([1.0], (1.0,), STRUCTURE),
+}
 
 
-@pytest.mark.parametrize(("new", "old", "words"), REFUSED)
+@pytest.mark.parametrize(("new", "old", "words"), REFUSED.values(), ids=REFUSED)
 def test_select_refuses_trees_that_do_not_match(new, old, words):
     with pytest.raises(ValueError, match=f"`on_true` and `on_false` must have {words}"):
         ls.select(True, new, old)
 
 
-MISMATCHES = [
-    ({"a": np.ones(2)}, {"a": np.ones(2)}, None, None),
-    ({"a": np.ones(2)}, {"a": np.ones(3)}, "['a']", "['a']"),
-    ({"a": 1.0, "b": np.ones(1)}, {"a": 2, "b": 1.0}, "['b']", "['b']"),
-    ({"a": 1.0}, {"a": 1.0, "c": 1.0}, "['c']", "['c']"),
-    ({"a": 1.0}, [1.0], "[0]", "[0]"),
-    # The same arrays at the same paths, in other containers.
-    ((1.0,), [1.0], "the root", None),
-]
+MISMATCHES = {
+    "none": ({"a": np.ones(2)}, {"a": np.ones(2)}, None),
+    "other length": ({"a": np.ones(2)}, {"a": np.ones(3)}, "['a']"),
+    "array and number": ({"a": 1.0, "b": np.ones(1)}, {"a": 2, "b": 1.0}, "['b']"),
+    "one more": ({"a": 1.0}, {"a": 1.0, "c": 1.0}, "['c']"),
+    "other paths": ({"a": 1.0}, [1.0], "[0]"),
+}
 
 
-@pytest.mark.parametrize(("new", "old", "where", "of_shapes"), MISMATCHES)
-def test_mismatch_is_where_shapes_or_containers_differ(new, old, where, of_shapes):
-    for only_shapes, expected in ((False, where), (True, of_shapes)):
-        place, *texts = mismatch(new, old, only_shapes=only_shapes) or (None, 1, 2)
-        assert place == expected and texts[0] != texts[1]
+@pytest.mark.parametrize(("new", "old", "where"), MISMATCHES.values(), ids=MISMATCHES)
+@pytest.mark.parametrize("only_shapes", [False, True])
+def test_mismatch_is_where_shapes_differ(new, old, where, only_shapes):
+    place, *texts = mismatch(new, old, only_shapes=only_shapes) or (None, 1, 2)
+    assert place == where and texts[0] != texts[1]
+
+
+def test_mismatch_of_containers_is_at_the_root_unless_shapes_alone_count():
+    place, new, old = mismatch((1.0,), [1.0])
+    assert place == "the root" and new != old
+    assert mismatch((1.0,), [1.0], only_shapes=True) is None
 
 
 def test_leaves_are_cast_unless_they_have_the_type_strongly():

@@ -138,7 +138,9 @@ DESCRIBED = [
 ]
 
 
-@pytest.mark.parametrize(("value", "words"), DESCRIBED)
+@pytest.mark.parametrize(
+    ("value", "words"), DESCRIBED, ids=["short text", "long text", "array", "abstract"]
+)
 def test_value_is_described_in_a_few_words(value, words):
     with pytest.raises(ValueError, match=f"must be one boolean .*got {words}. "):
         select(pred=value)

@@ -238,7 +238,9 @@ OLD_LINES = [
 
 
 @slow
-@pytest.mark.parametrize(("words", "line", "old_line"), OLD_LINES)
+@pytest.mark.parametrize(
+    ("words", "line", "old_line"), OLD_LINES, ids=["scale", "division", "select"]
+)
 def test_page_names_old_lines_that_harm_in_silence(words, line, old_line):
     """Silence: warnings are errors here."""
     (block, _), harmed = code_blocks(GUIDES["jmp"], "python"), []
