@@ -15,6 +15,7 @@ import optax_lossscale as ls
 from optax_lossscale._finite import is_nonfinite
 
 FLOATS = ["float16", "bfloat16", "float32", "float8_e5m2", "float8_e4m3fn", "float64"]
+FLOATS += ["float8_e5m2fnuz"]  # its only NaN has the bits of -0.0 in other types
 BAD = [np.nan, np.inf, -np.inf]
 BAD_COMPLEX = [*BAD, *(complex(x, y) for x, y in itertools.product((0, *BAD), BAD))]
 LARGEST = float(np.finfo(np.float32).max)
@@ -38,7 +39,7 @@ def test_one_bad_element_is_found_among_extreme_finite_ones(dtype):
         elements = BAD_COMPLEX if "complex" in dtype else BAD
         for place, element in itertools.product(((0, 0), (1, 8), (2, 16)), elements):
             x = good.copy()
-            # float8_e4m3fn has no infinity: it holds a NaN instead.
+            # Some types of 8 bits have no infinity, and hold a NaN instead.
             x[place] = element
             finite, largest, bad = check(x)
             assert not finite and not np.isfinite(largest), (place, element)
