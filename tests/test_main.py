@@ -92,11 +92,6 @@ def test_training_moves_the_bar_in_each_step(monkeypatch):
     assert bar.update.call_count == 3
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 @pytest.fixture
 def short_run(tmp_path, monkeypatch, capsys):
     """A run of 10 steps that do not train; what it prints, and on a terminal."""
@@ -107,9 +102,11 @@ def short_run(tmp_path, monkeypatch, capsys):
         return training.Result(1.0, 4.0, 0.0, *([x] * 10 for x in (1.0, 2.0, False)))
 
     def run(*options):
-        monkeypatch.setattr(sys, "stderr", Terminal())  # pytest sets it for each phase
+        terminal = io.StringIO()
+        terminal.isatty = lambda: True
+        monkeypatch.setattr(sys, "stderr", terminal)  # pytest sets it for each phase
         main(["--steps", "10", *options])
-        return capsys.readouterr().out, sys.stderr.getvalue()
+        return capsys.readouterr().out, terminal.getvalue()
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(training, "train", train)
