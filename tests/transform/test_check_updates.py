@@ -136,4 +136,4 @@ def test_parameters_and_not_master_weights_must_be_finite(last, applied):
     state = jax.jit(TO_FLOAT16.init)(params)
     updates, state = jax.jit(TO_FLOAT16.update)(grads, state, params)
     assert bool(ls.was_applied(state)) is applied
-    assert np.isfinite(optax.apply_updates(params, updates)).all()
+    assert np.isfinite(jax.jit(optax.apply_updates)(params, updates)).all()
