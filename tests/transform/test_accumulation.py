@@ -14,7 +14,7 @@ from training import float16_loss, make_step, normal, train
 import optax_lossscale as ls
 from optax_lossscale import presets
 
-RULE = ls.DynamicLossScale(init_scale=2.0**10)
+TX = ls.with_loss_scaling(optax.adam(1e-2), ls.DynamicLossScale(2.0**10))
 PARAMS = {"w": np.float32([[0.5, -1.0], [2.0, 0.25]]), "b": np.zeros(2, np.float32)}
 # Windows of four micro-batches of eight.
 X, BAD_X = normal(3, 4, 8, 2), normal(3, 4, 8, 2)
@@ -47,15 +47,14 @@ def by_microbatching(tx):
     return step
 
 
-def whole(tx):
-    return jax.jit(
-        make_step(tx, lambda params, x: float16_loss(params, x.reshape(-1, 2)))
-    )
+@jax.jit
+def large_step(params, opt_state, window):
+    step = make_step(TX, float16_loss)
+    return step(params, opt_state, window.reshape(-1, 2))
 
 
-def run(make_step, windows):
-    tx = ls.with_loss_scaling(optax.adam(1e-2), RULE)
-    return train(make_step(tx), PARAMS, tx.init(PARAMS), windows)
+def run(step, windows):
+    return train(step, PARAMS, TX.init(PARAMS), windows)
 
 
 @pytest.mark.parametrize("make_step", [by_scan, by_microbatching])
@@ -63,11 +62,12 @@ def test_window_equals_one_large_batch_and_is_dropped_whole(make_step):
     """A bad micro-batch moves the scale once."""
     if make_step is by_microbatching and not hasattr(optax, "microbatch"):
         pytest.skip("needs a newer optax")
-    actual, expected = run(make_step, X), run(whole, X)
+    step = make_step(TX)
+    actual, expected = run(step, X), run(large_step, X)
     assert_same_bits(actual[1].scale_state, expected[1].scale_state)
     chex.assert_trees_all_close(actual, expected, rtol=2e-2, atol=1e-4)
-    params, opt_state = run(make_step, BAD_X)
-    expected_params, expected_state = run(make_step, X[[0, 2]])
+    params, opt_state = run(step, BAD_X)
+    expected_params, expected_state = run(step, X[[0, 2]])
     assert_same_bits(params, expected_params)
     assert_same_bits(opt_state.inner_state, expected_state.inner_state)
     assert int(opt_state.scale_state.skipped_steps) == 1
@@ -91,16 +91,16 @@ def product(params, x):
 def test_scale_and_weights_move_where_those_of_another_system_did(case):
     """Keras drops a micro-batch, and counts them. Others drop and count windows."""
     rule = SYSTEMS[case["system"]](**case["native_arguments"])
-    x = np.where([flag == "1" for flag in case["finite"]], 1.0, np.inf)
-    count, inner = case["micro_batches"], optax.sgd(0.1)
+    x = np.float32([1.0 if flag == "1" else np.inf for flag in case["finite"]])
+    count, inner, start = case["micro_batches"], optax.sgd(0.1), np.float32(1.0)
     if case["system"].startswith("keras"):
         tx = ls.with_loss_scaling(optax.MultiSteps(inner, count), rule)
         step = jax.jit(make_step(tx, product))
     else:
         tx = ls.with_loss_scaling(inner, rule)
-        step, x = by_scan(tx, product, 1.0, x[:4]), x.reshape(-1, count)
-    run, scales, moved = (np.float32(1.0), tx.init(np.float32(1.0))), [], ""
-    for batch in np.float32(x):
+        step, x = by_scan(tx, product, start, x[:4]), x.reshape(-1, count, 1)
+    run, scales, moved = (start, tx.init(start)), [], ""
+    for batch in x:
         old, run = run, step(*run, batch)
         scales.append(np.log2(ls.get_loss_scale(run[1])))
         moved += "1" if float(run[0]) != float(old[0]) else "0"

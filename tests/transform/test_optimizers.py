@@ -91,7 +91,8 @@ NAN_OF_ZEROS = {"optax.contrib.dadapt_adamw", "optax.contrib.prodigy"}
 @pytest.mark.filterwarnings("ignore")
 def test_wrapped_optimizer_makes_finite_updates_of_float16_zeros(name):
     tx, params = ls.with_loss_scaling(make(name)), params_for(name, jnp.float16)
-    zeros = jax.tree.map(np.zeros_like, params_for(name, jnp.float16))
+    grads = grads_for(name, params)
+    zeros = jax.tree.map(lambda g: np.zeros(g.shape, np.float16), grads)
     step = jax.jit(functools.partial(update, name, tx))
     _, state = step(zeros, jax.jit(tx.init)(params), params)
     updates, _ = step(zeros, state, params)
