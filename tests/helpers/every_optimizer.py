@@ -34,17 +34,10 @@ def value_fn(params):
 
 
 ADAM = optax.adam(0.1)
-WRAPPED = (
-    "adv_optimizer",
-    "base_optimizer",
-    "fast_optimizer",
-    "inner",
-    "optimizer",
-    "tx",
-)
 # What the factories require, by the name of the parameter; 0.1 for all others.
 ARGUMENTS = {
-    **dict.fromkeys(WRAPPED, ADAM),
+    **dict.fromkeys(("adv_optimizer", "base_optimizer", "fast_optimizer"), ADAM),
+    **dict.fromkeys(("inner", "optimizer", "tx"), ADAM),
     "decay": 0.9,
     "f": lambda updates, params: jax.tree.map(lambda u: -u, updates),
     "freeze_mask": {"w": False, "b": True, "s": False},

@@ -102,24 +102,19 @@ ROWS = {
 }
 
 
-def step(grads, update, params, new, old):
+@eqx.filter_jit
+def state_after(grads, update, params, new, old):
     """The state after a step of an optimizer that returns an update and a new state."""
     inner = transformation(lambda g, state: (update, (new,)), old)
     tx = ls.with_loss_scaling(inner, check_updates=True)
     return tx.update(grads, tx.init(ONE), params)[1]
 
 
-RUNS = {"compiled": eqx.filter_jit(step), "eager": step}
-CASES = [*itertools.product(RUNS, ROWS)]
-QUICK = [*CASES[: len(ROWS)], ("eager", "all finite"), ("eager", "inf becomes NaN")]
-
-
-@pytest.mark.parametrize("case", slow_but(QUICK, CASES), ids=" ".join)
-def test_new_nan_or_inf_skips_the_step(case):
+@pytest.mark.parametrize("row", ROWS)
+def test_new_nan_or_inf_skips_the_step(row):
     """One that the step does not change may stay."""
-    run, row = case
     update, params, new, old, applied = ROWS[row]
-    state = RUNS[run]({"w": ONE}, update, params, new, old)
+    state = state_after({"w": ONE}, update, params, new, old)
     assert bool(ls.was_applied(state)) is applied
     if not applied:
         assert_same_bits(state.inner_state, (old,))
