@@ -28,6 +28,9 @@ MODES = [*itertools.product(["scan", "vmap", "jvp"], [False, True])]
 PATTERNS = ["xx..x.", "x...xx", "..xx.x"]
 
 
+update_in_dim = jax.lax.dynamic_update_index_in_dim
+
+
 def symmetric(x):
     """Return a positive definite matrix."""
     rows = jnp.reshape(x, (-1, 4))
@@ -77,7 +80,7 @@ UNARY = {
     "squash": lambda x: x * x / (1 + x * x),
     "cumsum": lambda x: jnp.cumsum(x, 0),
     "center": lambda x: x - jnp.mean(x),
-    # A norm has no derivative at 0.
+    # Here and below, not by a norm, which has no derivative at 0.
     "normalize": lambda x: x / jnp.sqrt(1 + jnp.sum(x * x)),
     "through bfloat16": lambda x: x.astype(jnp.bfloat16).astype(x.dtype),
     "replace NaN": jnp.nan_to_num,
@@ -128,15 +131,16 @@ COUNTED = {
 WRITES = {
     "write a row": lambda i, x, y: x.at[i % 3].set(y[0]),
     "write rows": lambda i, x, y: x.at[jnp.stack([i, i + 1]) % 3].set(y[:2]),
-    "write a slice": lambda i, x, y: jax.lax.dynamic_update_index_in_dim(
-        x, y[0], i % 3, 0
-    ),
+    "write a slice": lambda i, x, y: update_in_dim(x, y[0], i % 3, 0),
     "shift": lambda i, x, y: jnp.roll(x, 1, 0).at[0].set(y[0]),
 }
-# Of whole trees.
-GLOBAL = {
-    "global norm": lambda _, x: optax.tree.scale(1 / (1 + optax.tree.norm(x)), x),
-}
+
+
+def normalize_all(count, tree):
+    return optax.tree.scale(1 / (1 + optax.tree.norm(tree, squared=True)), tree)
+
+
+GLOBAL = {"normalize all": normalize_all}  # of whole trees
 
 
 def leafwise(function):
