@@ -42,11 +42,12 @@ def test_updated_state_takes_the_sharding_of_the_parameters(check_updates):
     """Of weakly typed parameters, optax makes such a state by itself."""
     mesh = make_mesh(EXPLICIT, x=8)
     tx = ls.with_loss_scaling(MOMENTUM, RULE, check_updates=check_updates)
+    unsharded = np.zeros((8, 2), np.float32)
 
     @jax.jit
     def step(state, params, grads):
         updates, state = tx.update(grads, state, params)
-        return state, updates, ls.keep_if_applied(state, params, 0 * params)
+        return state, updates, ls.keep_if_applied(state, params, unsharded)
 
     with set_mesh(mesh):
         params = jnp.full((8, 2), 1.0)
@@ -88,9 +89,13 @@ def eagerly(step, carry):
 
 
 @pytest.mark.skipif(not hasattr(jax, "memory"), reason="jax has no spaces of memory")
-@pytest.mark.parametrize("check_updates", slow_but([False], [False, True]), ids=CHECKED)
+@pytest.mark.parametrize(
+    ("rule", "check_updates"),
+    [(RULE, False), pytest.param(ls.HeadroomLossScale(), True, marks=pytest.mark.slow)],
+    ids=["dynamic", "headroom, checked"],
+)
 @pytest.mark.parametrize("run", slow_but([in_scan], [in_scan, eagerly]))
-def test_state_in_host_memory_stays_there(run, check_updates):
+def test_state_in_host_memory_stays_there(run, rule, check_updates):
     """The inner optimizer fetches it, as offloading does; the wrapper moves nothing."""
     plain_update = jax.jit(MOMENTUM.update)
 
@@ -101,7 +106,7 @@ def test_state_in_host_memory_stays_there(run, check_updates):
 
     def trained(update, kind):
         tx = optax.GradientTransformation(MOMENTUM.init, update)
-        tx = ls.with_loss_scaling(tx, RULE, check_updates=check_updates)
+        tx = ls.with_loss_scaling(tx, rule, check_updates=check_updates)
         step = make_step(tx, jax.jit(lambda p, factor: jnp.sum(factor * p**2)))
         place = SingleDeviceSharding(jax.devices()[0], memory_kind=kind)
         results = run(step, (ONES, jax.device_put(tx.init(ONES), place)))
