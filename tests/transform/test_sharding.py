@@ -147,20 +147,26 @@ def test_sharded_rows_and_skips_equal_those_of_one_device():
     assert int(actual[1].scale_state.skipped_steps) == 1
 
 
+# What differs between devices, each of which has a number.
+THROUGH = {
+    "grads": lambda x: {"updates": x * ONES},
+    "params": lambda x: {"params": x * ONES},
+    "grads_finite": lambda x: {"grads_finite": x > 0},
+    "value": lambda x: {"value": x},
+}
+
+
 @pytest.mark.parametrize(
     ("axis_name", "axes"), [(None, "'d', 'e'"), ("d", "'e'")], ids=["no axis", "one"]
 )
-@pytest.mark.parametrize("through", ["grads", "grads_finite", "value", "params"])
+@pytest.mark.parametrize("through", THROUGH)
 def test_devices_that_share_a_state_may_not_disagree(axis_name, axes, through):
     is_checked = through == "params"
     tx = ls.with_loss_scaling(MOMENTUM, axis_name=axis_name, check_updates=is_checked)
 
     def step(state, x):
-        given = {"grads": ONES, "params": ONES, "value": 1.0, "grads_finite": True}
-        given[through] = (
-            x[0] > 0 if through == "grads_finite" else x[0] * given[through]
-        )
-        return tx.update(given.pop("grads"), state, **given)
+        given = {"updates": ONES, "params": ONES, **THROUGH[through](x[0])}
+        return tx.update(state=state, **given)
 
     step = on_mesh(step, (P(), P(("d", "e"))), P(), make_mesh(d=2, e=4))
     with pytest.raises(ValueError, match=rf"`axis_name` must name every .*\[{axes}\]"):
