@@ -27,11 +27,11 @@ BFLOAT16 = normal(2, 2).astype(jnp.bfloat16), {"b": normal(2)}
 RATE, ADAM = optax.linear_schedule(1e-3, 5e-4, 5), optax.adam(1e-3)
 LION = optax.chain(optax.clip_by_global_norm(1.0), optax.lion(RATE), optax.ema(0.9))
 DYNAMIC = ls.DynamicLossScale(2.0**9, growth_interval=2, hysteresis=2)
-EAGER = ls.DynamicLossScale(2.0**8, growth_interval=1, min_scale=2.0**7)
+GREEDY = ls.DynamicLossScale(2.0**8, growth_interval=1, min_scale=2.0**7)
 # The optimizer, its parameters, and the rule.
 RUNS = {
     "adam": (ADAM, DICT, DYNAMIC),
-    "MultiSteps": (optax.MultiSteps(ADAM, 2), NESTED, EAGER),
+    "MultiSteps": (optax.MultiSteps(ADAM, 2), NESTED, GREEDY),
     "lion": (LION, DICT, ls.HeadroomLossScale(2.0**8)),
     "copies": (ls.with_master_weights(ADAM), BFLOAT16, ls.FixedLossScale(2.0**7)),
 }
