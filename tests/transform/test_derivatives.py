@@ -27,20 +27,15 @@ def exponential(rate):
     return optax.chain(exp, optax.sgd(rate, momentum=0.9))
 
 
-def scaled(make, rate):
-    return ls.with_loss_scaling(make(rate))
+scaled = ls.with_loss_scaling
 
 
-def checked(make, rate):
-    return ls.with_loss_scaling(make(rate), check_updates=True)
+def checked(tx):
+    return ls.with_loss_scaling(tx, check_updates=True)
 
 
-def copied(make, rate):
-    return ls.with_loss_scaling(ls.with_master_weights(make(rate)))
-
-
-def plain(make, rate):
-    return make(rate)
+def copied(tx):
+    return ls.with_loss_scaling(ls.with_master_weights(tx))
 
 
 KINDS = {
@@ -52,7 +47,7 @@ KINDS = {
 
 
 @functools.cache
-def derivative(kind, in_scan, make, wrap, start, dtype):
+def derivative(kind, in_scan, make, start, dtype, wrap=lambda tx: tx):
     """Of what training on batches reaches, by the learning rate."""
 
     def step(tx, carry, batch):
@@ -62,8 +57,8 @@ def derivative(kind, in_scan, make, wrap, start, dtype):
         return (optax.apply_updates(params, updates), state), None
 
     def reached(rate, batches):
-        tx, first = wrap(make, rate), np.float32([[10, -20], [5, 2.5]]) * start(rate)
-        params = jnp.asarray(first, dtype)
+        tx, scale = wrap(make(rate)), rate if start == "learned" else 0.1
+        params = jnp.asarray(np.float32([[10, -20], [5, 2.5]]) * scale, dtype)
         carry, body = (params, tx.init(params)), functools.partial(step, tx)
         if in_scan:
             carry, _ = jax.lax.scan(jax.checkpoint(body), carry, batches)
@@ -74,24 +69,16 @@ def derivative(kind, in_scan, make, wrap, start, dtype):
     return KINDS[kind](reached)
 
 
-def learned(rate):
-    """Meta-learning: the start depends on the learning rate, too."""
-    return rate
-
-
-def given(rate):
-    return 0.1
-
-
 # The optimizer, its wrapper, the start, noise and factors of the gradients, and the
-# applied steps. A batch with an infinite factor is bad to the derivative of its own
+# applied steps. A start that is learned, as in meta-learning, depends on the learning
+# rate, too. A batch with an infinite factor is bad to the derivative of its own
 # gradients, too.
 ROWS = {
-    "adam": (adam, scaled, learned, [NAN, 0, INF, 1], 4.0, [1, 3]),
-    "checked": (exponential, checked, learned, [1e4, 0, 1e4, 1], 4.0, [1, 3]),
-    "master weights": (optax.sgd, copied, learned, [0, NAN, 0, 0], 0.1, [0, 2, 3]),
-    "bad factor": (optax.sgd, scaled, given, 0, [0.1, INF, 0.2], [0, 2]),
-    "bad factor first": (optax.sgd, scaled, given, 0, [INF, 0.1, 0.2], [1, 2]),
+    "adam": (adam, scaled, "learned", [NAN, 0, INF, 1], 4.0, [1, 3]),
+    "checked": (exponential, checked, "learned", [1e4, 0, 1e4, 1], 4.0, [1, 3]),
+    "master weights": (optax.sgd, copied, "learned", [0, NAN, 0, 0], 0.1, [0, 2, 3]),
+    "bad factor": (optax.sgd, scaled, "given", 0, [0.1, INF, 0.2], [0, 2]),
+    "bad factor first": (optax.sgd, scaled, "given", 0, [INF, 0.1, 0.2], [1, 2]),
 }
 QUICK = [(row, "reverse", "scan") for row in ROWS if row != "bad factor"]
 QUICK += [("bad factor", "forward", "scan")]
@@ -106,11 +93,11 @@ def test_derivative_leaves_out_skipped_steps(case):
     batches = np.stack(np.broadcast_arrays(noises, factors), 1).astype(np.float32)
     dtype = "float16" if wrap is copied else "float32"
     rate, of = np.float32(0.1), functools.partial(derivative, kind, place == "scan")
-    ours = of(make, wrap, start, dtype)(rate, batches)
+    ours = of(make, start, dtype, wrap)(rate, batches)
     if row == "bad factor" and kind != "forward":
         assert np.isnan(ours)
         return
-    theirs = of(make, plain, start, "float32")(rate, batches[applied])
+    theirs = of(make, start, "float32")(rate, batches[applied])
     assert np.isfinite(ours) and np.abs(theirs) > 1e-3
     # What goes back through float16 parameters is rounded to float16.
     np.testing.assert_allclose(ours, theirs, rtol=2e-2 if wrap is copied else 1e-4)
