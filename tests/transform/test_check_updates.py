@@ -125,9 +125,12 @@ TO_FLOAT16 = ls.with_loss_scaling(
 )
 
 
-@pytest.mark.parametrize(("last", "applied"), [(-5000.0, True), (-6000.0, False)])
-def test_parameters_and_not_master_weights_must_be_finite(last, applied):
-    params, grads = np.array([60000, 1], np.float16), np.float32([last, 0])
+@pytest.mark.parametrize(
+    ("update", "applied"), [(5000.0, True), (6000.0, False)], ids=["65000", "66000"]
+)
+def test_parameters_and_not_master_weights_must_be_finite(update, applied):
+    """The largest float16 is 65504."""
+    params, grads = np.array([60000, 1], np.float16), np.float32([-update, 0])
     state = jax.jit(TO_FLOAT16.init)(params)
     updates, state = jax.jit(TO_FLOAT16.update)(grads, state, params)
     assert bool(ls.was_applied(state)) is applied

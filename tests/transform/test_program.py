@@ -124,7 +124,6 @@ CALLS = {
     "max_magnitude": lambda params, state: ls.max_magnitude(state),
     "get_loss_scale": lambda params, state: ls.get_loss_scale(state),
     "was_applied": lambda params, state: ls.was_applied(state),
-    "check_loss_scale": lambda params, state: ls.check_loss_scale(state, grads=[X]),
     "keep_if_applied": lambda params, state: ls.keep_if_applied(state, [X], [-X]),
     "autocast": lambda params, state: ls.autocast(lambda x: jnp.mean(2 * x))(X),
 }

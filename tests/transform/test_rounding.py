@@ -26,7 +26,7 @@ def set_to(masters, params):
     return optax.apply_updates(params, updates)
 
 
-@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("sign", [1, -1], ids=["positive", "negative"])
 def test_update_leads_to_the_rounded_master_weight(sign):
     """From numbers below 1 to all numbers, to ties between them and beyond them."""
     numbers = np.arange(1, 0x7C00, dtype=np.uint16).view(np.float16)
@@ -48,6 +48,7 @@ def test_update_leads_to_the_rounded_master_weight(sign):
 @pytest.mark.parametrize(
     ("dtype", "limit", "error"),
     [("float16", 2**13, 2.0**-24), ("bfloat16", 2**16, 2.0**-23)],
+    ids=["float16", "bfloat16"],
 )
 def test_weight_that_falls_far_is_off_until_the_next_step(dtype, limit, error):
     """float32 sums cannot do better; one more step can."""

@@ -67,7 +67,7 @@ TABLE = {"w": FLOATS, "table": np.arange(3)}
 MASKED = ls.with_loss_scaling(optax.masked(ADAM, {"w": True, "table": False}))
 
 
-@pytest.mark.parametrize("factor", [1.0, np.nan])
+@pytest.mark.parametrize("factor", [1.0, np.nan], ids=["applied", "skipped"])
 def test_update_of_an_integer_leaf_is_of_type_float0(factor):
     """As its gradient is, with ``allow_int``."""
     grads = {"w": factor * FLOATS, "table": np.zeros(3, jax.dtypes.float0)}
