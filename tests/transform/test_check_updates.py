@@ -69,7 +69,8 @@ def both(x, dtype=np.float32):
 
 ONE, INF, NAN = both(1.0), both(np.inf), both(np.nan)
 HUGE = both(np.finfo("float16").max, np.float16)
-KEY, COUNTS = jax.random.key(0), np.arange(2, dtype=np.int32)
+KEY = jax.random.wrap_key_data(np.uint32([0, 0]))
+COUNTS = np.arange(2, dtype=np.int32)
 COMPLEX, INFJ = both(1, np.complex64), both(complex(0, np.inf), np.complex64)
 # A model as in Equinox, whose functions have no updates.
 MODEL = {"w": HUGE, "f": jnp.tanh, "name": "mlp", "not trained": HUGE}
