@@ -126,6 +126,15 @@ def test_none_gradients_leave_their_parameters_alone():
     assert_same_bits(state.master_weights["b"], FLOAT32["b"])
 
 
+def test_float16_gradients_for_a_line_search_become_float32():
+    def update(updates, state, params, *, grad):
+        assert grad["w"].dtype == updates["w"].dtype == jnp.float32
+        return updates, state
+
+    inner = optax.GradientTransformationExtraArgs(SGD.init, update)
+    first_step(ls.with_master_weights(inner), HALF, HALF, grad=HALF)
+
+
 def beside_a_count(masters):
     def update(grads, state, params):
         updates, inner_state = masters.update(grads, state[0], params)
