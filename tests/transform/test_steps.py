@@ -184,9 +184,19 @@ def test_flag_and_loss_may_be_none():
     assert not ls.was_applied(update(bad, tx.init(DICT), DICT)[1])
 
 
+class NeverSkips(ls.LossScale):
+    skip_nonfinite = False
+
+    def init(self):
+        return ls.LossScaleState.create(8.0)
+
+    def update(self, state, grads_finite):
+        return state.record(grads_finite)
+
+
 def test_rule_that_never_skips_decides_nothing():
     """Neither by the gradients nor by the flag and the loss."""
-    rule = ls.FixedLossScale(8.0, skip_nonfinite=False)
+    rule = NeverSkips()
     tx, bad = ls.with_loss_scaling(ADAM, rule), jax.tree.map(lambda p: p + NAN, DICT)
     update = jax.jit(functools.partial(tx.update, grads_finite=False, value=NAN))
     updates, state = update(bad, tx.init(DICT), DICT)
