@@ -145,30 +145,26 @@ def test_bfloat16_products_are_those_that_are_cast_by_hand():
     assert_cast_alike(gradient, some_products, same, dtype="bfloat16")
 
 
-@pytest.mark.parametrize("mode", ["standard", "strict", "x64"])
-def test_results_keep_their_types(mode):
+@pytest.mark.parametrize("x64", [False, True])
+def test_results_keep_their_types(x64):
     """Those of the function and of its gradients, and what is no array."""
 
     def loss_fn(params, x, *, flag=None, name="a string", steps=3):
         y = x @ params["w"] + params["b"][None]
-        aux = {"y": y, "steps": steps, "none": flag, "name": name}
-        return jnp.mean(y) * jnp.float32(steps), aux
+        return steps * jnp.mean(y), {"y": y, "steps": steps, "none": flag, "name": name}
 
     def types(f):
-        steps = jnp.int32(3) if mode == "strict" else 3
-
         def run(*args):
-            compute = jax.value_and_grad(f, (0, 1), has_aux=True)
-            (loss, aux), grads = compute(*args, steps=steps)
-            assert aux.pop("name") == "a string" and aux.pop("steps") is steps
+            (loss, aux), grads = jax.value_and_grad(f, (0, 1), has_aux=True)(*args)
+            assert (aux.pop("name"), aux.pop("steps")) == ("a string", 3)
             return loss, aux, grads
 
         return jax.eval_shape(run, {"w": W, "b": W[0]}, X)
 
     with (
-        enable_x64(mode == "x64"),
-        jax.numpy_dtype_promotion("strict" if mode == "strict" else "standard"),
-        jax.numpy_rank_promotion("raise" if mode == "strict" else "allow"),
+        enable_x64(x64),
+        jax.numpy_dtype_promotion("strict"),
+        jax.numpy_rank_promotion("raise"),
     ):
         assert_same_types(types(ls.autocast(loss_fn)), types(loss_fn))
 
@@ -176,18 +172,9 @@ def test_results_keep_their_types(mode):
 @pytest.mark.parametrize("name", slow_but(["haiku"], MODELS))
 def test_models_have_only_float16_products_in_both_passes(name):
     params, loss_fn = MODELS[name]()
-    theirs, ours = jax.value_and_grad(loss_fn), ls.autocast(loss_fn)
-    ours = ls.value_and_grad(ours, STATE)
-    count = products_of(theirs, params)["float32"]
-    assert products_of(ours, params) == {"float16": count}
-
-    def errors(params):
-        (loss, grads), (expected, slopes) = ours(params), theirs(params)
-        error = optax.tree.norm(jax.tree.map(jnp.subtract, grads, slopes))
-        return jnp.abs(loss / expected - 1), error / optax.tree.norm(slopes)
-
-    of_loss, of_grads = jax.jit(errors)(params)
-    assert of_loss < 0.01 and of_grads < 0.02
+    count = products_of(jax.grad(loss_fn), params)["float32"]
+    gradient = ls.grad(ls.autocast(loss_fn), STATE)
+    assert products_of(gradient, params) == {"float16": count}
 
 
 def test_scopes_and_lines_stay_in_the_program():
@@ -206,12 +193,9 @@ def test_decorator_keeps_the_name():
         return jnp.sum(x @ x)
 
     assert (loss_fn.__name__, loss_fn.__doc__) == ("loss_fn", "Its docstring.")
-    assert products_of(loss_fn, X) == {"float16": 1}
-    half = functools.partial(ls.autocast, dtype="bfloat16")(jax.jit(jnp.matmul))
-    assert products_of(half, X, X) == {"bfloat16": 1}
 
 
-@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.grad])
+@pytest.mark.parametrize("around", [plain, jax.jit, jax.grad])
 def test_autocast_adds_only_casts(around):
     def loss(x, w):
         return jnp.sum(x @ w)
