@@ -57,15 +57,6 @@ def test_array_moves_into_the_memory_of_another():
     assert far.sharding.memory_kind != ONES.sharding.memory_kind
 
 
-def test_inputs_of_a_scan_are_constants_the_carry_and_rows():
-    def cumulative(w, x):
-        return jax.lax.scan(lambda carry, row: (carry + w * row, row), w, x)
-
-    program = jax.make_jaxpr(cumulative)(1.0, ONES).jaxpr
-    [eqn], [w, x] = program.eqns, program.invars
-    assert internals.inputs_of_scan(eqn.params, eqn.invars) == [[w], [w], [x]]
-
-
 def test_ref_is_no_array():
     assert internals.is_ref(new_ref(ONES)) and not internals.is_ref(ONES)
 

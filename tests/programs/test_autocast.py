@@ -20,8 +20,6 @@ from float32_losses import (
     products_of,
     some_products,
 )
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from meshes import EXPLICIT, make_mesh, set_mesh
 from shared import enable_x64, slow_but
 
@@ -109,15 +107,9 @@ def test_transformation_takes_a_cast_loop(name):
     assert_cast_alike(TRANSFORMATIONS[name], in_scan, assert_close_in_float16)
 
 
-def test_cast_function_takes_donated_arrays_of_an_explicit_mesh():
-    mesh = make_mesh(EXPLICIT, d=2)
-    with set_mesh(mesh):
-        where = NamedSharding(mesh, P())
-        ours, theirs = (
-            jit(gradient(f), donate_argnums=0)(*jax.device_put((X, W), where))
-            for f in two_casts(some_products, "float16")
-        )
-        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+def test_cast_function_takes_arrays_of_an_explicit_mesh():
+    with set_mesh(make_mesh(EXPLICIT, d=2)):
+        assert_cast_alike(gradient, some_products, np.testing.assert_array_equal)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -175,15 +167,6 @@ def test_models_have_only_float16_products_in_both_passes(name):
     count = products_of(jax.grad(loss_fn), params)["float32"]
     gradient = ls.grad(ls.autocast(loss_fn), STATE)
     assert products_of(gradient, params) == {"float16": count}
-
-
-def test_scopes_and_lines_stay_in_the_program():
-    def scoped(w, x):
-        with jax.named_scope("attention"):
-            return jnp.sum(x @ w)
-
-    text = jax.jit(ls.autocast(scoped)).lower(X, X).as_text(debug_info=True)
-    assert "attention/dot_general" in text and "test_autocast.py" in text
 
 
 def test_decorator_keeps_the_name():

@@ -54,11 +54,8 @@ def test_wrapped_function_reads_a_module_from_outside(wrap, around):
     """NNX forbids to write one there."""
     model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
     before = held(model)
-    given = around(lambda x: wrap(loss_fn)(model, x))
-    closed_over = around(wrap(lambda x: loss_fn(model, x)))
-    plain = jax.eval_shape(around(lambda x: loss_fn(model, x)), X)
-    assert_same_types(jax.eval_shape(given, X), plain)
-    assert_same_types(jax.eval_shape(closed_over, X), plain)
+    jax.eval_shape(around(lambda x: wrap(loss_fn)(model, x)), X)
+    jax.eval_shape(around(wrap(lambda x: loss_fn(model, x))), X)
     assert all(map(operator.is_, before, held(model)))
 
 
@@ -66,7 +63,7 @@ def test_wrapped_function_reads_a_module_from_outside(wrap, around):
 
 
 def module_beside_one_that_changes(wrap):
-    norm = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+    norm = nnx.BatchNorm(8, momentum=0.5, rngs=nnx.Rngs(0))
     teacher = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
 
     def distance(norm, teacher, x):
@@ -81,7 +78,7 @@ def tree_of_a_module(wrap):
         norm = nnx.from_tree(tree)
         return loss_fn(norm, x), nnx.to_tree(norm)
 
-    norm = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+    norm = nnx.BatchNorm(8, momentum=0.5, rngs=nnx.Rngs(0))
     loss, tree = wrap(split_loss)(nnx.to_tree(norm), X)
     split_inputs(wrap(merge_inputs(loss_fn)))(norm, X)
     return loss, nnx.from_tree(tree).mean[...], norm.mean[...]
@@ -175,7 +172,7 @@ def test_wrapped_function_returns_and_changes_what_the_function_does(name, call)
 
 
 def test_module_that_cannot_be_written_keeps_what_it_holds():
-    norm = nnx.BatchNorm(8, rngs=nnx.Rngs(0))
+    norm = nnx.BatchNorm(8, momentum=0.5, rngs=nnx.Rngs(0))
     before = held(norm)
     with pytest.raises(Exception, match="Cannot mutate"):
         jax.jit(lambda x: ls.autocast(loss_fn)(norm, x))(X)
