@@ -32,14 +32,14 @@ X, BIG = normal(ROWS, WIDTH), np.ones((16, ROWS, WIDTH), np.float32)
 jit = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
 
 
-def kept(fun, *args, by=(0, 1)):
+def kept(fun, *args, argnums=(0, 1)):
     """The bytes that a function keeps to be differentiated by some of its arguments."""
 
     def pullback(*args):
         def of_some(some):
             return fun(*(some.get(i, x) for i, x in enumerate(args)))
 
-        return jax.vjp(of_some, {i: args[i] for i in by})[1]
+        return jax.vjp(of_some, {i: args[i] for i in argnums})[1]
 
     program = jax.make_jaxpr(pullback)(*args).jaxpr
     given, found = {*map(id, program.invars)}, {id(x): x for x in program.outvars}
@@ -207,16 +207,20 @@ def test_loop_keeps_no_more_than_its_limit(name):
 
 # The carry and the parameters, or one of them.
 differentiated = pytest.mark.parametrize(
-    "by", slow_but([(0, 1)], [(0, 1), (1,), (0,)]), ids=["both", "parameters", "carry"]
+    "argnums",
+    slow_but([(0, 1)], [(0, 1), (1,), (0,)]),
+    ids=["both", "parameters", "carry"],
 )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
 @differentiated
-def test_loop_keeps_no_more_than_in_float32(name, by):
+def test_loop_keeps_no_more_than_in_float32(name, argnums):
     run, carry, _ = LOOPS[name]
-    few, many = (kept(f, carry, STACK, by=by) for f in (ls.autocast(run), run))
+    few, many = (
+        kept(f, carry, STACK, argnums=argnums) for f in (ls.autocast(run), run)
+    )
     assert few <= many
 
 
@@ -228,13 +232,15 @@ BETWEEN |= {
 
 @pytest.mark.parametrize("name", BETWEEN)
 @differentiated
-def test_loop_keeps_no_more_with_this_between_products(name, by):
+def test_loop_keeps_no_more_with_this_between_products(name, argnums):
     def body(x, w):
         y = x @ w
         return jnp.tanh((y + BETWEEN[name](y, w)) @ w)
 
     run, x, stack = loop(body), normal(N, N), normal(LAYERS, N, N)
-    assert kept(ls.autocast(run), x, stack, by=by) <= kept(run, x, stack, by=by)
+    assert kept(ls.autocast(run), x, stack, argnums=argnums) <= kept(
+        run, x, stack, argnums=argnums
+    )
 
 
 def on_two(body, check_vma, around=lambda run: run):
@@ -269,10 +275,12 @@ ON_TWO = {
 @pytest.mark.parametrize("check_vma", slow_but([True], [True, False]))
 @pytest.mark.parametrize("place", ["around the devices", "on each device"])
 @differentiated
-def test_loop_on_two_devices_keeps_no_more(body, check_vma, place, by):
+def test_loop_on_two_devices_keeps_no_more(body, check_vma, place, argnums):
     run, inside = on_two(body, check_vma), on_two(body, check_vma, ls.autocast)
     after = inside if place == "on each device" else ls.autocast(run)
-    assert kept(after, X, STACK, by=by) <= kept(run, X, STACK, by=by)
+    assert kept(after, X, STACK, argnums=argnums) <= kept(
+        run, X, STACK, argnums=argnums
+    )
 
 
 # Numbers that all elements of a row decide on.
@@ -322,7 +330,9 @@ def test_loop_counts_only_what_is_differentiated():
     """JAX does not say what is differentiated in a ``jax.jit``."""
     run, carry, _ = LOOPS["logsumexp"]
     seen, hidden = ls.autocast(run), jax.jit(ls.autocast(run))
-    assert 10 * kept(seen, carry, STACK, by=[1]) < kept(hidden, carry, STACK, by=[1])
+    assert 10 * kept(seen, carry, STACK, argnums=[1]) < kept(
+        hidden, carry, STACK, argnums=[1]
+    )
 
 
 def test_checkpoint_of_the_user_stays():
