@@ -12,8 +12,7 @@ X = np.ones((8, 8), np.float32)
 CONTEXT = "got None.* It is not a context .*functools.partial"
 BAD_FUNCTIONS = {
     "number as a function": ("got 1", lambda: ls.autocast(1)),
-    "context manager": (CONTEXT, lambda: ls.autocast()),
-    "decorator with options": (CONTEXT, lambda: ls.autocast(dtype=jnp.bfloat16)),
+    "context manager or decorator": (CONTEXT, lambda: ls.autocast(dtype="bfloat16")),
     "report of an array": ("got .*`autocast_report", lambda: ls.autocast_report(X)),
 }
 
