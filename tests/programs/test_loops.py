@@ -117,10 +117,6 @@ def quantized(carry, p):
     return rest - nearest, total + rest + jax.lax.stop_gradient(nearest - rest)
 
 
-def routed(x, p):
-    return jnp.tanh(x @ p["w"]) * p["down"][jnp.argmax(x @ p["up"], 1)]
-
-
 def ended(carry, p):
     x, is_over = carry
     x = jnp.where(is_over[:, None], 0, x)
@@ -171,7 +167,6 @@ BODIES = {
     "extractor without a gradient": (extractor, X, 65.6),
     "ring buffer": (ring_buffer, (X, BIG), 180.3),
     "residual vector quantization": (quantized, (X, X), 0.6),
-    "routing by argmax": (routed, X, 82.5),
     "sort": (lambda x, p: jnp.tanh(jnp.sort(x @ p["w"])), X, 98.4),
     "flags": (ended, (X, np.zeros(ROWS, bool)), 41.1),
     "maximum over four": (pooled, X, 65.6),
