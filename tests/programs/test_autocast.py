@@ -167,6 +167,20 @@ def test_models_have_only_float16_products_in_both_passes(name):
     assert products_of(gradient, params) == {"float16": count}
 
 
+@pytest.mark.parametrize("name", slow_but(["haiku"], MODELS))
+def test_gradients_of_models_are_close_to_those_in_float32(name):
+    params, loss_fn = MODELS[name]()
+
+    @jax.jit
+    def relative_error(params):
+        found = ls.grad(ls.autocast(loss_fn), HIGH)(params)
+        expected = jax.grad(loss_fn)(params)
+        off = jax.tree.map(jnp.subtract, found, expected)
+        return optax.tree.norm(off) / optax.tree.norm(expected)
+
+    assert relative_error(params) < 0.02
+
+
 def test_decorator_keeps_the_name():
     @ls.autocast
     def loss_fn(x):
