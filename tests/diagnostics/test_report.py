@@ -271,6 +271,13 @@ def test_suggestion_shows_a_table():
     assert shown.startswith("loss_scale   100.0\n")
 
 
+def test_suggestion_without_one_scale_shows_its_fields():
+    many, shown = ls.SuggestedLossScale(*np.ones((4, 2))), []
+    jax.eval_shape(lambda x: shown.append(repr(x)), many._replace(loss_scale=1.0))
+    shown.append(repr(many))
+    assert all(x.startswith("loss_scale") for x in shown), shown
+
+
 FIRST = {"w": np.full((30, 30), 1e-9), "b": np.ones(30)}
 SECOND = {"w": np.repeat([1.0, np.nan, 1.0], 4), "b": np.full(2, np.inf)}
 GRADS = {"layers": [FIRST, SECOND], "o": np.array([1.0] + [1e-6] * 1999)}

@@ -144,6 +144,12 @@ def test_product_of_a_library_has_the_users_line_or_else_its_own():
     assert called.line.startswith("test_report.py:") and "<lambda>" in called.line
 
 
+@pytest.mark.parametrize(("largest", "fits"), [(2.0**-25, False), (2.0**-24, True)])
+def test_product_fits_if_its_largest_operand_rounds_to_no_zero(largest, fits):
+    [row] = report(jnp.matmul, X.T, np.full_like(X, largest))
+    assert row.fits == fits
+
+
 def test_products_that_float16_cannot_hold_come_first():
     def fun(x):
         large, small = 1e5 * x, 1e-9 * x
