@@ -267,6 +267,11 @@ def test_loop_on_two_devices_keeps_no_more(body, check_vma, place, measure):
 OF_ROWS = {
     "prod": lambda y: jnp.prod(jnp.tanh(y), 1, keepdims=True),
     "max": lambda y: jnp.max(jnp.tanh(y), 1, keepdims=True),
+    "prod and max": lambda y: jnp.prod(jnp.tanh(y), 1, keepdims=True) * jnp.max(y),
+    "min": lambda y: jnp.min(jnp.sin(y), 1, keepdims=True),
+    "norm": lambda y: jnp.linalg.norm(y, axis=1, keepdims=True),
+    "cumprod": lambda y: jnp.cumprod(jnp.tanh(y), 1),
+    "clip and max": lambda y: jnp.clip(y, -0.5, 0.5) * jnp.max(y),
     "logsumexp": lambda y: nn.logsumexp(y, 1, keepdims=True),
     "argmax": lambda y: y[jnp.argmax(jnp.sin(y), 1)],
     "softmax and dropout": lambda y: drop(nn.softmax(8 * y), 0),
