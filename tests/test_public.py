@@ -87,6 +87,11 @@ SIGNATURES = {
     **dict.fromkeys(("value_and_grad", "grad"), f"fun state * {OPTIONS}"),
     "value_and_grad_with_retries": f"fun state * {RETRIES} {OPTIONS}",
     "FixedLossScale": "loss_scale=128.0 skip_nonfinite=True",
+    "DynamicLossScale": "init_scale=2.0**15 * growth_factor=2.0 backoff_factor=0.5 "
+    "growth_interval=2000 min_scale=2.0**-14 max_scale=2.0**24 hysteresis=1 "
+    "hysteresis_refill=finite",
+    "HeadroomLossScale": "init_scale=2.0**15 * headroom=3.0 dtype=float16 "
+    "half_life=1000 backoff_factor=0.25 min_scale=2.0**-14 max_scale=2.0**24",
     "scale_backward": "fun scale",
     "scale_block": "fun * dtype headroom=6.0 axis_name",
     "scale_loss": "loss state",

@@ -18,17 +18,31 @@ NAMES |= {"grads": PARAMS, "state": RULE.init(), "value": 8.0, "loss_fn": np.sum
 NAMES |= {"overflow": TRUE, "finite_grads": TRUE}
 
 
-@pytest.mark.parametrize("name", ["mindspore", "keras_and_tensorflow"])
-def test_code_in_the_tables_of_classes_runs(name):
-    rows = table(page(f"coming_from/{name}"), "there")
-    for class_name in ("FixedLossScaleManager", "LossScaleManager`"):
-        assert class_name in str(rows)
+PAGES = ["mindspore", "keras_and_tensorflow"]
+TABLES = [table(page(f"coming_from/{name}"), "there") for name in PAGES]
+of_classes = pytest.mark.parametrize("rows", TABLES, ids=PAGES)
+
+
+@of_classes
+def test_table_of_classes_has_the_managers(rows):
+    names = re.findall(r"`(\w+)", " ".join(there for there, *_ in rows))
+    assert {"FixedLossScaleManager", "LossScaleManager"} <= {*names}
+
+
+@of_classes
+def test_code_in_the_table_of_classes_runs(rows):
     for *_, here in rows:
         code = re.findall(r"`([^`]+)`", here)
-        same = re.findall(r"`([^`]+)`, which is `([^`]+)`", here)
         assert code, here
-        code += [f"assert {one} == {other}" for one, other in same]
-        run_blocks(code, name, dict(NAMES))
+        run_blocks(code, here, dict(NAMES))
+
+
+@of_classes
+def test_preset_is_the_rule_that_the_table_says_it_is(rows):
+    said = [re.search(r"`([^`]+)`, which is `([^`]+)`", here) for *_, here in rows]
+    same = [f"assert {found[1]} == {found[2]}" for found in said if found]
+    assert same
+    run_blocks(same, "table", dict(NAMES))
 
 
 def test_code_in_the_table_of_systems_makes_rules():

@@ -80,10 +80,6 @@ def test_headroom_rule_takes_its_course(arguments, magnitudes, scales):
     assert states.loss_scale.tolist() == scales
 
 
-def test_fixed_rule_keeps_its_scale():
-    assert {*run_rule(ls.FixedLossScale(3.0), [True, False]).loss_scale} == {3.0}
-
-
 def test_shorter_interval_than_the_tracker_grows_at_once():
     """PyTorch compares with ``==`` and would not grow before the next overflow."""
     state = ls.DynamicLossScale().init()._replace(growth_tracker=jnp.int32(1500))

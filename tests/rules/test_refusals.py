@@ -4,7 +4,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from every_rule import DEFAULTS
 
 import optax_lossscale as ls
 
@@ -24,7 +23,6 @@ def update(*args):
 
 OF_ONE, OTHER = "^`state` must .*of one run, ", r"^`state` must .*`rule_state` of Headr"
 REFUSED = [
-    *((lambda rule=x: rule(64.0, 2.0), "positional") for x in (DYNAMIC, HEADROOM)),
     (ls.LossScale, "abstract"),
     (lambda: from_config({}), "must be one of .* got None. Add the name"),
     *((lambda x=x: from_config(x), "`config` must be a map") for x in ("name", None)),
@@ -46,8 +44,3 @@ REFUSED = [
 def test_rules_refuse_what_they_cannot_use(call, words):
     with pytest.raises((TypeError, ValueError), match=words):
         call()
-
-
-def test_first_scale_may_be_positional():
-    for rule in DEFAULTS.values():
-        assert type(rule)(64.0).init().loss_scale == 64.0

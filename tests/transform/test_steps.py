@@ -28,12 +28,13 @@ RATE, ADAM = optax.linear_schedule(1e-3, 5e-4, 5), optax.adam(1e-3)
 LION = optax.chain(optax.clip_by_global_norm(1.0), optax.lion(RATE), optax.ema(0.9))
 DYNAMIC = ls.DynamicLossScale(2.0**9, growth_interval=2, hysteresis=2)
 GREEDY = ls.DynamicLossScale(2.0**8, growth_interval=1, min_scale=2.0**7)
-# The optimizer, its parameters, and the rule.
+HEADROOM, FIXED = ls.HeadroomLossScale(2.0**8), ls.FixedLossScale(2.0**7)
+# The optimizer, its parameters, the rule, and whether it checks updates.
 RUNS = {
-    "adam": (ADAM, DICT, DYNAMIC),
-    "MultiSteps": (optax.MultiSteps(ADAM, 2), NESTED, GREEDY),
-    "lion": (LION, DICT, ls.HeadroomLossScale(2.0**8)),
-    "copies": (ls.with_master_weights(ADAM), BFLOAT16, ls.FixedLossScale(2.0**7)),
+    "adam": (ADAM, DICT, DYNAMIC, True),
+    "MultiSteps": (optax.MultiSteps(ADAM, 2), NESTED, GREEDY, True),
+    "clip, lion, headroom": (LION, DICT, HEADROOM, False),
+    "master weights": (ls.with_master_weights(ADAM), BFLOAT16, FIXED, True),
 }
 INF, NAN = np.inf, np.nan
 # A row of a batch: its factor; its slope in float16, where gradients overflow; the root
@@ -94,23 +95,19 @@ def beside_a_bad_one(step):
 
 def on_shards(axis_type, step):
     """Rows are split along one axis of a mesh, and columns along the other."""
-    mesh = make_mesh(axis_type, d=2, e=2)
 
-    def shard(x):
-        sizes = zip(x.shape, "de", strict=False)
-        names = [name if size % 2 == 0 else None for size, name in sizes]
-        return jax.device_put(x, NamedSharding(mesh, P(*names)))
-
-    def sharded(carry, batch):
-        carry, batch = jax.tree.map(shard, (carry, batch))
-        with set_mesh(mesh):
-            new = jax.jit(step, donate_argnums=0)(carry, batch)
-        for x, old in zip(*map(jax.tree.leaves, (new, carry)), strict=True):
-            kept = x.sharding.is_equivalent_to(old.sharding, x.ndim)
-            assert kept or axis_type == AUTO
-        return new
+    def sharded(*args):
+        shardings = jax.tree.map(lambda x: sharding_of(x, axis_type), args)
+        with set_mesh(make_mesh(axis_type, d=2, e=2)):
+            return jax.jit(step, donate_argnums=0)(*jax.device_put(args, shardings))
 
     return sharded
+
+
+def sharding_of(x, axis_type):
+    sizes = zip(x.shape, "de", strict=False)
+    names = [name if size % 2 == 0 else None for size, name in sizes]
+    return NamedSharding(make_mesh(axis_type, d=2, e=2), P(*names))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -137,16 +134,15 @@ PLACES = {
 QUICK = ("donation", "scan", "vmap", "shard_map", "explicit mesh")
 
 
-@pytest.mark.usefixtures("new_process")  # no loss that is scaled is said not to be
-# Optax turns a bfloat16 average into float32.
-@pytest.mark.filterwarnings("ignore:Every update rounds the state")
-@pytest.mark.parametrize("run", slow_but(["adam"], RUNS))
-@pytest.mark.parametrize("place", slow_but(QUICK, PLACES))
-def test_step_equals_optaxs_or_changes_nothing(place, run):
-    """After each step the run goes on from a pickled state."""
-    inner, params, rule = RUNS[run]
+@functools.cache
+def steps_of(place, run):
+    """Each step: its kind, the run before it and after it, and what Optax makes.
+
+    After each one the run goes on from a pickled state.
+    """
+    inner, params, rule, check_updates = RUNS[run]
     axis_name = "d" if place == "shard_map" else None
-    options = {"axis_name": axis_name, "check_updates": run != "lion"}
+    options = {"axis_name": axis_name, "check_updates": check_updates}
     tx = ls.with_loss_scaling(inner, rule, **options)
 
     def step(carry, batch):
@@ -156,25 +152,55 @@ def test_step_equals_optaxs_or_changes_nothing(place, run):
         updates, state = tx.update(grads, state, params, **given)
         return optax.apply_updates(params, updates), state
 
-    carry, step = (params, tx.init(params)), PLACES[place](step)
-    rtol = 2.0**-7 if params is BFLOAT16 else 2e-5
-    for t, (what, changed) in enumerate(STEPS):
+    new, placed_step, steps = (params, tx.init(params)), PLACES[place](step), []
+    for t, (kind, changed) in enumerate(STEPS):
         batch = np.float32([[*GOOD.values()]] * ROWS)
         batch[t % ROWS] = [*(GOOD | changed).values()]
-        params, state = old = pickle.loads(pickle.dumps(jax.device_get(carry)))
-        carry = step(jax.tree.map(jnp.array, old), jnp.array(batch))
-        scale, applied = state.scale_state, what == "applied"
-        new, new_scale = plain_step(inner, rule, old, batch, applied)
+        old = pickle.loads(pickle.dumps(jax.device_get(new)))
+        new = placed_step(jax.tree.map(jnp.array, old), jnp.array(batch))
+        plain = plain_step(inner, rule, old, batch, kind == "applied")
+        steps.append((kind, old, new, plain))
+    return steps
+
+
+of_each_run = pytest.mark.parametrize("run", slow_but(["adam"], RUNS))
+in_each_place = pytest.mark.parametrize("place", slow_but(QUICK, PLACES))
+pytestmark = [
+    pytest.mark.usefixtures("new_process"),  # no loss that is scaled is said not to be
+    # Optax turns a bfloat16 average into float32.
+    pytest.mark.filterwarnings("ignore:Every update rounds the state"),
+]
+
+
+@of_each_run
+@in_each_place
+def test_step_is_optaxs_or_changes_nothing(place, run):
+    rtol = 2.0**-7 if run == "master weights" else 2e-5  # of bfloat16
+    for t, (kind, old, new, (optaxs, _)) in enumerate(steps_of(place, run)):
+        before, after = ((params, state.inner_state) for params, state in (old, new))
         with noted(f"step {t}"):
-            if what == "skipped":
-                assert_same_bits(carry[1].scale_state, scale.record(False))
+            if kind == "applied":
+                chex.assert_trees_all_close(after, optaxs, rtol=rtol, atol=2e-6)
             else:
-                chex.assert_trees_all_close(carry[1].scale_state, new_scale, rtol=1e-5)
-            actual = carry[0], carry[1].inner_state
-            if applied:
-                chex.assert_trees_all_close(actual, new, rtol=rtol, atol=2e-6)
+                assert_same_bits(after, before)
+
+
+@of_each_run
+@in_each_place
+def test_scale_follows_its_rule_and_stays_at_a_bad_loss(place, run):
+    for t, (kind, (_, old), (_, new), (_, by_rule)) in enumerate(steps_of(place, run)):
+        with noted(f"step {t}"):
+            if kind == "skipped":
+                assert_same_bits(new.scale_state, old.scale_state.record(False))
             else:
-                assert_same_bits(actual, (params, state.inner_state))
+                chex.assert_trees_all_close(new.scale_state, by_rule, rtol=1e-5)
+
+
+@of_each_run
+def test_step_keeps_the_shardings_on_an_explicit_mesh(run):
+    for _, _, new, _ in steps_of("explicit mesh", run):
+        for x in jax.tree.leaves(new):
+            assert x.sharding.is_equivalent_to(sharding_of(x, EXPLICIT), x.ndim)
 
 
 def test_flag_and_loss_may_be_none():
