@@ -19,8 +19,6 @@ FLOATS += ["float8_e5m2fnuz"]  # its only NaN has the bits of -0.0 in other type
 BAD = [np.nan, np.inf, -np.inf]
 BAD_COMPLEX = [*BAD, *(complex(x, y) for x, y in itertools.product((0, *BAD), BAD))]
 LARGEST = float(np.finfo(np.float32).max)
-
-
 of_each_type = pytest.mark.parametrize("dtype", [*FLOATS, "complex64", "complex128"])
 
 

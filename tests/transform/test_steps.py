@@ -21,6 +21,12 @@ from training import normal
 
 import optax_lossscale as ls
 
+pytestmark = [
+    pytest.mark.usefixtures("new_process"),  # no loss that is scaled is said not to be
+    # Optax turns a bfloat16 average into float32.
+    pytest.mark.filterwarnings("ignore:Every update rounds the state"),
+]
+
 ROWS = 4
 DICT, NESTED = {"w": normal(4, 3), "b": normal(3)}, [normal(), (normal(8), None)]
 BFLOAT16 = normal(2, 2).astype(jnp.bfloat16), {"b": normal(2)}
@@ -122,7 +128,6 @@ def plain_step(inner, rule, run, batch, applied):
 
 
 PLACES = {
-    "jit": jax.jit,
     "donation": lambda step: jax.jit(step, donate_argnums=0),
     "scan": in_scan,
     "vmap": beside_a_bad_one,
@@ -165,11 +170,6 @@ def steps_of(place, run):
 
 of_each_run = pytest.mark.parametrize("run", slow_but(["adam"], RUNS))
 in_each_place = pytest.mark.parametrize("place", slow_but(QUICK, PLACES))
-pytestmark = [
-    pytest.mark.usefixtures("new_process"),  # no loss that is scaled is said not to be
-    # Optax turns a bfloat16 average into float32.
-    pytest.mark.filterwarnings("ignore:Every update rounds the state"),
-]
 
 
 @of_each_run
