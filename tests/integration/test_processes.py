@@ -1,4 +1,4 @@
-"""Several processes on this machine train together, are killed, and go on.
+"""Several processes on this machine train together, stop, and go on as fewer.
 
 ``python test_processes.py PORT PROCESSES PROCESS STEPS FOLDER`` is one of them. It goes
 on from the last checkpoint in ``FOLDER``.
@@ -112,33 +112,51 @@ def run(count, folder, steps):
     return outputs[0]
 
 
-@pytest.mark.slow  # Each process starts jax anew.
-def test_processes_agree_equal_one_device_and_go_on_bit_for_bit(tmp_path):
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    run(2, whole, STEPS)
-    run(2, stopped, 6)
-    assert "from step 4\n" in run(1, stopped, STEPS)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of two processes that train without a stop. Each starts jax anew."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(2, folder, STEPS)
+    return folder
+
+
+@pytest.mark.slow
+def test_stopped_run_goes_on_bit_for_bit_with_fewer_processes(whole, tmp_path):
+    run(2, tmp_path, 6)
+    assert "from step 4\n" in run(1, tmp_path, STEPS)
     # Restored on one device: whatever the number was, it may be another.
     mesh = jax.make_mesh((1,), ("d",), devices=jax.devices()[:1])
     target = ocp.args.StandardRestore(types_on(mesh))
     restored = []
-    for folder in (whole, stopped):
+    for folder in (whole, tmp_path):
         with ocp.CheckpointManager(folder / "saved") as manager:
             restored.append(manager.restore(STEPS, args=target))
     assert_same_bits(*restored)
 
-    results = [np.load(whole / f"{i}.npz") for i in range(2)]
+
+@pytest.mark.slow
+def test_processes_hold_equal_results(whole):
+    first, second = (np.load(whole / f"{i}.npz") for i in range(2))
+    for name in first:
+        np.testing.assert_array_equal(first[name], second[name])
+
+
+@pytest.mark.slow
+def test_run_of_processes_is_close_to_that_of_one_device(whole):
+    result = np.load(whole / "0.npz")
     step = jax.jit(make_step(TX, float16_loss))
     expected = train(step, *start(), map(batch, range(STEPS)))
     assert ls.get_loss_scale_state(expected[1]).skipped_steps == len(BAD_ROWS)
     for i, leaf in enumerate(jax.tree.leaves(expected)):
-        first, second = (result[f"arr_{i}"] for result in results)
-        np.testing.assert_array_equal(first, second)
         # The scale and the counters are exact.
-        np.testing.assert_allclose(first, leaf, rtol=0, atol=1e-3 if leaf.ndim else 0)
+        atol = 1e-3 if leaf.ndim else 0
+        np.testing.assert_allclose(result[f"arr_{i}"], leaf, rtol=0, atol=atol)
+
+
+@pytest.mark.slow
+def test_report_of_processes_is_that_of_one_device(whole):
     report = ls.gradient_report({"x": batch(3)}, loss_scale=2.0**15)
-    for result in results:
-        assert str(result["report"]) == ls.format_report(report)
+    assert str(np.load(whole / "0.npz")["report"]) == ls.format_report(report)
 
 
 if __name__ == "__main__":
