@@ -54,44 +54,61 @@ def test_program_learns_logs_and_skips_the_broken_batch(framework):
     assert float(framework["printed"].split()[-1]) > 0.9  # the accuracy
 
 
+@pytest.fixture(scope="module")
+def whole(framework, tmp_path_factory):
+    """What a run of 300 batches without a stop ends with."""
+    return framework["train"](tmp_path_factory.mktemp("whole"), 300)
+
+
 @slow
-def test_run_that_was_stopped_ends_with_the_same_bits(framework, tmp_path):
-    whole = framework["train"](tmp_path / "whole", 300)
-    framework["train"](tmp_path / "stopped", 120)
-    resumed = framework["train"](tmp_path / "stopped", 300)
+def test_run_that_was_stopped_ends_with_the_same_bits(framework, whole, tmp_path):
+    framework["train"](tmp_path, 120)
+    resumed = framework["train"](tmp_path, 300)
     assert_same_bits(kept(resumed), kept(whole))
     assert_same_bits(*(ls.get_loss_scale_state(state_in(x)) for x in (resumed, whole)))
-    # Of 300 batches one is dropped: the schedule counts 149 pairs of the others.
-    assert int(optax.tree.get(resumed, "gradient_step")) == 149
 
 
-def ended(name, options, tx, batches, folder, stops):
-    """A run of a program with another optimizer, other batches, and checkpoints."""
-    definitions = block(name, "python").partition("= train(tempfile")[0]
-    lines = definitions.replace("% 100 == 99", "% 3 == 2").splitlines()[:-1]
-    library = types.SimpleNamespace(**{**vars(ls), **options, "autocast": lambda f: f})
+@slow
+def test_schedule_counts_the_updates_from_two_good_batches_each(whole):
+    # One of the 300 batches is broken.
+    assert int(optax.tree.get(whole, "gradient_step")) == 299 // 2
+
+
+def ended(name, functions, tx, batches, folder, stops):
+    """A program's run with another optimizer, other batches, and no casts.
+
+    It saves each third step, ends at each of the stops, and goes on from there. The
+    functions stand in for those of the package.
+    """
+    program = block(name, "python")
+    definitions = re.split(r"^.*= train\(tempfile", program, flags=re.M)[0]
+    assert "% 100 == 99" in definitions
     namespace = {}
-    run_blocks(["\n".join(lines)], name, namespace)
+    run_blocks([definitions.replace("% 100 == 99", "% 3 == 2")], name, namespace)
+    library = types.SimpleNamespace(**vars(ls) | {"autocast": lambda f: f} | functions)
     namespace |= {"ls": library, "get_batch": batches.__getitem__}
     namespace["tx"] = library.with_loss_scaling(tx)
     return [namespace["train"](folder, stop) for stop in stops][-1]
 
 
+def unscaled_value_and_grad(fun, _, value_and_grad=jax.value_and_grad, **options):
+    return value_and_grad(fun, **options)
+
+
+# The state has its type, but the scale is 1.0, and no step is skipped.
 NEVER_SKIPS = ls.FixedLossScale(1.0, skip_nonfinite=False)
-PLAIN = {
+UNSCALED = {
     "with_loss_scaling": lambda tx: ls.with_loss_scaling(tx, NEVER_SKIPS),
     "keep_if_applied": lambda state, new, old: new,
-    "value_and_grad": lambda fun, _, value_and_grad=jax.value_and_grad, **options: (
-        value_and_grad(fun, **options)
-    ),
+    "value_and_grad": unscaled_value_and_grad,
 }
 
 
 @slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", PAGE_OF)
-def test_drawn_run_equals_the_plain_run_of_its_good_batches(name, seed, tmp_path):
-    """The optimizer accumulates and masks, and the run stops for a checkpoint."""
+def test_drawn_run_equals_the_unscaled_run_of_its_good_batches(name, seed, tmp_path):
+    """The optimizer accumulates and masks, and the drawn run stops and goes on."""
     draw = np.random.default_rng(seed)
     masked = optax.masked(
         optax.scale(draw.choice([0.0, 0.5])),
@@ -109,8 +126,8 @@ def test_drawn_run_equals_the_plain_run_of_its_good_batches(name, seed, tmp_path
         batches.insert(int(draw.integers(len(batches))), batch)
     stops = [3 * int(draw.integers(1, 5)), len(batches)]
     ours = ended(name, {}, tx, batches, tmp_path / "drawn", stops)
-    theirs = ended(name, PLAIN, tx, good, tmp_path / "plain", [len(good)])
-    chex.assert_trees_all_close(kept(ours), kept(theirs), rtol=1e-4, atol=1e-6)
+    unscaled = ended(name, UNSCALED, tx, good, tmp_path / "unscaled", [len(good)])
+    chex.assert_trees_all_close(kept(ours), kept(unscaled), rtol=1e-4, atol=1e-6)
     assert ls.get_loss_scale_state(state_in(ours)).skipped_steps == len(bad)
 
 
