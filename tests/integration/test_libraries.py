@@ -62,66 +62,83 @@ def holding():
     return Holding(eqx.nn.Linear(8, 1, key=jax.random.key(0)), jax.nn.tanh)
 
 
+NORM = "NNX, BatchNorm and dropout"
 # How it is made, compiled and differentiated.
 MODULES = {
-    "changes": (lambda: nnx.clone(changing()), nnx.jit, nnx.value_and_grad),
-    "unchanged": (unchanged, nnx.jit, nnx.value_and_grad),
-    "equinox": (holding, eqx.filter_jit, eqx.filter_value_and_grad),
+    NORM: (lambda: nnx.clone(changing()), nnx.jit, nnx.value_and_grad),
+    "NNX, linear": (unchanged, nnx.jit, nnx.value_and_grad),
+    "Equinox": (holding, eqx.filter_jit, eqx.filter_value_and_grad),
 }
 
 
-def loss_fn(model, call=lambda model: model(X)):
-    return 2.0**-40 * jnp.sum(jnp.square(call(model)))
+def loss_of(y):
+    return 2.0**-40 * jnp.sum(jnp.square(y))
+
+
+def loss_fn(model):
+    return loss_of(model(X))
+
+
+def loss_of_block(model):
+    return loss_of(ls.scale_block(type(model).__call__)(model, X))
+
+
+def loss_of_block_closed_over(model):
+    return loss_of(ls.scale_block(model.__call__)(X))
+
+
+def loss_of_method(model):
+    return loss_of(model.block(X))
 
 
 RETRIES = ls.value_and_grad_with_retries
-# The whole loss is scaled, given the library's `value_and_grad`.
-LOSSES = {
+# Functions of the library's `value_and_grad`.
+WAYS = {
     "value_and_grad": lambda d: ls.value_and_grad(loss_fn, STATE, value_and_grad=d),
     "retries": lambda d: RETRIES(loss_fn, STATE, value_and_grad=d),
     "scale_backward": lambda d: d(ls.scale_backward(loss_fn, STATE)),
+    # In the loss, only the call of the module is scaled.
+    "block": lambda d: d(loss_of_block),
+    "block, closed over": lambda d: d(loss_of_block_closed_over),
+    "block, method": lambda d: d(loss_of_method),
 }
-# In the loss, only the call of the module is scaled.
-BLOCKS = {
-    "block": lambda model: ls.scale_block(type(model).__call__)(model, X),
-    "closed over": lambda model: ls.scale_block(model.__call__)(X),
-    "method": lambda model: model.block(X),
-}
-
-
-def scaled(way, differentiate):
-    if way in LOSSES:
-        return LOSSES[way](differentiate)
-    return differentiate(lambda model: loss_fn(model, BLOCKS[way]))
-
-
+CHANGING = [(way, NORM) for way in ("value_and_grad", "scale_backward", "block")]
 CELLS = [
-    *((way, "changes") for way in ("value_and_grad", "scale_backward", "block")),
-    ("closed over", "unchanged"),
-    *((way, "equinox") for way in [*LOSSES, *BLOCKS]),
+    *CHANGING,
+    ("block, closed over", "NNX, linear"),
+    *((way, "Equinox") for way in WAYS),
 ]
 
 
+def unscaled(differentiate):
+    return differentiate(loss_fn)
+
+
 @functools.cache
-def of_the_library(module):
+def ran(way, module):
+    """The loss, the gradients, and the module that has been called."""
     make, jit, differentiate = MODULES[module]
-    model = make()
-    return jit(lambda model: differentiate(loss_fn)(model))(model), model
+    model, fun = make(), way(differentiate)
+    loss, grads, *_ = jit(lambda model: fun(model))(model)
+    return loss, grads, model
 
 
 @pytest.mark.parametrize(("way", "module"), CELLS)
-def test_scaled_module_has_the_gradients_and_changes_of_its_library(way, module):
-    make, jit, differentiate = MODULES[module]
-    model = make()
-    loss, grads, *_ = jit(lambda model: scaled(way, differentiate)(model))(model)
-    (expected, their_grads), theirs = of_the_library(module)
+def test_scaled_module_has_the_gradients_of_its_library(way, module):
+    loss, grads, _ = ran(WAYS[way], module)
+    expected, their_grads, _ = ran(unscaled, module)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     chex.assert_trees_all_close(grads, their_grads, rtol=1e-5, atol=2.0**-50)
     assert all(np.any(x) for x in jax.tree.leaves(their_grads))
-    if module == "changes":
-        kinds = (nnx.BatchStat, nnx.RngState)
-        assert_same_bits(nnx.state(model, kinds), nnx.state(theirs, kinds))
-        assert np.all(model.norm.mean[...] != 0)
+
+
+@pytest.mark.parametrize(("way", "module"), CHANGING)
+def test_scaled_module_changes_as_in_its_library(way, module):
+    *_, ours = ran(WAYS[way], module)
+    *_, theirs = ran(unscaled, module)
+    kinds = nnx.BatchStat, nnx.RngState
+    assert_same_bits(nnx.state(ours, kinds), nnx.state(theirs, kinds))
+    assert np.all(ours.norm.mean[...] != 0)
 
 
 @pytest.mark.parametrize("make", [ls.value_and_grad, RETRIES])
