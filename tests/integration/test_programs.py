@@ -69,7 +69,7 @@ def test_run_that_was_stopped_ends_with_the_same_bits(framework, whole, tmp_path
 
 
 @slow
-def test_schedule_counts_the_updates_from_two_good_batches_each(whole):
+def test_schedule_counts_pairs_of_good_batches(whole):
     # One of the 300 batches is broken.
     assert int(optax.tree.get(whole, "gradient_step")) == 299 // 2
 
