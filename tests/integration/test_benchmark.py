@@ -113,6 +113,7 @@ def on_a_tpu(tmp_path_factory):
     pytest.importorskip("libtpu")
     path = tmp_path_factory.mktemp("tpu") / "tpu.json"
     arrays = ["--arrays", "4x4096x1024", "--mesh-arrays", "10x1024x1024"]
+    arrays += ["--mesh-transformer"]  # without a value: none
     cases = ["--optimizers", "adamw", "clip + adamw", "--mesh", "v5e:4x4"]
     subprocess.run(
         [sys.executable, BENCHMARKS / "compiled.py", "tpu", *arrays, *cases]
