@@ -59,7 +59,7 @@ def test_readme_has_the_losses_of_the_run(runs):
 
 
 @slow
-def test_float16_without_a_scale_is_worse_than_float32(runs):
+def test_float16_without_a_scale_flushes_gradients_and_is_worse_than_float32(runs):
     reference, unscaled = runs[REFERENCE], runs[UNSCALED]
     assert unscaled["loss"] > 2 * reference["loss"]
     assert unscaled["words"] > 5 * reference["words"]
@@ -79,9 +79,9 @@ def test_float16_with_a_scale_is_as_good_as_float32(runs, name):
 def test_dynamic_scale_skips_the_poisoned_step_and_training_continues(demonstration):
     printed, _, runs = demonstration
     assert "The step was skipped, the scale went from 2^18 to 2^17" in printed
-    dynamic = runs[DYNAMIC]
-    assert dynamic["skipped"] == [loss is None for loss in dynamic["losses"]]
-    assert dynamic["losses"][-1] < dynamic["losses"][74]
+    losses, skipped = runs[DYNAMIC]["losses"], runs[DYNAMIC]["skipped"]
+    assert skipped == [loss is None for loss in losses]
+    assert losses[-1] < losses[skipped.index(True) - 1]
 
 
 @slow

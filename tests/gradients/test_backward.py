@@ -112,19 +112,24 @@ def pulled_back(cotangent, **options):
 
 
 # A batch of features, and one of numbers.
-SHAPES = {"(4096, 4)": ((4096, 4), 6.0), "(4096,)": ((4096,), 0.5)}
+BATCHES = {
+    "(4096, 4), headroom 6": ((4096, 4), 6.0),
+    "(4096,), headroom 0.5": ((4096,), 0.5),
+}
+LARGEST_SCALE = 2.0**126
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn"])
-@pytest.mark.parametrize(("shape", "headroom"), SHAPES.values(), ids=SHAPES)
-def test_block_leaves_headroom_above_the_largest_sum(dtype, shape, headroom):
+@pytest.mark.parametrize(("shape", "headroom"), BATCHES.values(), ids=BATCHES)
+def test_block_scale_is_the_largest_power_of_2_with_headroom(dtype, shape, headroom):
     bound = float(jnp.finfo(dtype).max) / 2.0**headroom
     for size in (2.0**-60, 1.0, 2.0**60):
         cotangent = np.float32(size) * normal(*shape)
         grads, scale = pulled_back(cotangent, dtype=dtype, headroom=headroom)
         np.testing.assert_array_equal(grads, cotangent)
         largest = np.abs(cotangent).sum(axis=0).max()
-        assert 0.5 < float(scale) * largest / bound <= 1 or float(scale) == 2.0**126
+        share = float(scale) * largest / bound
+        assert 0.5 < share <= 1 or float(scale) == LARGEST_SCALE
         assert np.frexp(scale)[0] == 0.5
 
 

@@ -27,14 +27,17 @@ def block(name, language):
 
 
 @pytest.mark.parametrize("name", PAGE_OF)
-def test_program_has_three_places_and_the_lines_that_change(name):
-    program = block(name, "python")
-    places = re.findall(r"^(.*?)  # ([123])$", program, re.M)
+def test_program_marks_its_three_places(name):
+    places = re.findall(r"^(.*?)  # ([123])$", block(name, "python"), re.M)
     assert [number for _, number in places] == ["1", "2", "3"]
     assert places[0][0] == "tx = ls.with_loss_scaling(tx)"
     assert "ls.value_and_grad(" in places[1][0]
     assert re.search(r"(update|apply_gradients)\(", places[2][0])
-    lines, change = {*program.splitlines()}, block(name, "diff")
+
+
+@pytest.mark.parametrize("name", PAGE_OF)
+def test_diff_of_the_page_leads_to_its_program(name):
+    lines, change = {*block(name, "python").splitlines()}, block(name, "diff")
     assert {*re.findall(r"^\+(.+)$", change, re.M)} <= lines
     assert not {*re.findall(r"^-(.+)$", change, re.M)} & lines
 
@@ -69,12 +72,12 @@ def test_run_that_was_stopped_ends_with_the_same_bits(framework, whole, tmp_path
 
 
 @slow
-def test_schedule_counts_pairs_of_good_batches(whole):
+def test_accumulation_counts_pairs_of_good_batches(whole):
     # One of the 300 batches is broken.
     assert int(optax.tree.get(whole, "gradient_step")) == 299 // 2
 
 
-def ended(name, functions, tx, batches, folder, stops):
+def state_after_run(name, functions, tx, batches, folder, stops):
     """A program's run with another optimizer, other batches, and no casts.
 
     It saves each third step, ends at each of the stops, and goes on from there. The
@@ -108,7 +111,10 @@ UNSCALED = {
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", PAGE_OF)
 def test_drawn_run_equals_the_unscaled_run_of_its_good_batches(name, seed, tmp_path):
-    """The optimizer accumulates and masks, and the drawn run stops and goes on."""
+    """Ours stops and goes on; the other has the good batches alone, and no scale.
+
+    Both accumulate and mask.
+    """
     draw = np.random.default_rng(seed)
     masked = optax.masked(
         optax.scale(draw.choice([0.0, 0.5])),
@@ -125,8 +131,10 @@ def test_drawn_run_equals_the_unscaled_run_of_its_good_batches(name, seed, tmp_p
     for batch in bad:
         batches.insert(int(draw.integers(len(batches))), batch)
     stops = [3 * int(draw.integers(1, 5)), len(batches)]
-    ours = ended(name, {}, tx, batches, tmp_path / "drawn", stops)
-    unscaled = ended(name, UNSCALED, tx, good, tmp_path / "unscaled", [len(good)])
+    ours = state_after_run(name, {}, tx, batches, tmp_path / "drawn", stops)
+    unscaled = state_after_run(
+        name, UNSCALED, tx, good, tmp_path / "unscaled", [len(good)]
+    )
     chex.assert_trees_all_close(kept(ours), kept(unscaled), rtol=1e-4, atol=1e-6)
     assert ls.get_loss_scale_state(state_in(ours)).skipped_steps == len(bad)
 

@@ -118,7 +118,8 @@ def variables(trainer):
     return nnx.state((trainer.model, trainer.optimizer))
 
 
-def test_peft_trainer_learns_adapters_in_float16_and_resumes(page, tmp_path):
+def test_peft_trainer_learns_and_resumes_with_the_same_bits(page, tmp_path):
+    """The run of the page stops at step 60."""
     trainer, batches = page["trainer"], page["batches"]
     assert trainer.train_steps == 100
     assert page["nnx_loss"](trainer.model, **batches[0]) < 0.3
@@ -138,6 +139,7 @@ def test_peft_trainer_skips_a_bad_batch_and_counts_it(page, tmp_path):
 
 
 def test_replaced_step_refuses_the_accumulation_of_its_trainer(page):
+    # Even of 1 step, the trainer puts `MultiSteps` around our optimizer.
     options = {"max_steps": 3, "gradient_accumulation_steps": 1}
     config = page["TrainingConfig"](eval_every_n_steps=100, **options)
     tx = ls.with_loss_scaling(optax.adamw(3e-2))
@@ -159,7 +161,8 @@ def test_levanter_trains_at_the_scale_in_its_scan_over_microbatches(page):
     assert page["loss_fn"](state.model, page["batch"]) < 0.45
 
 
-def test_closed_fit_trains_at_a_fixed_scale_and_skips(page):
+def test_closed_fit_trains_and_counts_a_skip(page):
+    """At the fixed scale of the page."""
     assert page["loss_fn"](page["fitted"], page["batch"]) < 0.3
     batches = [page["batch"]] * 3 + [bad(page["batch"])]
     _, state = page["fit"](START, page["fit_tx"], page["fit_loss"], batches)
@@ -170,19 +173,19 @@ NAN_ROW, NAN_LOSS = "of the fifth device", "of its loss alone"
 NAMED, ALL, NONE = {"axis_name": "b"}, [*range(8)], []
 # What the devices do: who keeps its scale, who skips, and how many weights they have.
 PMAPS = {
-    "NaN row": ({"nan": NAN_ROW}, [5], ALL, 1),
-    "NaN row, loss averaged": ({"nan": NAN_ROW, "average": "both"}, ALL, ALL, 1),
-    "NaN row, axis named": ({"nan": NAN_ROW, **NAMED}, ALL, ALL, 1),
-    "NaN loss": ({"nan": NAN_LOSS}, ALL, [5], 2),
-    "NaN loss, axis named": ({"nan": NAN_LOSS, **NAMED}, ALL, ALL, 1),
-    "axis named": (NAMED, ALL, NONE, 1),
-    "gradients not averaged": ({"average": "loss", **NAMED}, ALL, NONE, 8),
+    "scales apart: NaN row": ({"nan": NAN_ROW}, [5], ALL, 1),
+    "together: loss averaged": ({"nan": NAN_ROW, "average": "both"}, ALL, ALL, 1),
+    "together: NaN row, axis named": ({"nan": NAN_ROW, **NAMED}, ALL, ALL, 1),
+    "weights apart: NaN loss": ({"nan": NAN_LOSS}, ALL, [5], 2),
+    "together: NaN loss, axis named": ({"nan": NAN_LOSS, **NAMED}, ALL, ALL, 1),
+    "together: axis named": (NAMED, ALL, NONE, 1),
+    "weights apart: no average": ({"average": "loss", **NAMED}, ALL, NONE, 8),
 }
 
 
 @pytest.mark.parametrize("row", PMAPS)
-def test_devices_under_pmap_drift_apart_without_the_advice(row):
-    """It is: average the gradients and the loss, and name the axis."""
+def test_devices_under_pmap_stay_together_if_averaged_and_named(row):
+    """The page advises to average gradients and loss, and to name the axis."""
     options, kept, skipped, different = PMAPS[row]
     nan, average = options.get("nan"), options.get("average", "gradients")
     tx = ls.with_loss_scaling(optax.sgd(0.1), axis_name=options.get("axis_name"))

@@ -38,8 +38,11 @@ def like_params(tx, params, of_params, of_the_rest):
 
 
 @pytest.mark.parametrize("check_updates", slow_but([True], [False, True]), ids=CHECKED)
-def test_updated_state_takes_the_sharding_of_the_parameters(check_updates):
-    """Of weakly typed parameters, optax makes such a state by itself."""
+def test_updates_and_state_take_the_sharding_of_the_parameters(check_updates):
+    """So does what is kept, also in a skipped step, though the state began unsharded.
+
+    Of weakly typed parameters, optax makes such a state by itself.
+    """
     mesh = make_mesh(EXPLICIT, x=8)
     tx = ls.with_loss_scaling(MOMENTUM, RULE, check_updates=check_updates)
     unsharded = np.zeros((8, 2), np.float32)
@@ -95,7 +98,7 @@ def eagerly(step, carry):
     ids=["dynamic", "headroom, checked"],
 )
 @pytest.mark.parametrize("run", slow_but([in_scan], [in_scan, eagerly]))
-def test_state_in_host_memory_stays_there(run, rule, check_updates):
+def test_state_in_host_memory_stays_and_trains_alike(run, rule, check_updates):
     """The inner optimizer fetches it, as offloading does; the wrapper moves nothing."""
     plain_update = jax.jit(MOMENTUM.update)
 
@@ -174,10 +177,11 @@ def test_devices_that_share_a_state_may_not_disagree(axis_name, axes, through):
 
 
 @pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no vma"])
-# Outside of loops, masks are in place.
-@pytest.mark.parametrize("in_loop", [True, False], ids=["loop", "no loop"])
+@pytest.mark.parametrize(
+    "in_loop", [True, False], ids=["collective in a loop", "no collective"]
+)
 def test_devices_with_models_of_their_own_skip_alone(in_loop, check_vma):
-    """And all of them reach a collective, even in a loop of the optimizer.
+    """In a loop whose length is in the state, all of them reach a collective.
 
     A leaf of the state that they share differs after the step.
     """

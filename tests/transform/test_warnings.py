@@ -57,7 +57,10 @@ HARMFUL = {
     # Small elements of narrow gradients are zero.
     "one gradient in float16": (dict(grads=HALF_W), NARROW),
     "gradients in float8": (dict(grads=FLOAT8), "are float8_e5m2 at"),
-    "gradients below bfloat16": (dict(grads=HALF, params=BFLOAT16), "is bfloat16"),
+    "float16 gradients, bfloat16 parameters": (
+        dict(grads=HALF, params=BFLOAT16),
+        "is bfloat16",
+    ),
     # float16 parameters lose small updates.
     "parameters and gradients in float16": (dict(grads=HALF, params=HALF), FLOAT16),
     "parameters in float16": (dict(params=HALF), FLOAT16),
@@ -144,5 +147,6 @@ def test_init_warns_of_trained_float16_parameters(params, inner, words):
     [(BASE, frozen_but(ADAM)), (HALF, COPIED), (BFLOAT16, ADAM), (PARAMS, ADAM)],
     ids=["frozen", "master weights", "bfloat16", "float32"],
 )
-def test_init_does_not_warn_of_other_parameters(params, inner):
+def test_init_does_not_warn_of_wider_frozen_or_copied_parameters(params, inner):
+    """Warnings are errors."""
     jax.eval_shape(ls.with_loss_scaling(inner).init, params)

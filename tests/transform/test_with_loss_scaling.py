@@ -16,7 +16,7 @@ GRADS = {"w": np.float32([0.5, -1.0, 2.0, 0.25]), "b": np.float32(0.125)}
 ADAM = optax.adam(1e-3)
 
 
-def test_transformation_and_inner_state_are_of_optax():
+def test_transformation_is_of_optax_and_its_state_has_two_fields():
     tx = ls.with_loss_scaling(ADAM)
     assert isinstance(tx, optax.GradientTransformationExtraArgs)
     assert tx.init(PARAMS)._fields == ("scale_state", "inner_state")
