@@ -18,6 +18,10 @@ from training import normal
 
 from optax_lossscale._programs.rewrite import equations
 
+# Otherwise XLA may leave out the rounding of some results, not of others.
+jit_that_rounds = functools.partial(
+    jax.jit, compiler_options={"xla_allow_excess_precision": False}
+)
 N = 8  # a product of fewer numbers is not cast
 X, W = normal(N, N), normal(N, N, seed=1)
 

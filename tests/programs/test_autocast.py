@@ -16,6 +16,7 @@ from float32_losses import (
     W,
     X,
     by_hand,
+    jit_that_rounds,
     plain,
     products_of,
     some_products,
@@ -26,8 +27,6 @@ from shared import enable_x64, slow_but
 import optax_lossscale as ls
 from optax_lossscale._programs.rewrite import equations, operations
 
-# Otherwise XLA may leave out the rounding of some results, not of others.
-jit = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
 HIGH = ls.DynamicLossScale(2.0**17).init()
 
 
@@ -73,7 +72,7 @@ def assert_cast_alike(
     """Compare a program that is cast by `autocast` with one that is cast by hand."""
     ours, theirs = (jax.jit(around(f)) for f in two_casts(program, dtype))
     assert products_of(ours, X, W) == products_of(theirs, X, W)
-    found, expected = jit(lambda *xw: (ours(*xw), theirs(*xw)))(X, W)
+    found, expected = jit_that_rounds(lambda *xw: (ours(*xw), theirs(*xw)))(X, W)
     jax.tree.map(assert_same, found, expected)
 
 

@@ -7,7 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from float32_losses import PRODUCTS, by_hand, highest, own_jvp, own_vjp, plain
+from float32_losses import (
+    PRODUCTS,
+    by_hand,
+    highest,
+    jit_that_rounds,
+    own_jvp,
+    own_vjp,
+    plain,
+)
 from jax import nn
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
@@ -28,8 +36,6 @@ STACK = {
     "key": np.arange(LAYERS),
 }
 X, BIG = normal(ROWS, WIDTH), np.ones((16, ROWS, WIDTH), np.float32)
-# Otherwise XLA may leave out the rounding of some results, not of others.
-jit = functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
 
 
 def kept(fun, *args, argnums=(0, 1)):
@@ -297,7 +303,9 @@ def test_gradient_is_that_of_casts_by_hand_at_a_large_scale(name, dtype):
 
     by_autocast = ls.autocast(functools.partial(loss, jnp.matmul), dtype)
     cast_by_hand = functools.partial(loss, by_hand(jnp.matmul, dtype))
-    both = jit(lambda stack: [jax.grad(f)(stack) for f in (by_autocast, cast_by_hand)])
+    both = jit_that_rounds(
+        lambda stack: [jax.grad(f)(stack) for f in (by_autocast, cast_by_hand)]
+    )
     ours, theirs = map(np.asarray, both(stack))
     error = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
     assert error < 4 * jnp.finfo(dtype).eps

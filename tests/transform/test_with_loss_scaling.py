@@ -12,7 +12,6 @@ import optax_lossscale as ls
 
 FLOATS = np.arange(4, dtype=np.float32)
 PARAMS = {"w": FLOATS, "b": np.float32(1.0)}
-GRADS = {"w": np.float32([0.5, -1.0, 2.0, 0.25]), "b": np.float32(0.125)}
 ADAM = optax.adam(1e-3)
 
 
