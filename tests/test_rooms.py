@@ -1,5 +1,6 @@
 """How the package is built: imports run downward, as the page on contributing says."""
 
+import ast
 import re
 
 import pytest
@@ -21,13 +22,17 @@ ROOMS = {room_of(path) for path in FILES}
 
 
 def imported_rooms(path):
-    dots = r"\." * len(path.parts)
-    text = (PACKAGE / path).read_text()
-    return re.findall(rf"^from {dots}(\w+)", text, re.M)
-
-
-def depth(room):
-    return ORDER.index(room) if room in ORDER else len(ORDER)
+    """The rooms that a file imports from, anywhere in it."""
+    package, *folders = "optax_lossscale", *path.parts[:-1]
+    for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        names = [x.name for x in node.names]
+        if isinstance(node, ast.ImportFrom):
+            above = [package, *folders][: -node.level + 1 or None] if node.level else []
+            module = [*above, *([node.module] if node.module else [])]
+            names = [".".join([*module, name]) for name in names]
+        yield from (x.split(".")[1] for x in names if x.startswith(f"{package}."))
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)
@@ -36,3 +41,21 @@ def test_imports_run_downward(path):
     # The demonstration imports public names, as users do: they are no rooms.
     for other in ROOMS.intersection(imported_rooms(path)) - {room}:
         assert depth(room) < depth(other) or {room, other}.isdisjoint(ORDER), other
+
+
+def depth(room):
+    return ORDER.index(room) if room in ORDER else len(ORDER)
+
+
+def test_page_names_every_room_above_the_basis():
+    assert set(ORDER) <= ROOMS
+    assert all(x.startswith("_") for x in ROOMS.difference(ORDER))
+
+
+def test_names_that_the_page_says_to_change_stand_in_its_files():
+    rows = re.findall(r"`([\w/]+\.py)`: ([^;\n]*)", page("contributing"))
+    names = {file: re.findall(r"`([A-Z_]{4,}|test_\w+)`", row) for file, row in rows}
+    assert sum(map(len, names.values())) > 5
+    for file in filter(names.get, names):
+        [path] = [x for x in (ROOT / file, PACKAGE / file) if x.exists()]
+        assert [x for x in names[file] if x not in path.read_text()] == []

@@ -4,7 +4,6 @@ import functools
 
 import chex
 import jax
-import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -16,7 +15,7 @@ from training import normal
 
 import optax_lossscale as ls
 
-TINY = 2.0**-40  # what no float16 number is: all gradients of a loss times it are zero
+TINY = 2.0**-40  # below the smallest float16: gradients of a loss times it are zero
 W, WS, X = normal(4, 4), normal(5, 4, 4), normal(3, 4, seed=1)
 KEY = jax.random.wrap_key_data(np.zeros(2, np.uint32))
 close = functools.partial(chex.assert_trees_all_close, rtol=1e-4, atol=1e-6 * TINY)
@@ -32,7 +31,7 @@ def layer(w, x, dtype=jnp.float32):
 
 
 def half_loss(w):
-    """Its gradients are 0 without a scale, and inf at 2**24."""
+    """Without a scale, its gradients are 0."""
     return 2.0**-20 * jnp.mean(layer(w, X, jnp.float16) ** 2)
 
 
@@ -87,7 +86,7 @@ USES = {
 
 
 @pytest.mark.parametrize(("use", "inputs"), USES.values(), ids=USES)
-def test_values_and_gradients_are_those_of_the_function(use, inputs):
+def test_wrapped_function_has_the_values_and_gradients_of_the_plain_one(use, inputs):
     def differentiated(wrap, inputs):
         return jax.value_and_grad(lambda x: TINY * jnp.sum(use(wrap, x) ** 2))(inputs)
 
@@ -121,7 +120,8 @@ LARGEST_SCALE = 2.0**126
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize(("shape", "headroom"), BATCHES.values(), ids=BATCHES)
-def test_block_scale_is_the_largest_power_of_2_with_headroom(dtype, shape, headroom):
+def test_block_scale_leaves_headroom_above_sums_over_the_batch(dtype, shape, headroom):
+    """It is the largest such power of 2."""
     bound = float(jnp.finfo(dtype).max) / 2.0**headroom
     for size in (2.0**-60, 1.0, 2.0**60):
         cotangent = np.float32(size) * normal(*shape)
@@ -129,7 +129,8 @@ def test_block_scale_is_the_largest_power_of_2_with_headroom(dtype, shape, headr
         np.testing.assert_array_equal(grads, cotangent)
         largest = np.abs(cotangent).sum(axis=0).max()
         share = float(scale) * largest / bound
-        assert 0.5 < share <= 1 or float(scale) == LARGEST_SCALE
+        assert share <= 1 and scale <= LARGEST_SCALE
+        assert share > 0.5 or scale == LARGEST_SCALE
         assert np.frexp(scale)[0] == 0.5
 
 
@@ -163,9 +164,8 @@ def test_float16_at_the_border_warns_where_it_is_differentiated(wrap):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.filterwarnings("ignore:Gradients may underflow at the border")
-def test_wider_block_leaves_room_for_float16_at_its_border(dtype):
+def test_wider_block_overflows_no_float16_at_its_border(dtype):
     def gradient(fun, x):
-        """Of a loss so small that in float16, what is not divided at once stays."""
         return jax.grad(lambda x: 2.0**-10 * jnp.sum(fun(x).astype(jnp.float32)))(x)
 
     def inside(w):
@@ -234,7 +234,7 @@ def test_devices_agree_on_a_scale_or_are_refused(place, block, name):
         place(ls.scale_block(block))
 
 
-def test_devices_that_share_nothing_have_their_own_scales():
+def test_block_that_does_not_communicate_needs_no_axis_name():
     close(*without_check_vma(ls.scale_block(layer), layer))
 
 

@@ -101,7 +101,7 @@ MAKE = {
 COLUMNS = [*MAKE]
 CELLS = {row[0]: row[1:] for row in table(page("start/do_i_need_it"), "| this package")}
 SCALE = {"Flax": "scale", "jmp": "loss_scale", "mpx": "loss_scaling"}
-ADAMW = optax.adamw(3e-2)
+ADAMW = optax.adamw(optax.linear_schedule(3e-2, 0.0, 100))
 
 
 def run(name, batches, loss_fn=linear_loss, inner=ADAMW, params=ONES, **numbers):
@@ -135,6 +135,7 @@ def keeps(name):
         assert_same_bits(kept, start)
     if not ls.all_finite(last[0]):
         return "yes, until `max_consecutive_errors`"
+    # The steps of the other two select in lines of their own.
     return "you select" if name in ("Flax", "jmp") else "yes"
 
 
@@ -164,11 +165,13 @@ def like_pytorch(name):
 
 
 def steps_alike(same):
-    return f"all {len(same)}" if all(same) else str([*same].index(False) or "")
+    return f"all {len(same)}" if all(same) else str([*same].index(False))
 
 
 def pytorchs_scale(name):
     steps, scales, _ = like_pytorch(name)
+    if scales[0] is None:
+        return ""
     return steps_alike(np.equal(scales, steps["scale_after"]))
 
 

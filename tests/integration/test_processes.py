@@ -124,7 +124,7 @@ def whole(tmp_path_factory):
 def test_stopped_run_goes_on_bit_for_bit_with_fewer_processes(whole, tmp_path):
     run(2, tmp_path, 6)
     assert "from step 4\n" in run(1, tmp_path, STEPS)
-    # Restored on one device: whatever the number was, it may be another.
+    # Restored on one device: the number of devices may change.
     mesh = jax.make_mesh((1,), ("d",), devices=jax.devices()[:1])
     target = ocp.args.StandardRestore(types_on(mesh))
     restored = []
@@ -135,10 +135,13 @@ def test_stopped_run_goes_on_bit_for_bit_with_fewer_processes(whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_processes_hold_equal_results(whole):
+def test_processes_agree_on_scale_counters_and_report(whole):
     first, second = (np.load(whole / f"{i}.npz") for i in range(2))
-    for name in first:
-        np.testing.assert_array_equal(first[name], second[name])
+    # Other arrays are gathered from both.
+    scalars = [name for name in first if first[name].ndim == 0]
+    assert len(scalars) > 7 and "report" in scalars
+    for name in scalars:
+        assert first[name] == second[name]
 
 
 @pytest.mark.slow

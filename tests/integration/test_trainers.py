@@ -19,7 +19,7 @@ import optax_lossscale as ls
 
 # Each compiles the steps of another trainer.
 pytestmark = pytest.mark.slow
-# They have the structure of tunix's and of Levanter's: who calls whom, with what.
+# Stand-ins for the trainers of tunix and Levanter: who calls whom, with what.
 STAND_INS = sys.modules[__name__]
 START = {"w": np.zeros((8, 1), np.float32), "b": np.zeros(1, np.float32)}
 
@@ -138,15 +138,28 @@ def test_peft_trainer_skips_a_bad_batch_and_counts_it(page, tmp_path):
     assert int(optax.tree.get(variables(trainer), "gradient_step")[...]) == 9
 
 
-def test_replaced_step_refuses_the_accumulation_of_its_trainer(page):
-    # Even of 1 step, the trainer puts `MultiSteps` around our optimizer.
-    options = {"max_steps": 3, "gradient_accumulation_steps": 1}
-    config = page["TrainingConfig"](eval_every_n_steps=100, **options)
+def trained_at_loss_scale(page, loss_fn, **options):
+    """The model after 20 steps of a trainer that somebody else has built."""
+    config = page["TrainingConfig"](eval_every_n_steps=100, max_steps=20, **options)
     tx = ls.with_loss_scaling(optax.adamw(3e-2))
     trainer = page["PeftTrainer"](page["net"](), tx, config)
-    page["at_loss_scale"](trainer.with_loss_fn(page["nnx_loss"]))
+    page["at_loss_scale"](trainer.with_loss_fn(loss_fn))
+    trainer.train(page["batches"])
+    return trainer.model
+
+
+def test_built_peft_trainer_trains_at_the_scale(page):
+    def tiny_loss(model, x, y):  # without a scale, few gradients are not zero
+        return 2.0**-20 * page["nnx_loss"](model, x, y)
+
+    model = trained_at_loss_scale(page, tiny_loss)
+    assert page["nnx_loss"](model, **page["batches"][0]) < 0.3
+
+
+def test_peft_trainer_with_accumulation_of_its_own_is_refused(page):
+    """Even of 1 step, the trainer puts `MultiSteps` around our optimizer."""
     with pytest.raises(ValueError, match="turn off its accumulation"):
-        trainer.train(page["batches"])
+        trained_at_loss_scale(page, page["nnx_loss"], gradient_accumulation_steps=1)
 
 
 def test_levanter_trains_at_the_scale_in_its_scan_over_microbatches(page):
@@ -161,12 +174,13 @@ def test_levanter_trains_at_the_scale_in_its_scan_over_microbatches(page):
     assert page["loss_fn"](state.model, page["batch"]) < 0.45
 
 
-def test_closed_fit_trains_and_counts_a_skip(page):
+def test_trainer_that_takes_only_an_optimizer_and_a_loss_trains_and_skips(page):
     """At the fixed scale of the page."""
     assert page["loss_fn"](page["fitted"], page["batch"]) < 0.3
     batches = [page["batch"]] * 3 + [bad(page["batch"])]
-    _, state = page["fit"](START, page["fit_tx"], page["fit_loss"], batches)
+    params, state = page["fit"](START, page["fit_tx"], page["fit_loss"], batches)
     assert int(ls.get_loss_scale_state(state).skipped_steps) == 1
+    assert ls.all_finite(params)
 
 
 NAN_ROW, NAN_LOSS = "of the fifth device", "of its loss alone"
@@ -184,7 +198,7 @@ PMAPS = {
 
 
 @pytest.mark.parametrize("row", PMAPS)
-def test_devices_under_pmap_stay_together_if_averaged_and_named(row):
+def test_devices_under_pmap_stay_together_or_drift_apart(row):
     """The page advises to average gradients and loss, and to name the axis."""
     options, kept, skipped, different = PMAPS[row]
     nan, average = options.get("nan"), options.get("average", "gradients")

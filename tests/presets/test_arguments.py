@@ -108,7 +108,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("preset", "given", "words"), REFUSED, ids=words_of)
-def test_preset_refuses_by_the_name_of_its_system(preset, given, words):
+def test_error_names_the_argument_as_its_system_does(preset, given, words):
     with pytest.raises(ValueError, match=f"^`{words}"):
         preset(**given)
 
@@ -126,14 +126,14 @@ LEFT_OUT = [
 ]
 
 
-@pytest.mark.parametrize(("preset", "name", "reason"), LEFT_OUT)
+@pytest.mark.parametrize(("preset", "name", "reason"), LEFT_OUT, ids=words_of)
 def test_preset_says_why_it_leaves_an_argument_out(preset, name, reason):
     words = f"^`{name}` is not an argument of `presets.{preset.__name__}`, got 4.*"
     with pytest.raises(TypeError, match=words + reason):
         preset(8.0, **{name: 4})
 
 
-def test_second_argument_has_a_name():
+def test_all_arguments_but_the_first_are_keyword_only():
     """The other systems have other orders, and fairseq's fourth is its tolerance."""
     for name in P.__all__:
         with pytest.raises(TypeError, match="positional argument"):

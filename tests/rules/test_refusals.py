@@ -40,7 +40,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("call", "words"), REFUSED)
+@pytest.mark.parametrize(("call", "words"), REFUSED, ids=[x for _, x in REFUSED])
 def test_rules_refuse_what_they_cannot_use(call, words):
     with pytest.raises((TypeError, ValueError), match=words):
         call()

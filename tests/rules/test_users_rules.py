@@ -36,7 +36,7 @@ def test_users_rule_is_restored_by_itself_and_by_the_base():
         assert cls.from_config(config) == Halving(16.0)
 
 
-def test_base_restores_the_newest_of_a_class_but_asks_which_of_two():
+def test_base_restores_a_class_as_last_defined_and_refuses_a_name_of_two():
     """Also two levels below it."""
     former, newest = (
         dataclasses.make_dataclass("Twin", [], bases=(Halving,), frozen=True)
@@ -69,8 +69,8 @@ def after_one_step(rule, state, value):
 
 @pytest.mark.parametrize("value", [1.0, np.nan], ids=["good", "bad"])
 @pytest.mark.parametrize("rule", MOVING, ids=lambda rule: type(rule).__name__)
-def test_rule_that_takes_over_begins_as_itself(rule, value):
-    """A fixed scale is not continued, and a fixed rule continues none."""
+def test_fixed_scale_continues_no_scale_and_is_not_continued(rule, value):
+    """Only the counts of skips go on."""
     first = rule.init()._replace(skipped_steps=jnp.int32(7))
     moved = after_one_step(rule, first, 1.0)
     fixed = after_one_step(ls.FixedLossScale(2.0**10), moved, value)
@@ -81,9 +81,7 @@ def test_rule_that_takes_over_begins_as_itself(rule, value):
     assert_same_bits(again, after_one_step(rule, first, value))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_rule_leaves_what_another_one_remembered(compiled):
+def test_rule_leaves_what_another_one_remembered(around):
     rule, other = ls.DynamicLossScale(), ls.HeadroomLossScale()
     state = other.update(other.init(), True, 0.25)
-    update = jax.jit(rule.update) if compiled else rule.update
-    assert_same_bits(update(state, True).rule_state, state.rule_state)
+    assert_same_bits(around(rule.update)(state, True).rule_state, state.rule_state)

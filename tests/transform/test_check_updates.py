@@ -39,13 +39,13 @@ CASES = itertools.product([*OPTIMIZERS, *VARIANTS], ("float16", "float32"))
 
 @pytest.mark.parametrize("case", slow_but(QUICK, CASES), ids="-".join)
 def test_optimizer_puts_no_new_nan_or_inf_anywhere(case):
-    """Whatever the gradients are; without the check most do."""
+    """Whatever the gradients are. Small ones are applied."""
     name, dtype = case
     tx = ls.with_loss_scaling(make(name), check_updates=True)
     step, start = compiled_step(name, tx), params_for(name, jnp.dtype(dtype))
     first = jax.jit(tx.init)(start)
     for size in SIZES:
-        params, state = start, first
+        (params, state), applied = (start, first), False
         for is_of_size in (True, False, True, True):
             grads = grads_for(name, params)
             if is_of_size:
@@ -56,11 +56,14 @@ def test_optimizer_puts_no_new_nan_or_inf_anywhere(case):
             leaves = [jax.tree.leaves(without_keys(x)) for x in (new, old)]
             assert not any(map(is_new_and_bad, *leaves))
             assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, updates)))
-            if not ls.was_applied(state):
+            if ls.was_applied(state):
+                applied = True
+            else:
                 assert_no_update(updates)
                 assert_same_bits(new, old)
                 recorded = jax.device_get(old_scale).record(False)
                 assert_same_bits(state.scale_state, recorded)
+        assert applied or size > 1e-7
 
 
 def both(x, dtype=np.float32):

@@ -42,7 +42,7 @@ def test_skipped_update_changes_no_bit_of_any_number():
 
 
 @pytest.mark.parametrize("check_updates", [False, True], ids=["unchecked", "checked"])
-def test_effects_happen_once_in_a_step(check_updates):
+def test_side_effects_happen_once_in_a_step(check_updates):
     seen = []
 
     def note(kind, m):
@@ -62,7 +62,7 @@ def test_effects_happen_once_in_a_step(check_updates):
     assert sorted(seen) == expected
 
 
-def test_two_leaves_of_one_value_keep_the_old_value_of_each():
+def test_two_leaves_set_to_one_array_keep_the_old_value_of_each():
     def update(g, a, b):
         total = a + b + g
         return total, (total, total)
@@ -73,8 +73,8 @@ def test_two_leaves_of_one_value_keep_the_old_value_of_each():
         assert_same_bits(jax.jit(tx.update)(grads, state)[1].inner_state, new)
 
 
-def test_placeholders_are_neither_zero_nor_their_mean():
-    """There a norm and a standard deviation have no derivative."""
+def test_optimizer_gets_numbers_off_zero_and_off_their_mean_for_bad_gradients():
+    """A norm has no derivative at 0, and a standard deviation none of equal numbers."""
     shapes = [(2,), (3,), (4,), (2, 2), (3, 5)]
     bad = [np.full(shape, np.nan, np.float32) for shape in shapes]
     inner = mock.Mock(return_value=((), ()))
@@ -94,8 +94,8 @@ SEARCHES = {
 
 
 @pytest.mark.parametrize("search", slow_but(("backtracking",), SEARCHES))
-def test_line_search_evaluates_its_loss_once_in_a_skipped_step(search):
-    """It would go on to its last evaluation on NaN. The very first step takes more."""
+def test_line_search_stops_at_once_in_a_skipped_step_and_keeps_its_state(search):
+    """On NaN it would go on to its last evaluation. Only the first zoom takes a few."""
     tx, evaluated = ls.with_loss_scaling(SEARCHES[search]), []
     params, bad = np.float32([1.0, 2.0]), np.float32([1.0, np.nan])
 
@@ -116,6 +116,7 @@ def test_line_search_evaluates_its_loss_once_in_a_skipped_step(search):
             evaluated.clear()
             updates, new_state = step(bad, state, *numbers)
             jax.effects_barrier()
-            assert len(evaluated) <= 1 or state is first, numbers
+            is_first_zoom = search == "zoom" and state is first
+            assert len(evaluated) <= (7 if is_first_zoom else 1), numbers
             assert_no_update(updates)
             assert_same_bits(new_state.inner_state, state.inner_state)

@@ -70,16 +70,16 @@ def temporary(*args):
 @pytest.mark.parametrize("wrapper", ["dynamic", "headroom"])
 def test_step_takes_no_memory_beyond_the_plain_one(name, scanned, wrapper):
     if scanned and name == "optax.lion":
-        # Plain, it frees one gradient before it copies the next moment. Whoever checks
-        # has to have all gradients first.
+        # Plain, it frees one gradient before it copies the next moment. The check needs
+        # all gradients first.
         pytest.skip("needs memory for all gradients at once")
     plain = temporary(name, "plain", 4, scanned)
     assert temporary(name, wrapper, 4, scanned) <= plain + 0.04
 
 
 @reductions_are_fused
-def test_checked_updates_keep_no_state_waiting():
-    assert temporary("optax.adamw", "checked") < 0.3 * 4  # else 0.5 * 4
+def test_check_of_updates_holds_no_second_copy_of_the_moments():
+    assert temporary("optax.adamw", "checked") < 1.2  # 2 if they waited for the check
 
 
 @guarded
@@ -91,9 +91,9 @@ def test_program_grows_linearly_with_the_leaves(name):
 
 
 @guarded
-def test_step_never_leaves_the_device(name):
+def test_compiled_step_calls_no_host(name):
     text = compiled(name, "dynamic").as_text()
-    assert not re.search(r"\b(infeed|outfeed|send|recv|callback)\b|S\(5\)", text)
+    assert not re.search(r"\b(infeed|outfeed|send|recv)\b|callback|S\(5\)", text)
 
 
 def test_rule_that_never_skips_costs_no_check_and_no_mask():
@@ -107,8 +107,8 @@ X, ADAM = jax.device_put(normal(8, 2)), ls.with_loss_scaling(optax.adam(1e-2))
 STEP = jax.jit(make_step(ADAM, float16_loss))
 
 
-def test_step_uses_a_donated_state():
-    """Prodigy keeps the first parameters in its state."""
+def test_parameters_and_state_are_donated_together():
+    """Prodigy keeps copies of the first parameters in its state."""
     tx = ls.with_loss_scaling(ls.with_master_weights(optax.contrib.prodigy(1.0)))
     params = jax.device_put(jax.tree.map(np.float16, PARAMS))
     state = tx.init(params)
@@ -130,7 +130,8 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_steps_and_questions_transfer_nothing(call):
+def test_steps_and_readers_copy_nothing_to_the_device(call):
+    """On a CPU, the guard does not see what the host reads."""
     arguments = jax.device_put(PARAMS), jax.jit(ADAM.init)(PARAMS)
     with jax.transfer_guard("disallow"):
         CALLS[call](*arguments)

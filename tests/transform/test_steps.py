@@ -22,7 +22,7 @@ from training import normal
 import optax_lossscale as ls
 
 pytestmark = [
-    pytest.mark.usefixtures("new_process"),  # no loss that is scaled is said not to be
+    pytest.mark.usefixtures("new_process"),  # else they warn that no loss was scaled
     # Optax turns a bfloat16 average into float32.
     pytest.mark.filterwarnings("ignore:Every update rounds the state"),
 ]
@@ -174,7 +174,7 @@ in_each_place = pytest.mark.parametrize("place", slow_but(QUICK, PLACES))
 
 @of_each_run
 @in_each_place
-def test_step_is_optaxs_or_changes_nothing(place, run):
+def test_step_equals_that_of_optax_or_changes_nothing(place, run):
     rtol = 2.0**-7 if run == "master weights" else 2e-5  # of bfloat16
     for t, (kind, old, new, (optaxs, _)) in enumerate(steps_of(place, run)):
         before, after = ((params, state.inner_state) for params, state in (old, new))
@@ -187,7 +187,7 @@ def test_step_is_optaxs_or_changes_nothing(place, run):
 
 @of_each_run
 @in_each_place
-def test_scale_follows_its_rule_and_stays_at_a_bad_loss(place, run):
+def test_scale_follows_its_rule_and_stays_if_the_loss_is_not_finite(place, run):
     for t, (kind, (_, old), (_, new), (_, by_rule)) in enumerate(steps_of(place, run)):
         with noted(f"step {t}"):
             if kind == "skipped":
@@ -210,19 +210,9 @@ def test_flag_and_loss_may_be_none():
     assert not ls.was_applied(update(bad, tx.init(DICT), DICT)[1])
 
 
-class NeverSkips(ls.LossScale):
-    skip_nonfinite = False
-
-    def init(self):
-        return ls.LossScaleState.create(8.0)
-
-    def update(self, state, grads_finite):
-        return state.record(grads_finite)
-
-
-def test_rule_that_never_skips_decides_nothing():
-    """Neither by the gradients nor by the flag and the loss."""
-    rule = NeverSkips()
+def test_rule_that_never_skips_applies_every_step():
+    """Whatever the gradients, the flag and the loss are. Its counters stay, too."""
+    rule = ls.FixedLossScale(8.0, skip_nonfinite=False)
     tx, bad = ls.with_loss_scaling(ADAM, rule), jax.tree.map(lambda p: p + NAN, DICT)
     update = jax.jit(functools.partial(tx.update, grads_finite=False, value=NAN))
     updates, state = update(bad, tx.init(DICT), DICT)
