@@ -22,6 +22,7 @@ def test_limits_are_where_rounding_changes(name):
     assert list(zero == 0) == [True, True, False]
     assert list(normal == info.tiny) == [False, True, True]
     assert overflow[0] == info.max and not np.isfinite(overflow[2])
+    # It is the smallest float64 that overflows. Of a tie, types differ.
     tie = np.float64(np.float32(limits.overflow))
     assert (tie < limits.overflow) == np.isfinite(tie.astype(name))
 
@@ -49,6 +50,9 @@ def test_leaf_has_the_dtype_that_jax_gives_it(x64):
         # JAX converts no array of its own.
         zero = np.zeros((), jax.dtypes.float0)
         assert _dtypes.dtype_of(zero) == jax.dtypes.float0
+
+
+def test_floats_and_complex_numbers_are_inexact():
     assert [_dtypes.is_inexact(x) for x in LEAVES] == [1, 0, 0, 1, 1, 1, 0, 1]
 
 

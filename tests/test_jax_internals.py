@@ -1,6 +1,6 @@
 """What is private in JAX: if a test fails, a release has moved it.
 
-Mend `_jax_internals.py`. What `_programs/rewrite.py` uses, tests/programs runs.
+Fix `_jax_internals.py`. What `_programs/rewrite.py` uses, tests/programs runs.
 """
 
 import jax
@@ -29,7 +29,7 @@ def test_only_compiled_code_is_staged():
     assert seen == [False, False, False, True]
 
 
-def test_axes_of_shard_map_vary():
+def test_arrays_in_shard_map_vary_along_its_axis():
     def local(x):
         assert internals.varying_axes(x) == {"d"}
         assert internals.varying_axes(internals.varying_like(ONES, x)) == {"d"}
@@ -39,12 +39,13 @@ def test_axes_of_shard_map_vary():
     assert internals.varying_axes(ONES) == frozenset()
 
 
-def test_barrier_keeps_the_order():
-    text = str(jax.make_jaxpr(internals.after)(ONES, 1.0))
-    assert "optimization_barrier" in text and internals.after(ONES, 5.0)[0] == 1
+def test_array_waits_for_another():
+    [barrier] = jax.make_jaxpr(internals.after)(ONES, 1.0).eqns
+    assert barrier.primitive.name == "optimization_barrier" and len(barrier.invars) == 2
+    assert internals.after(ONES, 5.0)[0] == 1
 
 
-@pytest.mark.skipif(not hasattr(jax, "memory"), reason="jax has no spaces of memory")
+@pytest.mark.skipif(not hasattr(jax, "memory"), reason="jax has no memory spaces")
 def test_array_moves_into_the_memory_of_another():
     far = jax.device_put(ONES, jax.memory.Space.Host)
     for other in (ONES, far):
@@ -54,13 +55,15 @@ def test_array_moves_into_the_memory_of_another():
     assert far.sharding.memory_kind != ONES.sharding.memory_kind
 
 
-def test_ref_is_no_array():
+def test_ref_is_not_an_array():
     assert internals.is_ref(new_ref(ONES)) and not internals.is_ref(ONES)
 
 
-def test_zeros_have_any_type():
-    for x in (ONES, jax.random.key(0)):
-        assert internals.zeros_like_aval(jax.typeof(x)).dtype == x.dtype
+def test_zeros_are_made_of_arrays_and_of_keys():
+    zeros = internals.zeros_like_aval(jax.typeof(ONES))
+    assert zeros.shape == ONES.shape and not zeros.any()
+    key = jax.random.key(0)
+    assert internals.zeros_like_aval(jax.typeof(key)).dtype == key.dtype
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

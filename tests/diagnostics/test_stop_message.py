@@ -139,7 +139,9 @@ KNOWN = {
 
 
 @pytest.mark.parametrize(("numbers", "known", "words"), KNOWN.values(), ids=KNOWN)
-def test_message_names_more_causes_if_less_is_known(numbers, known, words):
+def test_message_begins_with_the_event_and_lists_its_causes_in_order(
+    numbers, known, words
+):
     text = message(STOPPED._replace(**numbers), **known)
     places = [text.find(x) for x in words]
     assert places[0] == 0 and -1 not in places and places == sorted(places)
@@ -154,7 +156,7 @@ def by_a_count(w):
 
 
 @pytest.mark.parametrize("loss", [by_a_norm, by_a_count])
-def test_message_names_an_infinite_divisor_of_zero_gradients(loss):
+def test_message_says_that_an_infinite_divisor_makes_gradients_zero(loss):
     state, w = DEFAULT.init(), np.full(8, 300.0, np.float32)
     value, grads = value_and_grad(loss, state, w)
     assert not np.any(grads)
@@ -199,8 +201,8 @@ def test_message_has_lines_of_80_columns_and_an_address():
     assert re.fullmatch(rf"{book}troubleshooting\.md#\S+", address)
 
 
-def test_every_text_leads_to_a_page_and_heading_that_exist():
-    """Also the texts of other warnings."""
+def test_pages_and_headings_that_texts_lead_to_exist():
+    """Also those of other warnings."""
     sources = [x.read_text() for x in (ROOT / "optax_lossscale").rglob("*.py")]
     places = re.findall(r'"([\w/]+\.md)(?:#([\w-]+))?"', "".join(sources))
     assert len(places) > 10

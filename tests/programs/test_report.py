@@ -132,25 +132,28 @@ SCOPED = {
 @pytest.mark.parametrize("fun", SCOPED.values(), ids=SCOPED)
 def test_both_passes_have_the_scope(fun):
     found = report(jax.grad(lambda x: jnp.sum(fun(x))), X)
-    assert {x.scope for x in found} == {"attention"}
+    passes = {(x.line.endswith(", backward"), x.scope) for x in found}
+    assert passes == {(False, "attention"), (True, "attention")}
 
 
 def test_product_of_a_library_has_the_users_line_or_else_its_own():
-    """A compiled function that was traced before does not know who calls it."""
-    model = nn.Dense(8, use_bias=False, precision="highest")
+    """First no line of the user calls it. Then it is not traced again."""
+    model = nn.Dense(8, use_bias=False)
     params, apply = {"params": {"kernel": LAYERS[0]}}, jax.jit(model.apply)
     [row], [called] = report(apply, params, X), report(lambda *x: apply(*x), params, X)
-    assert row.left == "precision" and "(Dense.__call__)" in row.line
+    assert "(Dense.__call__)" in row.line
     assert called.line.startswith("test_report.py:") and "<lambda>" in called.line
 
 
 @pytest.mark.parametrize(("largest", "fits"), [(2.0**-25, False), (2.0**-24, True)])
-def test_product_fits_if_its_largest_operand_rounds_to_no_zero(largest, fits):
-    [row] = report(jnp.matmul, X.T, np.full_like(X, largest))
+def test_product_fits_if_its_largest_operand_does_not_round_to_zero(largest, fits):
+    """Its results are float32."""
+    [row] = report(jnp.matmul, 1e-5 * X.T, np.full_like(X, largest))
     assert row.fits == fits
 
 
-def test_products_that_float16_cannot_hold_come_first():
+@pytest.fixture(scope="module")
+def of_all_kinds():
     def fun(x):
         large, small = 1e5 * x, 1e-9 * x
         fine = jnp.sum(x @ x.T)
@@ -158,11 +161,18 @@ def test_products_that_float16_cannot_hold_come_first():
         bad = small @ x.T, large @ x.T, large @ small.T
         return fine + jnp.sum(left) + sum(map(jnp.sum, bad))
 
-    under, over, both, fine, left = found = report(fun, X)
+    return report(fun, X)
+
+
+def test_products_that_float16_cannot_hold_come_first(of_all_kinds):
+    under, over, both, fine, left = of_all_kinds
     assert not under.fits and 0 < under.largest[0] < 3e-8
     assert not over.fits and over.largest[0] > 65504 and not both.fits
     assert fine.fits and left.left == "precision"
-    lines = repr(found).splitlines()
+
+
+def test_table_says_what_float16_does_to_each_product(of_all_kinds):
+    lines = repr(of_all_kinds).splitlines()
     assert lines[0] == "5 products, 4 in float16, 3 beyond its range"
     words = ["UNDER", "OVERFLOWS", "OVERFLOWS, UNDERFLOWS", "yes", "no: precision"]
     assert all(word in line for word, line in zip(words, lines[2:], strict=True))
@@ -210,10 +220,7 @@ def test_backward_pass_fits_at_a_scale_that_is_not_too_large():
 
 
 def test_products_among_other_equations_are_counted():
-    """Lookups, random numbers and solvers have trees of their own.
-
-    What is inside of a solver, or of a kernel, is left out.
-    """
+    """Beside lookups, random numbers and a solver. Those inside of it are left out."""
 
     def loss_fn(w, labels):
         rows = (w[labels] @ w).at[0].set(1.0)
@@ -227,7 +234,7 @@ def test_products_among_other_equations_are_counted():
     args = LAYERS[0], np.arange(8)
     assert [x.times for x in report(loss_fn, *args)] == [1, 1]
     gradient = jax.grad(lambda *args: jnp.mean(ls.autocast(loss_fn)(*args)))
-    assert sum(x.times for x in report(gradient, *args)) == 6
+    assert sum(x.times for x in report(gradient, *args)) == 2 + 4  # two passes
 
 
 def test_module_of_nnx_is_measured_and_does_not_change():
@@ -240,7 +247,7 @@ def test_module_of_nnx_is_measured_and_does_not_change():
     assert all(a is b for a, b in zip(before, after, strict=True))
 
 
-SCOPES = {
+FIRST_SCOPES = {
     "haiku": "linear",
     "linen": "Model/Dense_0",
     "equinox": "eqx.nn.MLP/eqx.nn.Linear",
@@ -248,11 +255,11 @@ SCOPES = {
 
 
 @pytest.mark.parametrize("name", slow_but(["haiku"], MODELS))
-def test_products_of_a_model_are_counted_and_have_its_path(name):
+def test_products_of_a_model_are_counted_and_the_first_has_its_path(name):
     params, loss_fn = MODELS[name]()
     rows = report(loss_fn, params)
     assert sum(x.times for x in rows) == products_of(loss_fn, params)["float32"]
-    assert rows[0].scope == SCOPES[name]
+    assert rows[0].scope == FIRST_SCOPES[name]
 
 
 @pytest.mark.parametrize("checks", [False, True])

@@ -94,7 +94,7 @@ def test_help_of_update_names_a_magnitude_if_the_rule_takes_one():
 
 
 @pytest.mark.parametrize("rule", DEFAULTS.values(), ids=DEFAULTS)
-def test_eager_update_moves_nothing_between_host_and_device(rule):
+def test_eager_update_copies_nothing_to_the_device(rule):
     """The guard sees reads by the host on accelerators only, not on a CPU."""
     args = rule.init(), jnp.bool_(False), *[jnp.float32(1)] * rule.uses_max_magnitude
     with jax.transfer_guard("disallow"):
@@ -105,7 +105,7 @@ MEASURING = {name: rule for name, rule in RULES.items() if rule.uses_max_magnitu
 
 
 @pytest.mark.parametrize("rule", MEASURING.values(), ids=MEASURING)
-def test_magnitude_that_is_zero_or_nan_says_nothing(rule):
+def test_zero_magnitude_keeps_the_scale_and_nan_counts_as_zero(rule):
     """A maximum may be NaN where the flag is False."""
     assert float(rule.update(rule.init(), True, 0.0).loss_scale) == rule.init_scale
     state = rule.update(rule.init(), True, 2.0**-10)
