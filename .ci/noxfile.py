@@ -139,7 +139,7 @@ def compiled(session: nox.Session) -> None:
     """Steps compiled for a TPU, without the device."""
     install(session, "test", "tpu")
     session.run(
-        "pytest", "-m", "slow", "-k", "on_a_tpu", "tests/integration/test_benchmark.py"
+        "pytest", "-m", "slow", "-k", "for_a_tpu", "tests/integration/test_benchmark.py"
     )
 
 

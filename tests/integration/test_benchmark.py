@@ -94,8 +94,8 @@ def test_bytes_of_a_program_are_counted_from_its_text(counts):
     assert counts.copied_bytes == 1024  # what copy.1 writes
 
 
-def test_kernels_of_a_program_are_counted_from_its_text(counts):
-    # The eight instructions above, of which the loop runs its kernel three times.
+def test_kernels_and_cycles_of_a_program_are_counted_from_its_text(counts):
+    # Eight instructions, of which the loop runs its kernel three times.
     assert counts.kernels == 7 + 3
     assert counts.estimated_cycles == 70 + 5  # fusion, and cond's costliest branch
 
@@ -108,7 +108,7 @@ def test_collectives_of_a_program_are_counted_from_its_text(counts):
 
 
 @pytest.fixture(scope="module")
-def on_a_tpu(tmp_path_factory):
+def for_a_tpu(tmp_path_factory):
     """Steps that another process compiles: in this one jax must not look for TPUs."""
     pytest.importorskip("libtpu")
     path = tmp_path_factory.mktemp("tpu") / "tpu.json"
@@ -124,8 +124,8 @@ def on_a_tpu(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_on_a_tpu_the_state_is_updated_in_place(on_a_tpu):
-    for case in on_a_tpu:
+def test_compiled_for_a_tpu_the_state_is_updated_in_place(for_a_tpu):
+    for case in for_a_tpu:
         plain, *scaled = case["results"]
         for result in scaled:
             assert result["aliased_bytes"] >= plain["aliased_bytes"] > 0
@@ -133,8 +133,10 @@ def test_on_a_tpu_the_state_is_updated_in_place(on_a_tpu):
 
 
 @pytest.mark.slow
-def test_on_a_tpu_the_check_shares_the_collectives_of_clipping(on_a_tpu):
-    clipped = [case for case in on_a_tpu if case["optimizer"] == "clip + adamw"]
+def test_compiled_for_a_tpu_the_check_shares_the_collectives_of_clipping(
+    for_a_tpu,
+):
+    clipped = [case for case in for_a_tpu if case["optimizer"] == "clip + adamw"]
     assert {case["device"] for case in clipped} == {"v5e", "v5e:4x4"}
     for case in clipped:
         plain, *scaled = case["results"]
@@ -143,8 +145,10 @@ def test_on_a_tpu_the_check_shares_the_collectives_of_clipping(on_a_tpu):
 
 
 @pytest.mark.slow
-def test_on_a_tpu_the_check_costs_few_cycles_beside_clipping(on_a_tpu):
-    one_chip = [case for case in on_a_tpu if case["device"] == "v5e"]
+def test_compiled_for_a_tpu_the_check_costs_few_cycles_beside_clipping(
+    for_a_tpu,
+):
+    one_chip = [case for case in for_a_tpu if case["device"] == "v5e"]
     [case] = [case for case in one_chip if case["optimizer"] == "clip + adamw"]
     plain, scaled, _ = case["results"]
     assert scaled["estimated_cycles"] <= 1.03 * plain["estimated_cycles"]

@@ -201,7 +201,8 @@ def test_argument_is_not_copied_by_an_eager_derivative(wrap):
     del pullback
 
 
-def test_arrays_of_numpy_are_computed_in_the_program():
+def test_arguments_of_numpy_are_cast_too():
+    """In float16, 1 + 2**-12 is 1."""
     x, w = np.full((2, 8), 1 + 2.0**-12, np.float32), np.ones((8, 2), np.float32)
     np.testing.assert_array_equal(ls.autocast(lambda x, w: x @ w)(x, w), 8.0)
 
@@ -217,7 +218,8 @@ def test_debug_nans_names_the_operation_and_the_line(wrap):
             wrap(of_negative_numbers)(-np.abs(X))
         with refused:
             jax.jit(wrap(of_negative_numbers))(-np.abs(X))
-    assert "in of_negative_numbers" in "".join(traceback.format_exception(seen.value))
+    shown = "".join(traceback.format_exception(seen.value))
+    assert "jnp.sum(jnp.log(x))" in shown
 
 
 @wrapped

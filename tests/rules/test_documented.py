@@ -58,10 +58,15 @@ MEASURED = {
         [2**11, 2**12, 2**12, 2**13, 2**13, 2**14],
     ),
     "at once for a larger gradient": ({}, [1, 3, 1], [2**11, 2**10, 2**10]),
-    "overflow is remembered": (
+    "backs off": (
         {"half_life": 1, "backoff_factor": 0.25},
         [1, math.inf, 0, math.inf, math.inf, 0],
         [2**11, 2**9, 2**10, 2**8, 2**6, 2**7],
+    ),
+    "overflow is remembered": (
+        {"half_life": 1, "min_scale": 4.0},
+        [500, math.inf, 0, 0],
+        [8, 4, 4, 8],
     ),
     "limits": (
         {"min_scale": 4.0, "max_scale": 32.0, "half_life": 1},
@@ -129,10 +134,11 @@ def test_headroom_rule_raises_a_lowered_scale_by_an_octave_in_each_half_life():
 
 def test_headroom_rule_keeps_no_scale_that_was_raised():
     state = MEASURING.update(MEASURING.init(), True, 1.0)._replace(loss_scale=2.0**18)
-    assert MEASURING.update(state, True, 1.0).loss_scale == 2.0**12
+    assert MEASURING.update(state, True, 0.0).loss_scale == 2.0**13
 
 
 def test_headroom_rule_backs_off_from_a_scale_that_no_float32_gradient_reaches():
+    """The gradient that needs this scale is above the largest float32."""
     rule = ls.HeadroomLossScale(min_scale=SMALLEST)
     state = rule.init()._replace(loss_scale=jnp.float32(2.0**-120))
     assert float(rule.update(state, False, 0.0).loss_scale) == 2.0**-122

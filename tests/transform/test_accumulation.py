@@ -88,7 +88,7 @@ def product(params, x):
 
 
 @pytest.mark.parametrize("case", slow_but(CASES[::2], CASES), ids=lambda c: c["id"])
-def test_scale_and_weights_move_where_those_of_another_system_did(case):
+def test_scale_and_applied_steps_are_those_of_another_system(case):
     """Keras drops a micro-batch, and counts them. Others drop and count windows."""
     rule = SYSTEMS[case["system"]](**case["native_arguments"])
     x = np.float32([1.0 if flag == "1" else np.inf for flag in case["finite"]])

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from asserts import assert_same_bits
+from asserts import assert_same_bits, kept
 from flax import nnx
 from flax.training.train_state import TrainState
 
@@ -34,7 +34,6 @@ ROWS = {
     "skipped": (BAD, OLD, NEW, OLD),
     "NaN in one leaf": (GOOD, OLD, {**NEW, "mean": BAD}, SAME_MEAN),
     "infinite minimum": (GOOD, LEAST, LESS, LESS),
-    "infinite minimum, skipped": (BAD, LEAST, LESS, LEAST),
     "NaN where it was": (GOOD, BAD, 2 * BAD, 2 * BAD),
     "NaN where it was, and elsewhere": (GOOD, BAD, BAD[::-1], BAD),
     "one array passed through": (GOOD, OLD, SAME_MEAN, SAME_MEAN),
@@ -44,7 +43,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_each_finite_leaf_is_new_in_an_applied_step(row):
+def test_finite_leaves_are_new_and_all_are_old_after_a_skipped_step(row):
     grads, old, new, kept = ROWS[row]
     assert_same_bits(ls.keep_if_applied(after(grads), new, old), kept)
 
@@ -80,7 +79,7 @@ class Norm(nnx.Module):
 
 
 def test_statistics_of_nnx_that_are_not_copied_warn():
-    """The old ones are the new ones."""
+    """NNX changes them in place."""
     model = Norm()
     optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
 
@@ -97,12 +96,10 @@ def test_statistics_of_nnx_that_are_not_copied_warn():
 
 
 def test_same_object_warns_and_the_same_arrays_in_another_do_not():
-    state, stats = after(GOOD), nnx.state(Norm(), nnx.BatchStat)
+    state = after(GOOD)
     ls.keep_if_applied(state, {**OLD}, OLD)
     with pytest.warns(UserWarning, match="same object at the root"):
         ls.keep_if_applied(state, OLD, OLD)
-    with pytest.warns(UserWarning, match=r"same object at \[1\].*'mean'"):
-        ls.keep_if_applied(state, (2 * GOOD, stats), (GOOD, stats))
 
 
 class Trained(TrainState):
@@ -121,7 +118,7 @@ STATE = STATE.replace(step=jnp.int32(0))
 
 @pytest.mark.parametrize("grads", [GOOD, BAD], ids=["applied", "skipped"])
 @pytest.mark.parametrize("stats", [2 * GOOD, BAD], ids=["finite", "NaN"])
-def test_whole_train_state_is_kept_but_the_scale_moves_on(grads, stats):
+def test_train_state_of_a_skipped_step_is_the_old_one_but_for_its_scale(grads, stats):
     new, kept = step(STATE, grads, stats)
     expected = new.replace(stats=GOOD) if stats is BAD else new
     if grads is BAD:
@@ -130,10 +127,10 @@ def test_whole_train_state_is_kept_but_the_scale_moves_on(grads, stats):
     assert_same_bits(kept, expected)
 
 
-def test_whole_state_of_nnx_is_kept_but_the_scale_moves_on():
+def test_nnx_state_of_a_skipped_step_is_the_old_one_but_for_its_scale():
     model = Norm()
     optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
-    old_scale = ls.get_loss_scale(optimizer)
+    before, old_scale = kept((model, optimizer)), ls.get_loss_scale(optimizer)
 
     @nnx.jit
     def step(model, optimizer):
@@ -143,7 +140,8 @@ def test_whole_state_of_nnx_is_kept_but_the_scale_moves_on():
         nnx.update((model, optimizer), ls.keep_if_applied(optimizer, new, old))
 
     step(model, optimizer)
-    assert int(optimizer.step[...]) == 0 and not np.any(model.mean[...])
+    assert_same_bits(kept((model, optimizer)), before)
+    assert int(optimizer.step[...]) == 0
     assert ls.get_loss_scale(optimizer) == old_scale / 2
 
 

@@ -59,7 +59,6 @@ CALLS = {
         (lambda: wrap(SGD, 128.0), "`rule` must be an instance.*128.0.*from `presets`"),
         (lambda: wrap(SGD, ls.DynamicLossScale), r"call it: `DynamicLossScale\(...\)"),
         (lambda: wrap(SGD, ls.presets.deepspeed), r"call it: `deepspeed\(...\)"),
-        (lambda: init(SGD, ONE, UsersRule(None)), "LossScaleState"),
         (lambda: init(SGD, ONE, UsersRule(8.0)), "LossScaleState"),
     ],
     ValueError: [
@@ -69,12 +68,11 @@ CALLS = {
         (lambda: init(optax.MultiSteps(CHAIN, 2), HALF), LAST),
         (lambda: COPIED.init(FLOAT8), r"must not be float8 .*_e5m2 at \['w'\]"),
         (lambda: keep({"a": TWO}, {"a": ONE, "b": ONE}), "must have the same"),
-        (lambda: keep({"a": TWO}, {"a": ONE}), "must have the same"),
+        (lambda: keep({"a": TWO}, {"a": np.float32([0, 0, 0])}), "must have the same"),
         (keep_of_many_runs, "the loss scale of one run.* `jax.vmap`"),
         (lambda: wrap(SGD, check_updates=1), "must be True or False, got 1"),
         (lambda: wrap(SGD, NEVER_SKIPS, check_updates=True), "must be False.* skips"),
         (lambda: copy(SGD, dtype=jnp.float64), "that JAX has enabled, got float64"),
-        (lambda: copy(SGD, dtype=jnp.int32), "`dtype` must be a floating-point type"),
         (lambda: copy(SGD, dtype=None), "`dtype` must be a floating-point type"),
     ],
 }
@@ -105,12 +103,8 @@ UPDATES = [
     (SCALED, LONG, LONG_PARAMS, {}, STATE_APART),
     (SCALED, GRADS["w"], PARAMS, {}, "of one model and one optimizer"),
     (SCALED, np.float32(0.5), PARAMS, {}, "the loss first: `loss, grads = "),
-    (SCALED, GRADS, PARAMS, {"grads_finite": 1.0}, FLAG),
-    (SCALED, GRADS, PARAMS, {"grads_finite": "yes"}, FLAG),
     (SCALED, GRADS, PARAMS, {"grads_finite": TWO > 0}, FLAG),
     (SCALED, GRADS, PARAMS, {"value": TWO}, VALUE),
-    (SCALED, GRADS, PARAMS, {"value": True}, VALUE),
-    (SCALED, GRADS, PARAMS, {"value": 1j}, VALUE),
     (COPIED, GRADS, None, {}, r"`params` must .*tx.update\(grads, state, params\)"),
     (COPIED, GRADS, HALF_B, {}, ALIKE),
     (COPIED, GRADS, PARAMS, {}, ALIKE),
@@ -124,7 +118,7 @@ UPDATES = [
     ids=[case[-1] for case in UPDATES],
 )
 def test_update_refuses_what_does_not_fit(tx, grads, params, extra_args, words):
-    """Whether the optimizer fails or broadcasts."""
+    """Also if wrong shapes would broadcast."""
     state = jax.eval_shape(tx.init, HALF if tx is COPIED else PARAMS)
     with pytest.raises(ValueError, match=words):
         jax.eval_shape(lambda *x: tx.update(*x, **extra_args), grads, state, params)
@@ -147,24 +141,29 @@ TYPES, SHAPES = r"must keep the types of .* at \[0\]", "must keep the structure 
 @pytest.mark.parametrize(
     "rule", [ls.DynamicLossScale(), NEVER_SKIPS], ids=["skips", "never skips"]
 )
-def test_update_refuses_another_state_of_the_optimizer(old, new, words, rule):
+def test_update_refuses_an_optimizer_that_changes_types_or_shapes_of_its_state(
+    old, new, words, rule
+):
     tx = wrap(transformation(lambda u, s: (u, (new,)), old), rule)
     with pytest.raises(ValueError, match=words):
         jax.eval_shape(tx.update, ONE, tx.init(ONE))
 
 
 @pytest.mark.parametrize("rule_state", [(), TWO], ids=["structure", "shape"])
-def test_update_refuses_another_state_of_the_rule(rule_state):
+def test_update_refuses_a_rule_that_changes_shapes_of_its_state(rule_state):
     first = ls.LossScaleState.create(1.0, rule_state=ONE)
     tx = wrap(SGD, UsersRule(first, rule_state))
     with pytest.raises(ValueError, match="an `update` that keeps"):
         jax.eval_shape(tx.update, ONE, tx.init(ONE))
 
 
-def test_update_refuses_arguments_in_the_wrong_place():
-    state = SCALED.init(PARAMS)
+def test_update_refuses_a_loss_without_its_name():
     with pytest.raises(TypeError, match="all else by name, got .*value=loss"):
-        SCALED.update(GRADS, state, PARAMS, np.float32(0.5))
+        SCALED.update(GRADS, SCALED.init(PARAMS), PARAMS, np.float32(0.5))
+
+
+def test_update_refuses_the_inner_state_and_a_dict():
+    state = SCALED.init(PARAMS)
     for wrong in (state.inner_state, state._asdict()):
         with pytest.raises(TypeError, match="`state` must be a .*params.._replace"):
             SCALED.update(GRADS, wrong, PARAMS)
@@ -178,12 +177,11 @@ def calls_wrongly(updates, state, params=None):
     return dict(updates, missing=len(value=3))
 
 
-@pytest.mark.parametrize("extra_args", [{}, {"value": 3.0}], ids=["none", "value"])
 @pytest.mark.parametrize(
     ("update", "words"), [(fails, "its own"), (calls_wrongly, "no keyword arguments")]
 )
-def test_update_raises_the_optimizers_own_errors(update, words, extra_args):
-    """Some of Adafactor's moments have other shapes than the parameters."""
+def test_update_raises_the_optimizers_own_errors(update, words):
+    """Though Adafactor's moments have other shapes, as of other parameters."""
     tx = wrap(optax.GradientTransformation(optax.adafactor(0.1).init, update))
     with pytest.raises((ZeroDivisionError, TypeError), match=words):
-        tx.update(GRADS, tx.init(PARAMS), **extra_args)
+        tx.update(GRADS, tx.init(PARAMS), value=3.0)
