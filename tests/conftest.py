@@ -64,6 +64,16 @@ def new_process():
     notes.clear()
 
 
+@pytest.fixture
+def unread(monkeypatch):
+    """No array may be read on the host, but by NumPy, which nothing on a CPU sees."""
+
+    def read(array):
+        raise AssertionError("the host reads an array")
+
+    monkeypatch.setattr(type(jax.device_put(0.0)), "_value", property(read))
+
+
 hypothesis.settings.register_profile(
     "fixed", derandomize=True, deadline=None, database=None, max_examples=50
 )

@@ -55,68 +55,68 @@ def step(skips=0, rate=0.0, total=0, tracker=0, scale=8.0, is_fixed=False, **arg
 
 often = functools.partial(step, rate=0.06, total=61)
 # A compiled loop sees every step, and reports most events in some of them.
-NEVER, ON_HOST, ALWAYS = [], ["on the host"], ["on the host", "in a loop"]
+NOWHERE, EAGER, BOTH = [], ["eager"], ["eager", "compiled"]
 EVENTS = {
-    "100 skips in a row": (step(skips=100), IN_A_ROW, NEVER),
-    "101 skips in a row": (step(skips=101), "The last 101 steps", ALWAYS),
-    "1 skip, 0 allowed": (step(skips=1, **NONE), "The last step was", ALWAYS),
-    "5 skips, 4 allowed": (step(skips=5, **FOUR), IN_A_ROW, ALWAYS),
-    "6 skips, every third": (step(skips=6, **FOUR), IN_A_ROW, NEVER),
-    "8 skips, every third": (step(skips=8, **FOUR), "The last 8 steps", ALWAYS),
-    "all skips allowed": (step(skips=2**31 - 1, **ALL), IN_A_ROW, NEVER),
-    "101 skips at a high rate": (step(skips=101, rate=0.26), IN_A_ROW, ALWAYS),
-    "rate of 1/4": (step(skips=1, rate=0.25), RATE, NEVER),
-    "rate above 1/4": (step(skips=1, rate=0.26), RATE, ALWAYS),
-    "rate, no third skip": (step(skips=1, rate=0.26, total=8, **FOUR), RATE, NEVER),
+    "100 skips in a row": (step(skips=100), IN_A_ROW, NOWHERE),
+    "101 skips in a row": (step(skips=101), "The last 101 steps", BOTH),
+    "1 skip, 0 allowed": (step(skips=1, **NONE), "The last step was", BOTH),
+    "5 skips, 4 allowed": (step(skips=5, **FOUR), IN_A_ROW, BOTH),
+    "6 skips, every third": (step(skips=6, **FOUR), IN_A_ROW, NOWHERE),
+    "8 skips, every third": (step(skips=8, **FOUR), "The last 8 steps", BOTH),
+    "all skips allowed": (step(skips=2**31 - 1, **ALL), IN_A_ROW, NOWHERE),
+    "101 skips at a high rate": (step(skips=101, rate=0.26), IN_A_ROW, BOTH),
+    "rate of 1/4": (step(skips=1, rate=0.25), RATE, NOWHERE),
+    "rate above 1/4": (step(skips=1, rate=0.26), RATE, BOTH),
+    "rate, no third skip": (step(skips=1, rate=0.26, total=8, **FOUR), RATE, NOWHERE),
     # In a long row, the limit decides alone; afterwards, the rate of a fixed scale.
-    "rate, 25 in a row": (step(skips=25, rate=0.26), RATE, ALWAYS),
-    "rate, 26 in a row": (step(skips=26, rate=0.26), RATE, NEVER),
-    "rate, applied": (step(rate=0.26, total=60), RATE, ON_HOST),
-    "scale of 0": (step(scale=0.0), INVALID, ALWAYS),
-    "infinite scale": (step(scale=np.inf), INVALID, ALWAYS),
-    "scale of NaN": (step(scale=np.nan), INVALID, ALWAYS),
-    "scale of 0, 101 skips": (step(skips=101, scale=0.0), INVALID, ALWAYS),
-    "2**24 for 499 steps": (step(tracker=499, scale=2.0**24), TOP, NEVER),
-    "2**24 for 500 steps": (step(tracker=500, scale=2.0**24), TOP, ALWAYS),
-    "2**24 for 501 steps": (step(tracker=501, scale=2.0**24), TOP, ON_HOST),
-    "2**24 for 1500 steps": (step(tracker=1500, scale=2.0**24), TOP, ALWAYS),
-    "2**24, one skip": (step(tracker=500, total=1, scale=2.0**24), TOP, NEVER),
-    "2**23 for 500 steps": (step(tracker=500, scale=2.0**23), TOP, NEVER),
+    "rate, 25 in a row": (step(skips=25, rate=0.26), RATE, BOTH),
+    "rate, 26 in a row": (step(skips=26, rate=0.26), RATE, NOWHERE),
+    "rate, applied": (step(rate=0.26, total=60), RATE, EAGER),
+    "scale of 0": (step(scale=0.0), INVALID, BOTH),
+    "infinite scale": (step(scale=np.inf), INVALID, BOTH),
+    "scale of NaN": (step(scale=np.nan), INVALID, BOTH),
+    "scale of 0, 101 skips": (step(skips=101, scale=0.0), INVALID, BOTH),
+    "2**24 for 499 steps": (step(tracker=499, scale=2.0**24), TOP, NOWHERE),
+    "2**24 for 500 steps": (step(tracker=500, scale=2.0**24), TOP, BOTH),
+    "2**24 for 501 steps": (step(tracker=501, scale=2.0**24), TOP, EAGER),
+    "2**24 for 1500 steps": (step(tracker=1500, scale=2.0**24), TOP, BOTH),
+    "2**24, one skip": (step(tracker=500, total=1, scale=2.0**24), TOP, NOWHERE),
+    "2**23 for 500 steps": (step(tracker=500, scale=2.0**23), TOP, NOWHERE),
     # Skips that no scale cures: at a low or fixed one, or if they keep the tracker.
-    "often, scale of 1": (often(skips=1, scale=1.0), OFTEN, ALWAYS),
-    "often, fixed scale": (often(skips=1, is_fixed=True), OFTEN, ALWAYS),
-    "often, tracker kept": (often(skips=1, tracker=1), OFTEN, ALWAYS),
-    "often, no third skip": (often(skips=1, tracker=3, **FOUR), OFTEN, ON_HOST),
-    "often, applied": (often(scale=1.0), OFTEN, ON_HOST),
-    "above 10 %": (often(skips=1, rate=0.11), OFTEN, ALWAYS),
-    "often, 1/4": (often(skips=1, rate=0.25), OFTEN, ALWAYS),
+    "often, scale of 1": (often(skips=1, scale=1.0), OFTEN, BOTH),
+    "often, fixed scale": (often(skips=1, is_fixed=True), OFTEN, BOTH),
+    "often, tracker kept": (often(skips=1, tracker=1), OFTEN, BOTH),
+    "often, no third skip": (often(skips=1, tracker=3, **FOUR), OFTEN, EAGER),
+    "often, applied": (often(scale=1.0), OFTEN, EAGER),
+    "above 10 %": (often(skips=1, rate=0.11), OFTEN, BOTH),
+    "often, 1/4": (often(skips=1, rate=0.25), OFTEN, BOTH),
     # The rule may be looking for its scale, its first one, or one after a jump.
-    "first skip of a search": (often(skips=1, scale=2.0), OFTEN, NEVER),
-    "after a search": (often(tracker=3), OFTEN, NEVER),
-    "in a search": (often(skips=2, scale=1.0), OFTEN, NEVER),
-    "often, 60th skip": (often(skips=1, scale=1.0, total=60), OFTEN, NEVER),
+    "first skip of a search": (often(skips=1, scale=2.0), OFTEN, NOWHERE),
+    "after a search": (often(tracker=3), OFTEN, NOWHERE),
+    "in a search": (often(skips=2, scale=1.0), OFTEN, NOWHERE),
+    "often, 60th skip": (often(skips=1, scale=1.0, total=60), OFTEN, NOWHERE),
     # A rule that grows every 20 steps has this rate after a skip.
-    "1 of 21": (often(skips=1, scale=1.0, rate=1 / 21 + 0.005), OFTEN, NEVER),
-    "NaN, applied": (step(grads=NANS), UNDONE, ALWAYS),
-    "NaN, skipped": (step(skips=1, grads=NANS), UNDONE, NEVER),
+    "1 of 21": (often(skips=1, scale=1.0, rate=1 / 21 + 0.005), OFTEN, NOWHERE),
+    "NaN, applied": (step(grads=NANS), UNDONE, BOTH),
+    "NaN, skipped": (step(skips=1, grads=NANS), UNDONE, NOWHERE),
     # A rule of a fixed scale may be one that never skips.
-    "NaN, fixed scale": (step(grads=NANS, is_fixed=True), UNDONE, NEVER),
-    "NaN after a skip": (step(total=1, grads=NANS, is_fixed=True), UNDONE, ALWAYS),
-    "zeros, first step": (step(tracker=1, grads=ZEROS), ZERO, ALWAYS),
-    "zeros, second step": (step(tracker=2, grads=ZEROS), ZERO, ON_HOST),
-    "zeros, 501st step": (step(tracker=501, grads=ZEROS), ZERO, ALWAYS),
-    "zeros, no loss": (step(tracker=1, grads=ZEROS, value=None), ZERO, ALWAYS),
-    "zeros, loss of 0": (step(tracker=1, grads=ZEROS, value=0.0), ZERO, NEVER),
-    "zeros, skipped": (step(skips=1, tracker=1, grads=ZEROS), ZERO, NEVER),
-    "one is not 0": (step(tracker=1), ZERO, NEVER),
-    "no elements": (step(tracker=1, grads=EMPTY), ZERO, NEVER),
+    "NaN, fixed scale": (step(grads=NANS, is_fixed=True), UNDONE, NOWHERE),
+    "NaN after a skip": (step(total=1, grads=NANS, is_fixed=True), UNDONE, BOTH),
+    "zeros, first step": (step(tracker=1, grads=ZEROS), ZERO, BOTH),
+    "zeros, second step": (step(tracker=2, grads=ZEROS), ZERO, EAGER),
+    "zeros, 501st step": (step(tracker=501, grads=ZEROS), ZERO, BOTH),
+    "zeros, no loss": (step(tracker=1, grads=ZEROS, value=None), ZERO, BOTH),
+    "zeros, loss of 0": (step(tracker=1, grads=ZEROS, value=0.0), ZERO, NOWHERE),
+    "zeros, skipped": (step(skips=1, tracker=1, grads=ZEROS), ZERO, NOWHERE),
+    "one is not 0": (step(tracker=1), ZERO, NOWHERE),
+    "no elements": (step(tracker=1, grads=EMPTY), ZERO, NOWHERE),
 }
 
 
-@pytest.mark.parametrize("place", ALWAYS)
+@pytest.mark.parametrize("place", BOTH)
 @pytest.mark.parametrize(("after", "text", "places"), EVENTS.values(), ids=EVENTS)
-def test_guard_reports_an_event(after, text, places, place):
-    check = compiled_check if place == "in a loop" else ls.check_loss_scale
+def test_each_event_is_reported_only_where_it_is_due(after, text, places, place):
+    check = compiled_check if place == "compiled" else ls.check_loss_scale
     state, arguments = after
     texts = reports(check, state, **arguments)
     assert [x[: len(text)] for x in texts] == ([text] if place in places else [])
@@ -176,12 +176,8 @@ def test_guard_is_silent_in_a_healthy_run(rule, size):
 
 def test_guard_is_silent_while_a_high_scale_falls():
     """The rate is 0.22 after 36 skips. Then 4 % of the batches are bad."""
-    magnitudes = 19 * [BAD] + 200 * [1] + 14 * (24 * [1] + [BAD])
+    magnitudes = 36 * [2.0**19] + 14 * (24 * [2.0**19] + [BAD])
     assert reports_of_run(DYNAMIC(2.0**32, max_scale=2.0**32), magnitudes) == ([], [])
-
-
-def test_guard_is_silent_at_a_scale_below_1():
-    assert reports_of_run(TORCH, 200 * [LARGE]) == ([], [])
 
 
 RULES = {
@@ -213,16 +209,12 @@ RUNS = {
 
 
 @pytest.mark.parametrize(("rule", "magnitudes", "text", "n"), RUNS.values(), ids=RUNS)
-def test_guard_reports_each_skip_that_is_too_many(rule, magnitudes, text, n):
+def test_compiled_guard_reports_n_skips_and_the_eager_one_once(
+    rule, magnitudes, text, n
+):
     in_loop, on_host = reports_of_run(rule, magnitudes)
     assert [x[:9] for x in in_loop] == [text[:9]] * n
     assert [x[: len(text)] for x in on_host] == [text]
-
-
-def test_guard_reports_the_share_of_a_long_row_after_it_and_on_the_host():
-    """In the row, the limit of 100 decides alone."""
-    in_loop, on_host = reports_of_run(ls.FixedLossScale(), 60 * [BAD] + 40 * [1])
-    assert in_loop == [] and [x[:13] for x in on_host] == ["Recently, 45%"]
 
 
 def test_error_ends_a_compiled_program(caplog):
@@ -234,14 +226,9 @@ def test_error_ends_a_compiled_program(caplog):
     reports(compiled_check, FIRST)  # as if nothing had been
 
 
-def test_warning_points_at_the_line_of_the_user():
-    state = FIRST._replace(loss_scale=2.0**24, growth_tracker=500)
-    with pytest.warns(UserWarning, match=r"`jax.value_and_grad`") as seen:
-        ls.check_loss_scale(state)
-    assert seen[0].filename == __file__
+def test_guard_calls_the_host_only_inside_of_a_condition():
+    """Outside of it, an array adds few lines."""
 
-
-def test_guard_calls_the_host_only_if_an_event_is_due():
     def lines(arrays):
         check = functools.partial(ls.check_loss_scale, FIRST)
         program = jax.make_jaxpr(lambda x: check(grads=[x] * arrays))(np.ones(2))
@@ -252,7 +239,8 @@ def test_guard_calls_the_host_only_if_an_event_is_due():
     assert lines(21) - lines(1) < 20 * 20, "a report takes 70 for each array"
 
 
-def test_eager_guard_moves_nothing_between_host_and_device():
+def test_eager_guard_copies_nothing_to_the_device():
+    """On a CPU, the guard of jax does not see what the host reads."""
     grads, value = jnp.asarray(np.ones(2)), jnp.asarray(1.0)
     with jax.transfer_guard("disallow"):
         ls.check_loss_scale(FIRST, grads=grads, value=value)
@@ -280,12 +268,12 @@ check_members = functools.partial(
 )
 
 
-def test_loop_reports_each_member_that_skips():
+def test_compiled_guard_reports_each_member_whose_error_is_due():
     texts = reports(jax.jit(jax.vmap(jax.vmap(check_members))), MEMBERS)
     assert sorted(x[:16] for x in texts) == ["The last 4 steps", "The last 6 steps"]
 
 
-def test_host_reports_the_first_member_that_skips():
+def test_eager_guard_reports_the_first_member_over_the_limit():
     [text] = reports(check_members, MEMBERS)
     assert text.startswith("The last 4 steps of member 1, 0 were all skipped")
     assert "\nLoss scale: 16. " in text

@@ -33,7 +33,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("function", "name", "value", "words"), REFUSED)
+@pytest.mark.parametrize(
+    ("function", "name", "value", "words"), REFUSED, ids=[x[-1] for x in REFUSED]
+)
 def test_diagnostics_refuse_what_they_cannot_use(function, name, value, words):
     with pytest.raises(ValueError, match=f"`{name}` {words}"):
         function(**ACCEPTED[function] | {name: value})

@@ -62,7 +62,7 @@ def test_zones_have_their_shares_before_and_after_scaling(scale, shares):
     assert shown == EACH.format(*shares)
 
 
-def test_shares_of_zones_round_to_nothing_and_to_all_only_if_they_are():
+def test_zones_show_no_0_and_no_100_percent_unless_exact():
     shown = " ".join(legend(plot_range(np.float32([1e-9] + [1.0] * 1999))))
     assert shown == EACH.format("<0.1%", "0%", ">99.9%", "0%")
 
@@ -97,7 +97,7 @@ def test_title_counts_gradients_outside_all_bars(title, grads):
     assert plot_range(grads).get_title() == title
 
 
-def test_scale_is_drawn_by_steps_on_a_log2_axis():
+def test_scale_is_drawn_by_steps_on_a_log2_axis_and_skips_above_it():
     axes = plot_scale(jnp.array([8, 16, 8], "bfloat16"), jnp.array([0, 1, 1]))
     line, marks = axes.lines
     assert line.get_drawstyle() == "steps-post"
@@ -116,7 +116,7 @@ def test_runs_share_axes_and_an_entry_for_skipped_steps():
     assert legend(axes) == ["skipped step"]
 
 
-def test_plot_draws_a_constant_scale_and_none_at_all():
+def test_constant_scale_has_a_tick_and_no_marks_and_none_is_drawn_too():
     axes = plot_scale([128.0] * 5, [0] * 5)
     low, high = axes.get_ylim()
     assert low < 128 < high and len(axes.lines) == 1 and axes.get_legend() is None

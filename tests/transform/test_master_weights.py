@@ -50,6 +50,7 @@ def first_step(tx, grads, params, **extra_args):
 
 
 ADAM, SGD = optax.adam(1e-2), optax.sgd(0.1)
+COPIED = ls.with_master_weights(SGD)
 CLIP = optax.clip_by_global_norm(0.1)
 
 # With copies made by ``m``, inside of wrappers and around them.
@@ -80,7 +81,7 @@ def test_master_weights_equal_float32_cast_in_the_loss(name):
         assert_same_bits(tuple(half_state.inner_state), (params, state.inner_state))
 
 
-def test_strict_promotion_needs_the_line_of_the_page():
+def test_strict_promotion_needs_the_line_of_the_page_on_float16_parameters():
     text = page("guides/float16_parameters")
     [line] = re.findall(r"`(with jax.numpy_dtype.*)`", text)
     tx = ls.with_loss_scaling(ls.with_master_weights(SGD))
@@ -117,11 +118,13 @@ def test_only_narrower_parameters_are_copied():
     np.testing.assert_allclose(state.master_weights["half"], 1 - 1e-4, rtol=1e-7)
 
 
-def test_none_gradients_leave_their_parameters_alone():
-    """And an optimizer without extra arguments gets none."""
+def test_optimizer_without_extra_arguments_gets_none():
     plain = optax.GradientTransformation(SGD.init, lambda u, s, p: SGD.update(u, s, p))
-    tx, grads = ls.with_master_weights(plain), {**GRADS, "b": None}
-    updates, state = first_step(tx, grads, HALF, value=1.0)
+    first_step(ls.with_master_weights(plain), GRADS, HALF, value=1.0)
+
+
+def test_none_gradients_leave_their_parameters_alone():
+    updates, state = first_step(COPIED, {**GRADS, "b": None}, HALF)
     assert updates["b"] is None
     assert_same_bits(state.master_weights["b"], FLOAT32["b"])
 
@@ -145,7 +148,7 @@ def beside_a_count(masters):
     )
 
 
-COPIED, LABELS = ls.with_master_weights(SGD), {"w": "copied", "b": "not"}
+LABELS = {"w": "copied", "b": "not"}
 
 
 @pytest.mark.parametrize(
@@ -156,9 +159,9 @@ COPIED, LABELS = ls.with_master_weights(SGD), {"w": "copied", "b": "not"}
         # Of float32 parameters there are no copies, so a chain may go on.
         (optax.chain(COPIED, optax.scale(1.0)), FLOAT32),
     ],
-    ids=["partition", "count", "float32"],
+    ids=["partition", "beside a count", "float32 in a chain"],
 )
-def test_master_weights_may_stand_beside_other_states(inner, params):
+def test_step_of_partly_copied_parameters_is_that_of_float32(inner, params):
     """Moments that are not inside are made as for float32."""
     tx = ls.with_loss_scaling(inner)
     updates, state = first_step(tx, GRADS, params)

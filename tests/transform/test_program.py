@@ -129,9 +129,9 @@ CALLS = {
 }
 
 
+@pytest.mark.usefixtures("unread")
 @pytest.mark.parametrize("call", CALLS)
-def test_steps_and_readers_copy_nothing_to_the_device(call):
-    """On a CPU, the guard does not see what the host reads."""
+def test_steps_and_readers_transfer_nothing(call):
     arguments = jax.device_put(PARAMS), jax.jit(ADAM.init)(PARAMS)
     with jax.transfer_guard("disallow"):
         CALLS[call](*arguments)

@@ -122,7 +122,7 @@ def test_state_in_host_memory_stays_and_trains_alike(run, rule, check_updates):
 
 
 def test_sharded_rows_and_skips_equal_those_of_one_device():
-    """Gather the weights, scatter the gradients."""
+    """As in FSDP: weights are gathered, and gradients are scattered."""
     tx = ls.with_loss_scaling(MOMENTUM, RULE, axis_name="d")
     alone = ls.with_loss_scaling(MOMENTUM, RULE)
     specs, params = {"w": P("d"), "b": P()}, {"w": normal(8, 4), "b": normal(4)}
@@ -181,9 +181,9 @@ def test_devices_that_share_a_state_may_not_disagree(axis_name, axes, through):
     "in_loop", [True, False], ids=["collective in a loop", "no collective"]
 )
 def test_devices_with_models_of_their_own_skip_alone(in_loop, check_vma):
-    """In a loop whose length is in the state, all of them reach a collective.
+    """Each has a state, but they share a leaf, which then differs.
 
-    A leaf of the state that they share differs after the step.
+    In a loop whose length is in the state, one that skips still reaches the collective.
     """
 
     def along(_, x):
