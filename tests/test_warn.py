@@ -18,6 +18,10 @@ def by_function(w):
     return ls.grad(half_loss, STATE)(w)
 
 
+def by_retries(w):
+    return ls.value_and_grad_with_retries(half_loss, STATE)(w)[1]
+
+
 def by_hand(w):
     return ls.scale_loss(half_loss(w), STATE)
 
@@ -27,7 +31,7 @@ def eager(step):
 
 
 @pytest.mark.parametrize("around", [eager, jax.jit, jax.vmap])
-@pytest.mark.parametrize("step", [by_function, by_hand])
+@pytest.mark.parametrize("step", [by_function, by_retries, by_hand])
 def test_warning_names_the_line_of_the_user_however_it_is_called(step, around):
     with pytest.warns(UserWarning, match="The loss is float16") as warned:
         jax.eval_shape(around(step), np.ones((2, 2), np.float32))

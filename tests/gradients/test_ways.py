@@ -128,12 +128,6 @@ def test_loss_may_have_keywords_of_any_name(way):
     assert jax.jit(lambda: way(loss_fn)(2.0, **dict.fromkeys(names, 1.0)))() == 3
 
 
-@pytest.mark.parametrize("way", SCALED)
-def test_float16_loss_warns(way):
-    with pytest.warns(UserWarning, match="The loss is float16"):
-        jax.eval_shape(way(jnp.float16), 2.0)
-
-
 def square_sum(params, x, power=2):
     return jnp.sum(params["w"] * x) ** power + jnp.sum(params["b"])
 
