@@ -39,7 +39,7 @@ def train_state(state):
 
 
 @pytest.mark.parametrize("hold", [opt_state, scale_state, train_state, Trainer])
-def test_scale_is_found_by_the_type_of_the_state(hold):
+def test_scale_is_found_in_a_state_or_in_an_attribute_opt_state(hold):
     state = hold(TX.init(PARAMS))
     assert_same_bits(ls.get_loss_scale_state(state), RULE.init())
     assert float(ls.get_loss_scale(state)) == 64.0

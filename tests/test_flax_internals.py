@@ -48,9 +48,9 @@ def test_linen_model_is_read_and_written_and_its_initialization_seen():
     assert not running_model.is_initializing()
 
 
-def test_programs_without_flax_and_haiku_are_as_good(monkeypatch):
+def test_autocast_and_retries_work_without_flax_and_haiku(monkeypatch):
     for name in ("flax.nnx", "flax.linen", "haiku"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+        monkeypatch.setitem(sys.modules, name, None)
     state, loss_fn = ls.FixedLossScale().init(), ls.autocast(lambda x: x @ x)
     _, grads, _ = ls.value_and_grad_with_retries(loss_fn, state)(jnp.ones(2))
     assert grads.tolist() == [2, 2]

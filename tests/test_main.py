@@ -41,7 +41,7 @@ def runs(demonstration):
 
 
 @slow
-def test_run_saves_a_picture_and_prints_what_it_saves(demonstration):
+def test_run_saves_a_picture_and_prints_the_losses_of_its_json(demonstration):
     printed, plot, runs = demonstration
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert list(runs) == NAMES
@@ -129,7 +129,7 @@ def test_short_run_says_where_its_picture_is(short_run, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_short_run_explains_its_numbers(short_run):
+def test_short_run_says_why_it_differs_from_a_long_one(short_run):
     printed, _ = short_run("--no-plot")
     assert "times the loss of float32. It falls behind later." in printed
     interval = training.WAYS[DYNAMIC][1].growth_interval
@@ -143,11 +143,14 @@ def test_no_plot_writes_no_file(short_run, tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-def test_run_without_extras_has_neither_bar_nor_picture(short_run, monkeypatch):
+def test_run_without_extras_has_neither_bar_nor_picture(
+    short_run, monkeypatch, tmp_path
+):
     for module in ("tqdm", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, module, None)
     printed, shown = short_run()
     assert "matplotlib is not installed.\nNext: " in printed and shown == ""
+    assert not [*tmp_path.iterdir()]
 
 
 def test_too_few_steps_are_refused(capsys):

@@ -27,6 +27,7 @@ def traced(fun, *args, **kwargs):
 FIXED, DYNAMIC, HEADROOM = ls.FixedLossScale, ls.DynamicLossScale, ls.HeadroomLossScale
 STATE, MOST = HEADROOM().init(), 2**31 - 1
 retries = functools.partial(ls.value_and_grad_with_retries, fun=jnp.sum, state=STATE)
+block = functools.partial(ls.scale_block, jnp.sum)
 report = traced(ls.gradient_report, 1.0)
 show = functools.partial(ls.format_report, ls.gradient_report(1.0))
 suggest = traced(ls.suggest_loss_scale, 1.0)
@@ -54,14 +55,14 @@ ARGUMENTS = [
     *((rule, "init_scale", [2.0**-14, 2.0**24], SCALES) for rule in BOTH),
     *((x, "min_scale", [2.0**-126, 2.0**15], SCALES) for x in (*BOTH, suggest)),
     *((x, "max_scale", [2.0**15, 2.0**126], SCALES) for x in (*BOTH, suggest)),
-    *((rule, "backoff_factor", *SHARES) for rule in BOTH),
+    *((x, "backoff_factor", *SHARES) for x in (*BOTH, retries)),
     (DYNAMIC, "growth_factor", [1 + 1e-6, 1e30], [1, 1 + 1e-9, math.inf, *NO_NUMBERS]),
     (DYNAMIC, "growth_interval", *COUNTS),
     (DYNAMIC, "hysteresis", *COUNTS),
     (DYNAMIC, "hysteresis_refill", ["finite", "growth", "change"], ["always", True]),
-    *((x, "headroom", *OCTAVES) for x in (HEADROOM, suggest)),
+    *((x, "headroom", *OCTAVES) for x in (HEADROOM, block, suggest)),
     (HEADROOM, "half_life", *COUNTS),
-    *((x, "dtype", *TYPES) for x in (HEADROOM, report, suggest)),
+    *((x, "dtype", *TYPES) for x in (HEADROOM, block, report, suggest)),
     (report, "loss_scale", [1, 0.5, jnp.float32(3)], [-1, jnp.ones(2), *SCALES]),
     (show, "limit", *COUNTS),
     (check, "max_consecutive_skips", [0, MOST], [-1, 1.5, MOST + 1, *NO_NUMBERS]),

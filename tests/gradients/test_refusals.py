@@ -1,5 +1,6 @@
 """What is refused: the call, and the words that name the argument or the way out."""
 
+import contextlib
 import functools
 
 import equinox as eqx
@@ -66,7 +67,7 @@ LOSSES = [
     ("fun", "options", "args", "words"), LOSSES, ids=[row[-1] for row in LOSSES]
 )
 @pytest.mark.parametrize("make", MAKERS)
-def test_loss_without_gradients_is_refused(make, fun, options, args, words):
+def test_wrong_loss_or_model_is_refused(make, fun, options, args, words):
     with pytest.raises(TypeError, match=words):
         make(fun, STATE, **options)(*args)
 
@@ -85,13 +86,10 @@ ERRORS = {
         (lambda: retries(counts)(X), "`fun` must be free of effects"),
     ],
     ValueError: [
-        (lambda: ls.scale_block(apply, headroom=-1), "`headroom` must be .* 0 to 126"),
         (lambda: jax.jit(lambda x: ls.scale_block(apply, headroom=x))(8), "a static a"),
-        (lambda: ls.scale_block(apply, dtype="int8"), "`dtype` must be a floating"),
         (lambda: backward(jnp.sum, scale=0.0)(X), "`scale` must be a number from 2"),
         (lambda: backward(jnp.sum, scale=X)(X), "number from 2.* got array"),
         (lambda: backward(jnp.sum, scale=TX)(X), "pass what its `init"),
-        (lambda: retries(jnp.sum, backoff_factor=1.0), "`backoff_factor` must be"),
         (lambda: jax.grad(by_axis)(X), "`axis_name` must name an axis"),
         (lambda: jax.grad(lambda x: retries(jnp.sum)(x)[0])(X), "Reverse-mode .* not"),
         *((lambda f=f: f(changes)(X, [X]), CHANGED) for f in (backward, retries)),
@@ -106,7 +104,7 @@ REFUSED = [(error, *row) for error, rows in ERRORS.items() for row in rows]
 @pytest.mark.parametrize(
     ("error", "call", "words"), REFUSED, ids=[row[-1] for row in REFUSED]
 )
-def test_call_is_refused(error, call, words):
+def test_wrong_argument_or_function_is_refused(error, call, words):
     with pytest.raises(error, match=words):
         call()
     assert float(CALLS[...]) == 0
@@ -123,11 +121,11 @@ BOUND = {
 
 @pytest.mark.parametrize("differentiated", BOUND.values(), ids=BOUND)
 def test_bound_method_is_refused_as_by_nnx(differentiated):
-    try:
+    with contextlib.suppress(ValueError):
         nnx.grad(LINEAR.__call__)
-    except ValueError:
-        with pytest.raises(ValueError, match="does not support bound methods"):
-            differentiated(functools.partial(LINEAR.__call__))(X)
+        pytest.skip("this Flax differentiates bound methods")
+    with pytest.raises(ValueError, match="does not support bound methods"):
+        differentiated(functools.partial(LINEAR.__call__))(X)
 
 
 # Models that are not differentiated, or have nothing but parameters.
@@ -140,9 +138,11 @@ ACCEPTED = {
 
 @pytest.mark.parametrize(("fun", "argnums", "args"), ACCEPTED.values(), ids=ACCEPTED)
 @pytest.mark.parametrize("make", MAKERS)
-def test_model_that_loses_nothing_is_accepted(make, fun, argnums, args):
+def test_model_beside_the_parameters_or_of_parameters_alone_is_accepted(
+    make, fun, argnums, args
+):
     jax.eval_shape(lambda: make(fun, STATE, argnums=argnums)(*args))
 
 
-def test_block_needs_its_axis_for_gradients_alone():
+def test_block_outside_of_its_axis_still_returns_its_value():
     assert by_axis(X) == pytest.approx(np.sin(X).sum())

@@ -37,7 +37,7 @@ def test_links_lead_to_files_and_headings(path):
             assert heading in headings(text_of(target))
 
 
-@pytest.mark.skipif(not hasattr(nnx, "capture"), reason="names of today")
+@pytest.mark.skipif(not hasattr(nnx, "capture"), reason="this Flax lacks newer names")
 def test_names_in_the_prose_exist():
     modules = {
         **{"ls": "optax_lossscale", "jnp": "jax.numpy", "nnx": "flax.nnx"},
@@ -54,7 +54,7 @@ def test_names_in_the_prose_exist():
 
 
 def test_every_warning_is_in_the_table_of_warnings():
-    """By the beginning of its first fixed part, which a search would be for."""
+    """By the first 20 characters of its first constant text."""
     first_words = [x.text[:20] for x in WARNINGS.values()]
     for path in (ROOT / "optax_lossscale").rglob("*.py"):
         for call in ast.walk(ast.parse(path.read_text())):
@@ -73,6 +73,10 @@ def test_every_public_name_is_in_the_reference_once():
     documented = re.findall(r"^\.\. auto(?!module)\w+:: (\w+)$", text, re.M)
     names = {*ls.__all__} - {"plots", "presets"}
     assert sorted(documented) == sorted([*names, *ls.plots.__all__])
+
+
+def test_table_of_the_reference_has_every_public_name():
+    names = {*ls.__all__} - {"plots", "presets"}
     in_table = [row[0].strip("`") for row in table(page("reference/index"), "name")]
     names |= {f"plots.{name}" for name in ls.plots.__all__}
     names |= {f"presets.{name}" for name in ls.presets.__all__}
@@ -161,11 +165,15 @@ def test_figures_in_the_text_are_those_of_the_tables(words):
 def test_shares_in_the_table_of_casts_are_those_of_its_columns():
     for row in CASTS.values():
         np.testing.assert_allclose(row[6:], row[4:6] / row[:2], rtol=0, atol=0.006)
+
+
+def test_most_of_the_saving_in_a_scan_is_recomputation():
     plain, again = (CASTS[f"T4, scan{x}"] for x in ("", ", checkpoint of each layer"))
-    assert plain[0] - again[0] > again[0] - again[4]  # "most of the saving"
+    assert plain[0] - again[0] > again[0] - again[4]
+    assert "most of the saving is recomputation" in page("start/casts")
 
 
-def test_versions_and_addresses_agree():
+def test_noxfile_readme_citation_and_changelog_agree_with_pyproject():
     noxfile = (ROOT / ".ci" / "noxfile.py").read_text()
     for dependency in METADATA["dependencies"]:
         assert dependency.replace(">=", "==") in noxfile

@@ -29,7 +29,7 @@ def set_to(masters, params):
 
 @pytest.mark.parametrize("sign", [1, -1], ids=["positive", "negative"])
 def test_update_leads_to_the_rounded_master_weight(sign):
-    """From numbers below 1 to all numbers, to ties between them and beyond them."""
+    """From float16 numbers below 1 to each one, each tie, its neighbors, and beyond."""
     numbers = np.arange(1, 0x7C00, dtype=np.uint16).view(np.float16)
     exact = numbers.astype(np.float32)
     ties = exact - np.diff(exact, prepend=np.float32(0)) / 2
@@ -52,8 +52,8 @@ def test_update_leads_to_the_rounded_master_weight(sign):
     [("float16", 2**13, 2.0**-24), ("bfloat16", 2**16, 2.0**-23)],
     ids=["float16", "bfloat16"],
 )
-def test_weight_that_falls_far_is_off_until_the_next_step(dtype, limit, error):
-    """float32 sums cannot do better; one more step can."""
+def test_weight_that_falls_far_needs_a_second_update(dtype, limit, error):
+    """One float32 update cannot hold the difference."""
     rng = np.random.default_rng(0)
     params = (2.0 ** rng.uniform(0, 10, 2000)).astype(jnp.dtype(dtype))
     old = params.astype(np.float32)
