@@ -20,7 +20,6 @@ nox.options.download_python = "never"
 nox.options.error_on_missing_interpreters = False
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["UV_COMPILE_BYTECODE"] = "1"  # as pip does: every process imports faster
 # The command `python3.13` of pyenv fails unless that version has been made active.
 pyenv = os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv"))
 folders = glob.glob(f"{pyenv}/versions/3.1[234]*/bin")
