@@ -129,9 +129,13 @@ def test_short_run_says_where_its_picture_is(short_run, tmp_path):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_short_run_says_why_it_differs_from_a_long_one(short_run):
+def test_run_without_a_difference_says_that_float16_falls_behind_later(short_run):
     printed, _ = short_run("--no-plot")
     assert "times the loss of float32. It falls behind later." in printed
+
+
+def test_growth_intervals_that_are_printed_are_those_of_the_rules(short_run):
+    printed, _ = short_run("--no-plot")
     interval = training.WAYS[DYNAMIC][1].growth_interval
     assert f"doubles after {interval} finite steps" in printed
     assert f"takes {ls.DynamicLossScale().growth_interval:,}." in printed

@@ -118,7 +118,7 @@ def test_limits_ascend_and_may_be_equal(rule):
 NUMBERS = [128, np.float32(128), np.array(128.0), jnp.bfloat16(128), jnp.int32(128)]
 
 
-@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda x: type(x).__name__)
 def test_any_kind_of_number_becomes_pythons_own(number):
     fixed, counting = FIXED(number), DYNAMIC(hysteresis=number)
     assert fixed == FIXED() and hash(fixed) == hash(FIXED())

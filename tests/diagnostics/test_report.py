@@ -211,7 +211,10 @@ KINDS = [("float16", 2.5), ("bfloat16", 20.0), ("float8_e5m2", 0.0)]
 
 
 @pytest.mark.parametrize(("dtype", "headroom"), KINDS)
-def test_suggestion_is_the_largest_scale_within_headroom(dtype, headroom):
+def test_suggestion_is_the_largest_scale_within_headroom_and_its_shares(
+    dtype, headroom
+):
+    """Those that are rescued and lost, by rounding each element."""
     draw = np.random.default_rng(0).uniform
     x = np.exp2(draw(-100, 100, (99, 1)) + draw(-20, 0, (99, 9))).astype(np.float32)
     uncounted = np.tile(np.float32([0, np.nan, -np.inf]), (99, 1))
@@ -230,18 +233,11 @@ def test_suggestion_is_the_largest_scale_within_headroom(dtype, headroom):
 
 
 # The scale, the shares that are rescued and lost, and whether any element counts.
-NOTHING = (2.0**15, 0, 0, False)
 SUGGESTED = {
-    "no elements": ([], {}, NOTHING),
-    "zeros": ([0.0], {}, NOTHING),
-    "NaN and inf": ([np.nan, np.inf], {}, NOTHING),
-    "smaller than a CPU computes with": ([1e-45], {}, NOTHING),
-    "zeros, below the maximum": ([0.0], {"max_scale": 8.0}, (8.0, 0, 0, False)),
-    "zeros, above the minimum": ([0.0], {"min_scale": 2.0**20}, (2.0**20, 0, 0, False)),
-    "smallest": ([2e-38], {}, (2.0**24, 0, 1, True)),
-    "largest": ([3e38], {}, (2.0**-24, 0, 0, True)),
+    "smallest, at the default maximum": ([2e-38], {}, (2.0**24, 0, 1, True)),
+    "largest, at the default minimum": ([3e38], {}, (2.0**-24, 0, 0, True)),
     "at the minimum": ([1e6], {"min_scale": 2.0**20}, (2.0**20, 0, 0, True)),
-    "lost": ([1e-9], {"max_scale": 1.0}, (1.0, 0, 1, True)),
+    "lost at the maximum": ([1e-9], {"max_scale": 1.0}, (1.0, 0, 1, True)),
     "inf and zero beside one": ([1e-9, np.inf, 0.0], {}, (2.0**24, 1, 0, True)),
     "scale below 1": ([2e-6, 1e8], {}, (2.0**-14, 0, 0.5, True)),
 }
@@ -253,8 +249,28 @@ SUGGESTED = {
 def test_suggestion_is_clipped_to_its_bounds_and_has_its_shares(
     numbers, bounds, expected
 ):
-    grads = np.resize(np.float32(numbers), 6 if numbers else 0)
+    grads = np.resize(np.float32(numbers), 6)
     assert tuple(host(ls.suggest_loss_scale(grads, **bounds))) == expected
+
+
+NOTHING_COUNTS = {
+    "no elements": ([], {}, 2.0**15),
+    "zeros": (np.zeros(6), {}, 2.0**15),
+    "NaN and inf": ([np.nan, np.inf], {}, 2.0**15),
+    "subnormal in float32": ([1e-45], {}, 2.0**15),
+    "below the maximum": (np.zeros(6), {"max_scale": 8.0}, 8.0),
+    "above the minimum": (np.zeros(6), {"min_scale": 2.0**20}, 2.0**20),
+}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "bounds", "scale"), NOTHING_COUNTS.values(), ids=NOTHING_COUNTS
+)
+def test_suggestion_of_nothing_that_counts_is_the_default_and_says_so(
+    numbers, bounds, scale
+):
+    suggested = host(ls.suggest_loss_scale(np.float32(numbers), **bounds))
+    assert tuple(suggested) == (scale, 0, 0, False)
 
 
 def test_suggestion_is_of_all_batches_together():

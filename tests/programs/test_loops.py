@@ -322,7 +322,7 @@ def test_body_of_complex_numbers_is_differentiated():
 
 
 def test_jit_around_autocast_hides_what_is_differentiated():
-    """JAX does not say it inside, so a loop may keep more than in float32."""
+    """JAX does not say it inside, so a loop keeps more."""
     run, carry, _ = LOOPS["logsumexp of another carried array"]
     seen = ls.autocast(run)
     measure = WAYS["parameters"]
@@ -330,12 +330,13 @@ def test_jit_around_autocast_hides_what_is_differentiated():
 
 
 def test_checkpoint_of_the_user_stays():
+    """It keeps more than float32 does without a checkpoint. Ours would keep less."""
     everything = jax.checkpoint_policies.everything_saveable
     mine = jax.checkpoint(GELU, policy=everything)
     assert kept(ls.autocast(loop(mine)), X, STACK) > kept(loop(GELU), X, STACK)
 
 
-def test_jax_remat3_is_supported():
+def test_loop_is_differentiated_under_jax_remat3():
     if not hasattr(jax.config, "jax_remat3"):
         pytest.skip("this jax has no such flag")
     jax.config.update("jax_remat3", True)
@@ -390,7 +391,7 @@ EXPENSIVE = {
 
 
 @pytest.mark.parametrize("name", EXPENSIVE)
-def test_expensive_operation_is_not_recomputed(name):
+def test_expensive_operation_or_effect_is_not_repeated(name):
     fun = EXPENSIVE[name]
     assert 0 < count_of(name, ls.autocast(fun)) <= count_of(name, fun)
 

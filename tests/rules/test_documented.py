@@ -52,12 +52,12 @@ def test_dynamic_rule_takes_its_course(refill):
 # above 1: 2**11 < 65504 / 2**4 < 2**12.
 MEASURED = {
     "the first scale stays until a gradient": ({}, [0, 0, 1], [8, 8, 2**11]),
-    "an octave in each half-life": (
+    "grows by an octave in each half-life": (
         {"half_life": 2},
         [1, 0, 0, 0, 0, 0],
         [2**11, 2**12, 2**12, 2**13, 2**13, 2**14],
     ),
-    "at once for a larger gradient": ({}, [1, 3, 1], [2**11, 2**10, 2**10]),
+    "falls at once for a larger gradient": ({}, [1, 3, 1], [2**11, 2**10, 2**10]),
     "backs off": (
         {"half_life": 1, "backoff_factor": 0.25},
         [1, math.inf, 0, math.inf, math.inf, 0],
@@ -132,13 +132,13 @@ def test_headroom_rule_raises_a_lowered_scale_by_an_octave_in_each_half_life():
     assert scales == [2.0**10, 2.0**11, 2.0**12, 2.0**12, 2.0**12]
 
 
-def test_headroom_rule_keeps_no_scale_that_was_raised():
+def test_headroom_rule_lowers_a_raised_scale_to_what_it_remembers():
+    """2**12 for 1.0, and an octave more after a half-life without a gradient."""
     state = MEASURING.update(MEASURING.init(), True, 1.0)._replace(loss_scale=2.0**18)
     assert MEASURING.update(state, True, 0.0).loss_scale == 2.0**13
 
 
-def test_headroom_rule_backs_off_from_a_scale_that_no_float32_gradient_reaches():
-    """The gradient that needs this scale is above the largest float32."""
-    rule = ls.HeadroomLossScale(min_scale=SMALLEST)
+def test_headroom_rule_backs_off_from_a_scale_for_gradients_beyond_float32():
+    rule = ls.HeadroomLossScale(min_scale=SMALLEST, backoff_factor=0.25)
     state = rule.init()._replace(loss_scale=jnp.float32(2.0**-120))
     assert float(rule.update(state, False, 0.0).loss_scale) == 2.0**-122

@@ -112,4 +112,5 @@ def test_derivative_leaves_out_skipped_steps(case):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", NOT_FORWARD, ids=" ".join)
 def test_reverse_mode_is_nan_after_a_later_batch_with_an_infinite_derivative(case):
+    """A limit. The parameters of the first batch do not depend on the rate."""
     assert np.isnan(derivative_of(case, wrapped=True))
