@@ -94,6 +94,7 @@ REFUSED = [
     (P.deepspeed_fp16, {"loss_scale": -1}, "loss_scale` must .*got -1"),
     (P.deepspeed_fp16, {"min_loss_scale": False}, "min_loss_scale` .*got False"),
     (P.deepspeed_fp16, {"initial_scale_power": 1e3}, "initial_scale_power` .*1000"),
+    (P.deepspeed_fp16, {"initial_scale_power": -127}, "initial_scale_power` .*-127"),
     (P.deepspeed, {"consecutive_hysteresis": 1}, "consecutive_hysteresis` must .*1"),
     (P.apex_amp, {"max_loss_scale": -1}, "max_loss_scale` must .*got -1"),
     (P.fairseq, {"threshold": 0}, "threshold` must .*got 0"),
