@@ -1,6 +1,7 @@
 """How the package is built: imports run downward, as the page on contributing says."""
 
 import ast
+import importlib.util
 import re
 
 import pytest
@@ -23,16 +24,15 @@ ROOMS = {room_of(path) for path in FILES}
 
 def imported_rooms(path):
     """The rooms that a file imports from, anywhere in it."""
-    package, *folders = "optax_lossscale", *path.parts[:-1]
+    package = ".".join(["optax_lossscale", *path.parts[:-1]])
     for node in ast.walk(ast.parse((PACKAGE / path).read_text())):
-        if not isinstance(node, ast.Import | ast.ImportFrom):
-            continue
-        names = [x.name for x in node.names]
+        modules = [x.name for x in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
-            above = [package, *folders][: -node.level + 1 or None] if node.level else []
-            module = [*above, *([node.module] if node.module else [])]
-            names = [".".join([*module, name]) for name in names]
-        yield from (x.split(".")[1] for x in names if x.startswith(f"{package}."))
+            module = "." * node.level + (node.module or "")
+            module = importlib.util.resolve_name(module, package)
+            modules = [f"{module}.{x.name}" for x in node.names]
+        for module in modules:
+            yield from re.findall(r"^optax_lossscale\.(\w+)", module)
 
 
 @pytest.mark.parametrize("path", FILES, ids=str)

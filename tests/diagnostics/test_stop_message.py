@@ -116,6 +116,7 @@ ROW = (
 SHARES = "Recently, 30% of the steps were skipped." + NUMBERS
 UNSCALED = APPLIED | {"loss_scale": 1.0, "is_fixed": True}
 OFTEN = UNSCALED | {"skip_rate": 0.06, "skipped_steps": 61}
+TOP = APPLIED | {"loss_scale": 2.0**24, "growth_tracker": 500, "skipped_steps": 0}
 ZEROS = ["All gradients are exactly 0. Likely", "does not reach"]
 NO_LABEL = "no label of the batch counts"
 INVALID, UNDONE = "The loss scale is not a", "The gradients are not finite, but"
@@ -134,6 +135,7 @@ KNOWN = {
     "bad gradients, applied": (APPLIED, {"grads": BAD}, [UNDONE, "out, by an `if`"]),
     "zeros": (APPLIED, {"grads": 0 * ONE}, [*ZEROS, NO_LABEL, INFINITE, "is too low"]),
     "zeros, unscaled": (UNSCALED, {"grads": 0 * ONE}, [*ZEROS, f"{NO_LABEL}. http"]),
+    "2**24": (TOP, {}, ["The loss scale is 2**24 or more. None", "jax.value_and_grad"]),
     "often, unscaled": (OFTEN, {}, ["More than 5 %", BATCHES, f"{DERIVATIVE}. https"]),
 }
 

@@ -207,6 +207,7 @@ def test_checkify_names_the_line_of_the_model_through_autocast():
 def test_loggers_get_every_step_and_a_scan_prints_each_hundredth():
     guide = run("guides/logging")
     assert len(guide["wandb"].init().log.mock_calls) == 200
+    assert "step 199: " in guide["printed"]
     assert guide["printed"].count("gradient_norm") == 2
     (events,) = Path(guide["writer"].logdir).iterdir()
     assert events.read_bytes().count(b"skipped") == 200

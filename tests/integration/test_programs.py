@@ -72,6 +72,12 @@ def test_run_that_was_stopped_ends_with_the_same_bits(framework, whole, tmp_path
     assert_same_bits(*(ls.get_loss_scale_state(state_in(x)) for x in (resumed, whole)))
 
 
+@slow
+def test_accumulation_counts_pairs_of_good_batches(whole):
+    # One of the 300 batches is broken.
+    assert int(optax.tree.get(whole, "gradient_step")) == 299 // 2
+
+
 def state_after_run(name, functions, tx, batches, folder, stops):
     """A program's run with another optimizer, other batches, and no casts.
 

@@ -24,6 +24,12 @@ of_classes = pytest.mark.parametrize("rows", TABLES, ids=PAGES)
 
 
 @of_classes
+def test_table_of_classes_has_the_managers(rows):
+    names = re.findall(r"`(\w+)", " ".join(there for there, *_ in rows))
+    assert {"FixedLossScaleManager", "LossScaleManager"} <= {*names}
+
+
+@of_classes
 def test_code_in_the_table_of_classes_runs(rows):
     for *_, here in rows:
         code = re.findall(r"`([^`]+)`", here)

@@ -116,14 +116,19 @@ def test_transformed_loop_equals_one_that_is_cast_by_hand(name):
     assert_cast_alike(TRANSFORMATIONS[name], in_scan, assert_close_in_float16)
 
 
-@pytest.mark.parametrize(
-    ("x", "w"), [(P("d"), P()), (P(), P(None, "d"))], ids=["rows", "columns"]
-)
-def test_cast_function_takes_arrays_sharded_on_an_explicit_mesh(x, w):
+ON_MESH = {
+    "whole": (some_products, P(), P()),
+    "rows": (PRODUCTS["product"], P("d"), P()),
+    "columns": (PRODUCTS["product"], P(), P(None, "d")),
+}
+
+
+@pytest.mark.parametrize(("program", "x", "w"), ON_MESH.values(), ids=ON_MESH)
+def test_cast_function_takes_arrays_of_an_explicit_mesh(program, x, w):
     mesh = make_mesh(EXPLICIT, d=2)
     with set_mesh(mesh):
         xw = jax.device_put((X, W), (NamedSharding(mesh, x), NamedSharding(mesh, w)))
-        assert_cast_alike(gradient, PRODUCTS["product"], xw=xw)
+        assert_cast_alike(gradient, program, xw=xw)
 
 
 @pytest.mark.parametrize("name", OTHERS)

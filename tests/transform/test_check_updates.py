@@ -56,9 +56,8 @@ def test_optimizer_puts_no_new_nan_or_inf_anywhere(case):
             leaves = [jax.tree.leaves(without_keys(x)) for x in (new, old)]
             assert not any(map(is_new_and_bad, *leaves))
             assert all(np.isfinite(x).all() for x in jax.tree.leaves((params, updates)))
-            if ls.was_applied(state):
-                applied = True
-            else:
+            applied |= bool(ls.was_applied(state))
+            if not ls.was_applied(state):
                 assert_no_update(updates)
                 assert_same_bits(new, old)
                 recorded = jax.device_get(old_scale).record(False)

@@ -210,9 +210,21 @@ def test_flag_and_loss_may_be_none():
     assert not ls.was_applied(update(bad, tx.init(DICT), DICT)[1])
 
 
-def test_rule_that_never_skips_applies_every_step():
-    """Whatever the gradients, the flag and the loss are. Its counters stay, too."""
-    rule = ls.FixedLossScale(8.0, skip_nonfinite=False)
+class NeverSkips(ls.LossScale):
+    """A user's rule, which counts what it is told."""
+
+    skip_nonfinite = False
+
+    def init(self):
+        return ls.LossScaleState.create(8.0)
+
+    def update(self, state, grads_finite):
+        return state.record(grads_finite)
+
+
+def test_rule_that_never_skips_applies_every_step_and_is_told_so():
+    """Whatever the gradients, the flag and the loss are."""
+    rule = NeverSkips()
     tx, bad = ls.with_loss_scaling(ADAM, rule), jax.tree.map(lambda p: p + NAN, DICT)
     update = jax.jit(functools.partial(tx.update, grads_finite=False, value=NAN))
     updates, state = update(bad, tx.init(DICT), DICT)
