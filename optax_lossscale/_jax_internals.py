@@ -66,6 +66,16 @@ def in_memory_of(x: jax.Array, other: Any) -> jax.Array:
     return x if here == there else jax.device_put(x, there)
 
 
+def is_computed(x: Any) -> bool:
+    """Return whether the function that is being traced has computed an array."""
+    # Derivatives and `jax.vmap` wrap what they trace, perhaps each other.
+    while isinstance(
+        inner := getattr(x, "primal", getattr(x, "val", None)), jax.core.Tracer
+    ):
+        x = inner
+    return getattr(x, "parent", None) is not None
+
+
 def is_ref(x: jax.Array) -> bool:
     """Return whether an array is mutable, a ``jax.Ref``."""
     return hasattr(jax.typeof(x), "inner_aval")

@@ -9,17 +9,15 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from .._jax_internals import inputs_of_scan, inside_of_shard_map
 from .._validation import check_dtype, check_function, warn
-from .loops import may_compute_again, with_least_kept
-from .origins import Origin, Origins, inputs_of, origins, origins_of_arguments
+from .loops import with_less_kept
+from .origins import origins_of_arguments
 from .primitives import MOVES, PRODUCTS, TRANSPARENT
 from .products import VECTORS, reason_to_leave, reasons_to_leave
 from .rewrite import (
     MUTABLE_ARRAYS,
     effect_names,
     eqn_like,
-    equations,
     evaluate,
     jaxpr_of,
     new_var,
@@ -114,7 +112,8 @@ def autocast(
         _warn_if_nothing_is_cast(call.jaxpr, name)
         # The constants of a program are no transfers that a guard should stop.
         with jax.transfer_guard_host_to_device("allow"):
-            program = _cast(call.jaxpr, name, origins_of_arguments(call.inputs))
+            cast = _cast(call.jaxpr, name)
+            program = with_less_kept(cast, name, origins_of_arguments(call.inputs))
             return evaluate(program, *call.inputs)
 
     return on_traced_calls(fun, run_cast)
@@ -134,9 +133,8 @@ def _warn_if_nothing_is_cast(program: Jaxpr, dtype: str) -> None:
 
 
 @remembered
-def _cast(program: Any, dtype: str, inputs: Origins) -> Any:
+def _cast(program: Any, dtype: str) -> Any:
     """Return a program with cast products."""
-    origin_of = origins(program, inputs)
     # By identity: literals have no hash.
     used = [x for eqn in program.eqns for x in eqn.invars] + jaxpr_of(program).outvars
     uses = collections.Counter(map(id, used))
@@ -152,7 +150,7 @@ def _cast(program: Any, dtype: str, inputs: Origins) -> Any:
     def change(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
         name = eqn.primitive.name
         if name in TRANSPARENT:
-            yield _cast_inside(eqn, dtype, [*map(origin_of, eqn.invars)])
+            yield with_programs(eqn, lambda inside: _cast(inside, dtype))
         elif name in PRODUCTS and reason_to_leave(eqn, dtype) is None:
             yield from _cast_product(eqn, dtype, narrow)
         elif name in MOVES and (x := id(eqn.invars[0])) in named & narrow.keys():
@@ -162,41 +160,6 @@ def _cast(program: Any, dtype: str, inputs: Origins) -> Any:
             yield eqn
 
     return with_eqns(program, change)
-
-
-def _cast_inside(eqn: JaxprEqn, dtype: str, known: list[Origin]) -> JaxprEqn:
-    """Return an equation with cast products in the programs inside of it."""
-
-    def cast(program: Any) -> Any:
-        inputs = inputs_of(eqn, program, known)
-        if eqn.primitive.name == "scan":
-            constants = len(inputs_of_scan(eqn.params, inputs)[0])
-            length = eqn.params["length"]
-            return _cast_body(program, dtype, inputs, constants, length)
-        return _cast(program, dtype, inputs)
-
-    change = functools.partial(with_programs, eqn, cast)
-    is_mapped = eqn.primitive.name == "shard_map"
-    return inside_of_shard_map(eqn.params, change) if is_mapped else change()
-
-
-@remembered
-def _cast_body(
-    program: Any, dtype: str, inputs: Origins, constants: int, length: int
-) -> Any:
-    """Return the body of a ``scan`` with cast products, which keeps less of them."""
-    cast = _cast(program, dtype, inputs)
-    gains = _count(cast, dtype) > _count(program, dtype)
-    if gains and any(x.has_tangent for x in inputs) and may_compute_again(program):
-        return with_least_kept(cast, inputs, constants, length)
-    return cast
-
-
-def _count(program: Any, dtype: str) -> int:
-    """Return how many products of a program have results of a type."""
-    found = (x for x in equations(program) if x.primitive.name in PRODUCTS)
-    results: list[Any] = [x.outvars[0] for x in found]
-    return sum(x.aval.dtype.name == dtype for x in results)
 
 
 def _cast_product(

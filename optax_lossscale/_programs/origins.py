@@ -9,7 +9,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn
 
 from .._dtypes import is_inexact
-from .._jax_internals import inputs_of_scan, is_ref, type_of_new_arrays
+from .._jax_internals import inputs_of_scan, is_computed, is_ref, type_of_new_arrays
 from .primitives import ONE_PROGRAM
 from .rewrite import Program, jaxpr_of, programs_in, remembered, walked
 
@@ -64,21 +64,48 @@ def origins_of_arguments(inputs: Sequence[jax.Array]) -> Origins:
     transformed = [i for i in floats if is_transformed(inputs[i])]
     ask([inputs[i] for i in transformed])
     differentiated = found or floats
-    return tuple(Origin(i in differentiated, True) for i in range(len(inputs)))
+    return tuple(
+        Origin(i in differentiated, not is_computed(x)) for i, x in enumerate(inputs)
+    )
 
 
 @remembered
-def origins(program: Program, inputs: Origins) -> Any:
+def origin_of_variables(program: Program, inputs: Origins) -> Any:
     """Return a function that takes a variable of a program and returns its origin."""
-    return walked(program, inputs, _of_results, _CONSTANT)
+    return walked(program, inputs, _origins_of_results, _CONSTANT)
 
 
-def inputs_of(eqn: JaxprEqn, program: Program, known: Sequence[Origin]) -> Origins:
+def _origins_of_results(eqn: JaxprEqn, known: Sequence[Origin]) -> Sequence[Origin]:
+    """Return the origins of what an equation returns."""
+    name = eqn.primitive.name
+    if name not in ONE_PROGRAM | {"scan", "cond"}:
+        moves = name != "stop_gradient" and any(x.has_tangent for x in known)
+        return [Origin(moves and is_inexact(x.aval), False) for x in eqn.outvars]
+    ways = [
+        _origins_of_outputs(program, origins_inside(eqn, program, known))
+        for program in programs_in(eqn.params)
+    ]
+    # A loop returns copies.
+    may_be_argument = name != "scan"
+    return [
+        Origin(
+            any(x.has_tangent for x in xs),
+            may_be_argument and all(x.is_argument for x in xs),
+        )
+        for xs in zip(*ways, strict=True)
+    ]
+
+
+def _origins_of_outputs(program: Program, inputs: Origins) -> Origins:
+    return tuple(map(origin_of_variables(program, inputs), jaxpr_of(program).outvars))
+
+
+def origins_inside(eqn: JaxprEqn, program: Program, known: Sequence[Origin]) -> Origins:
     """Return the origins of the inputs of a program inside an equation."""
     match eqn.primitive.name:
         case "scan":
             consts, carry, xs = inputs_of_scan(eqn.params, known)
-            return _of_iterations(program, consts, carry, xs)
+            return _origins_in_any_iteration(program, consts, carry, xs)
         case "cond":
             return tuple(known[1:])
         case "while":  # its condition and its body share the inputs of the equation
@@ -87,30 +114,12 @@ def inputs_of(eqn: JaxprEqn, program: Program, known: Sequence[Origin]) -> Origi
     return tuple(known)
 
 
-def _of_iterations(
+def _origins_in_any_iteration(
     body: Program, consts: list[Origin], carry: list[Origin], xs: list[Origin]
 ) -> Origins:
-    """Return the origins of the inputs of the body of a ``scan``, in any iteration."""
+    """Return the origins of the inputs of the body of a ``scan``."""
     carry = [Origin(x.has_tangent, False) for x in carry]
     inputs = (*consts, *carry, *xs)
-    pairs = zip(carry, _of_outputs(body, inputs), strict=False)
+    pairs = zip(carry, _origins_of_outputs(body, inputs), strict=False)
     new = [Origin(x.has_tangent or y.has_tangent, False) for x, y in pairs]
-    return inputs if new == carry else _of_iterations(body, consts, new, xs)
-
-
-def _of_outputs(program: Program, inputs: Origins) -> Origins:
-    return tuple(map(origins(program, inputs), jaxpr_of(program).outvars))
-
-
-def _of_results(eqn: JaxprEqn, known: Sequence[Origin]) -> Sequence[Origin]:
-    name = eqn.primitive.name
-    if name in ONE_PROGRAM | {"scan", "cond"}:
-        inside = [
-            _of_outputs(x, inputs_of(eqn, x, known)) for x in programs_in(eqn.params)
-        ]
-        return [
-            Origin(any(x.has_tangent for x in xs), all(x.is_argument for x in xs))
-            for xs in zip(*inside, strict=True)
-        ]
-    moves = name != "stop_gradient" and any(x.has_tangent for x in known)
-    return [Origin(moves and is_inexact(x.aval), False) for x in eqn.outvars]
+    return inputs if new == carry else _origins_in_any_iteration(body, consts, new, xs)

@@ -32,15 +32,18 @@ RESHAPES = MOVES | _names("""
     broadcast_in_dim concatenate iota optimization_barrier pad pcast pvary slice split
     stack tile unstack zeros_like
 """)
-MAXIMA = _names("reduce_max reduce_min")
-REDUCTIONS = MAXIMA | _names(
-    "reduce reduce_and reduce_or reduce_prod reduce_sum reduce_xor"
-)
-
-# What the forward pass decides is kept. Computed again, numbers may round otherwise,
-# and no element equals the maximum, or another one does.
-EQUALITY = _names("eq eq_to")
+REDUCTIONS = _names("""
+    reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
+""")
 CHOICES = _names("argmax argmin")
+# Loops compute none of these again from floats, which may then round otherwise: they
+# jump somewhere, or end, or are vertical. The forward pass decides. Of the conversions,
+# those to other types than floats jump. Quotients stay out, since softmax needs them.
+DECISIONS = _names("""
+    acos acosh asin atan2 atanh bitcast_convert_type cbrt ceil convert_element_type
+    digamma eq eq_to erf_inv floor ge gt is_finite le le_to lgamma log log1p log2 lt
+    lt_to ne nextafter pow rem round rsqrt sign sqrt tan
+""")
 
 # Equations that run a program inside.
 CHECKPOINTS = _names("checkpoint remat2")
