@@ -51,7 +51,8 @@ def residuals(program: Any, differentiated: Sequence[bool]) -> Any:
         return jaxpr_as_fun(program)(*inputs)
 
     inputs = [zeros_like_aval(x.aval) for x in jaxpr_of(program).invars]
-    return jax.make_jaxpr(lambda *inputs: jax.vjp(run, *inputs)[1])(*inputs)
+    # Without its structure, which has programs in it: a cache of JAX would keep them.
+    return jax.make_jaxpr(lambda *xs: jax.tree.leaves(jax.vjp(run, *xs)[1]))(*inputs)
 
 
 def outputs_as_values(program: Any, inputs: Sequence[Value], times: int) -> list[Value]:

@@ -84,8 +84,10 @@ def remembered(change: Callable[..., Any]) -> Callable[..., Any]:
     def changed(program: Any, *options: Any) -> Any:
         results = known.setdefault(program, {})
         if options not in results:
-            results[options] = change(program, *options)
-        return results[options]
+            new = change(program, *options)
+            # A program that this dictionary held itself would never go away.
+            results[options] = None if new is program else new
+        return program if results[options] is None else results[options]
 
     return changed
 

@@ -1,6 +1,7 @@
 """Loops keep no more for their backward pass than in float32, and most keep less."""
 
 import functools
+import gc
 import re
 
 import jax
@@ -19,6 +20,7 @@ from float32_losses import (
 from jax import nn
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import io_callback
+from jax.extend.core import Jaxpr
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
@@ -447,3 +449,26 @@ def test_eager_loop_is_compiled_once(caplog):
         for _ in range(2):
             fun(X)
     assert len(re.findall(r"Compiling (?:jit\()?scan", caplog.text)) == 1
+
+
+def programs_left(around):
+    """How many programs stay in memory of a loop that was traced and is gone."""
+
+    def trace():
+        run = around(loop(lambda x, p: GELU(x, p)))
+        jax.make_jaxpr(jax.grad(lambda x: jnp.sum(run(x, STACK))))(X)
+
+    def count():
+        gc.collect()
+        return sum(isinstance(x, Jaxpr) for x in gc.get_objects())
+
+    trace()  # JAX keeps the programs of its own functions
+    before = count()
+    trace()
+    return count() - before
+
+
+def test_loop_that_is_traced_anew_leaves_no_program():
+    if programs_left(plain):
+        pytest.skip("this jax itself keeps up to 4096 programs of loops")
+    assert programs_left(ls.autocast) == 0
