@@ -21,7 +21,7 @@ class Left(NamedTuple):
     advice: str = ""  # a sentence with the way out, or nothing if none is needed
 
 
-_DERIVATIVE = Left(
+DERIVATIVE = Left(
     "own derivative",
     "a function with a derivative of its own. Put `autocast` inside of it.",
 )
@@ -41,6 +41,8 @@ _FEW = Left(
     "out `autocast`.",
 )
 VECTORS = Left("no matrix product")
+# A derivative of what is cast may have such shapes, and is cast, too.
+BY_SHAPE = (None, _FEW, VECTORS)
 # These are cast by hand.
 NARROW = Left("")
 WIDE_RESULT = Left("float32 result")
@@ -67,7 +69,7 @@ def reason_inside(eqn: JaxprEqn, outside: Left | None) -> Left | None:
     """Return why all products inside of an equation are left, if there is a reason."""
     if eqn.primitive.name in TRANSPARENT:
         return outside
-    return _BATCH_RULE if eqn.primitive.name == "custom_vmap_call" else _DERIVATIVE
+    return _BATCH_RULE if eqn.primitive.name == "custom_vmap_call" else DERIVATIVE
 
 
 def reason_to_leave(

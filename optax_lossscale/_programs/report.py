@@ -2,10 +2,7 @@
 
 import functools
 import math
-import os
-import re
-import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -14,23 +11,16 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from .._dtypes import is_inexact
-from .._finite import CHECK_SCOPE, magnitude_bits
+from .._finite import magnitude_bits
 from .._validation import check_concrete, check_function
-from .primitives import PRODUCTS
-from .products import Left, is_looked_into, reason_inside, reason_to_leave
-from .rewrite import evaluate_with_nan, with_eqns, with_programs
+from .places import Place, Site, with_eqns_inside
+from .rewrite import eqn_of, evaluate_with_nan
 from .traced_call import traced_call
 
-# Code that is not the user's. jax may be installed in any folder.
-_JAX, _STANDARD = os.path.dirname(jax.__file__), sysconfig.get_path("stdlib")
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_THIS_PACKAGE = os.path.dirname(os.path.dirname(__file__))
 # The program runs only once, and slower, so that it compiles in a half of the time.
 _RUNS_ONCE = dict(
     xla_backend_optimization_level=0, xla_llvm_disable_expensive_passes=True
 )
-# A scope that ``jax.checkpoint`` adds.
-_REMAT = "rematted_computation"
 _LARGEST = float(np.finfo(np.float16).max)
 # What rounds to zero.
 _SMALLEST = float(np.finfo(np.float16).smallest_subnormal) / 2
@@ -148,28 +138,20 @@ def autocast_report(
     with jax.disable_jit(False), jax.debug_nans(False), jax.enable_checks(False):
         with traced_call(fun, args, kwargs) as call:
             check_concrete("fun", call.inputs, "Call it outside of `jax.jit`.")
-            program = _measured(call.jaxpr, _Place(), seen)
+
+            def change(eqn: JaxprEqn, place: Place) -> Iterator[JaxprEqn]:
+                yield eqn
+                if site := place.site(eqn):
+                    row, numbers = _row(eqn, site), list[list[float]]()
+                    seen.append((row, numbers))
+                    yield _noting(eqn, numbers)
+
+            program = with_eqns_inside(call.jaxpr, change)
             run = functools.partial(evaluate_with_nan, program)
             compiled = jax.jit(run, compiler_options=_RUNS_ONCE)
             jax.block_until_ready(compiled(*call.inputs))
         jax.effects_barrier()
     return AutocastReport(sorted(_rows(seen), key=lambda x: bool(x.left) or x.fits))
-
-
-class _Place(NamedTuple):
-    """What is around an equation: scopes, a reason to leave, and the user's line."""
-
-    scopes: str = ""  # as JAX names them
-    reason: Left | None = None
-    line: str = ""
-
-    def inside(self, eqn: JaxprEqn) -> "_Place":
-        # JAX names the backward pass of a checkpoint twice, as in
-        # `transpose(jvp(decoder))/layers_3/jvp(decoder)/layers_3`.
-        stack = str(eqn.source_info.name_stack)
-        stack = re.sub(r"(transpose\(.*?)/jvp\(.*", r"\1", stack)
-        line = _user_line(eqn) or self.line
-        return _Place(f"{self.scopes}/{stack}", reason_inside(eqn, self.reason), line)
 
 
 # The products of a program, and the numbers of each time that one is computed.
@@ -192,34 +174,16 @@ def _rows(seen: _Seen) -> Iterator[Product]:
     yield from rows.values()
 
 
-def _measured(program: Any, place: _Place, seen: _Seen) -> Any:
-    """Return a program that notes the numbers of each product behind it."""
-
-    def change(eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-        if is_looked_into(eqn):
-            inside = place.inside(eqn)
-            eqn = with_programs(eqn, lambda program: _measured(program, inside, seen))
-        yield eqn
-        scopes = f"{place.scopes}/{eqn.source_info.name_stack}"
-        if eqn.primitive.name in PRODUCTS and CHECK_SCOPE not in scopes:
-            yield _noting(eqn, scopes, place, seen)
-
-    return with_eqns(program, change)
-
-
-def _noting(eqn: JaxprEqn, scopes: str, place: _Place, seen: _Seen) -> JaxprEqn:
-    """Return an equation that notes the numbers of a product each time it runs."""
+def _row(eqn: JaxprEqn, site: Site) -> Product:
     avals: list[Any] = [x.aval for x in eqn.invars[:2]]
     operands = ", ".join(f"{x.dtype.name}{[*x.shape]}" for x in avals)
-    left = reason_to_leave(eqn, "float16", place.reason)
-    # Of a function that was traced before, JAX has only the lines of that time.
-    line = _user_line(eqn) or place.line or _line(eqn, (_JAX,)) or "?"
-    if "transpose(" in scopes:
-        line += ", backward"
-    # Without the transformations, as in `transpose(jvp(decoder))/layers_3/vmap()`.
-    names = re.findall(r"[^/()]+(?=[/)]|$)", scopes.replace(_REMAT, ""))
-    text, numbers = left.reason if left else "", list[list[float]]()
-    seen.append((Product(line, "/".join(names), operands, 0, text, (0, 0, 0)), numbers))
+    line = site.line + ", backward" * site.is_backward
+    left = site.left.reason if site.left else ""
+    return Product(line, site.scope, operands, 0, left, (0, 0, 0))
+
+
+def _noting(eqn: JaxprEqn, numbers: list[list[float]]) -> JaxprEqn:
+    """Return an equation that notes the numbers of a product each time it runs."""
 
     def note(*largest: Any) -> None:
         numbers.append([float(x) for x in largest])
@@ -227,30 +191,10 @@ def _noting(eqn: JaxprEqn, scopes: str, place: _Place, seen: _Seen) -> JaxprEqn:
     def measure(*arrays: jax.Array) -> None:
         jax.debug.callback(note, *map(_largest, arrays))
 
-    measured: list[Any] = [*eqn.invars[:2], *eqn.outvars]
-    like = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in measured]
-    [noting] = jax.make_jaxpr(jax.jit(measure))(*like).jaxpr.eqns
-    return noting.replace(invars=measured)
+    return eqn_of(measure, [*eqn.invars[:2], *eqn.outvars])
 
 
 def _largest(x: jax.Array) -> jax.Array:
     # Unlike `max_magnitude`, it is one reduction, which compiles faster.
     x = x if is_inexact(x) else x.astype(jnp.float32)
     return jnp.max(magnitude_bits(x), initial=0).view(jnp.float32)
-
-
-def _user_line(eqn: JaxprEqn) -> str:
-    return _line(eqn, (_STANDARD, _JAX, *_INSTALLED))
-
-
-def _line(eqn: JaxprEqn, left_out: Sequence[str]) -> str:
-    # The innermost one outside of some folders, with its function.
-    traceback: Any = eqn.source_info.traceback
-    for frame in traceback.frames if traceback else ():
-        if frame.file_name.startswith(_THIS_PACKAGE):
-            break  # what is outside has called this package
-        if not any(folder in frame.file_name for folder in left_out):
-            file = os.path.basename(frame.file_name)
-            function = frame.function_name.rpartition("<locals>.")[2]
-            return f"{file}:{frame.line_num} ({function})"
-    return ""

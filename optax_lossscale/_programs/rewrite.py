@@ -183,6 +183,13 @@ def eqn_like(eqn: JaxprEqn, fun: Any, inputs: Sequence[Any], output: Var) -> Any
     )
 
 
+def eqn_of(fun: Any, inputs: Sequence[Any], outputs: Sequence[Any] = ()) -> Any:
+    """Return an equation that calls a function, without the context of another."""
+    like = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in inputs]
+    (eqn,) = jax.make_jaxpr(jax.jit(fun))(*like).jaxpr.eqns
+    return eqn.replace(invars=[*inputs], outvars=[*outputs])
+
+
 @functools.lru_cache
 def _equation(fun: Any, *dtypes: Any) -> Any:
     """Return an equation on scalars. It is traced once, for any number of copies."""

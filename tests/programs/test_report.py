@@ -1,5 +1,7 @@
 """autocast_report: each product, its line, its size, and what autocast makes of it."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -88,6 +90,27 @@ def test_product_that_is_left_has_a_reason():
     ]
     rows = report(lambda x: [product(x) for _, product in products], X)
     assert [row.left for row in rows] == [reason for reason, _ in products]
+
+
+LEFT = {
+    "own derivative": own_vjp,
+    "fewer than 8": lambda x, w: x[:, :3] @ w[:3],
+    "precision": functools.partial(jnp.matmul, precision="highest"),
+}
+
+
+@pytest.mark.parametrize("reason", LEFT)
+def test_derivative_of_a_product_that_is_left_is_left_for_the_same_reason(reason):
+    """Though its own shapes are others, and no function is around it any more."""
+
+    def loss_fn(w, x):
+        return jnp.sum(jnp.sin(LEFT[reason](jnp.sin(x @ w), w)))
+
+    cast, *rows = report(jax.grad(ls.autocast(loss_fn)), LAYERS[0], X[:3])
+    assert not cast.left and "float16" in cast.operands
+    left = {x.left for x in rows if "float16" not in x.operands}
+    assert left == {reason}
+    assert any(x.left and x.line.endswith(", backward") for x in rows)
 
 
 def test_product_in_float16_already_is_not_left():
