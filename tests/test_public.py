@@ -108,7 +108,7 @@ SIGNATURES = {
     "suggest_loss_scale": "grads * dtype headroom=3.0 min_scale=2.0**-24 "
     "max_scale=2.0**24",
     "autocast": "fun dtype",
-    "autocast_report": "fun args kwargs",
+    "autocast_report": "fun args * errors=False kwargs",
     **dict.fromkeys(("get_loss_scale", "get_loss_scale_state", "was_applied"), "state"),
     "WithLossScalingState": "scale_state inner_state",
     "MasterWeightsState": "master_weights inner_state",

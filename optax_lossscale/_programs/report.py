@@ -12,7 +12,8 @@ from jax.extend.core import JaxprEqn
 
 from .._dtypes import is_inexact
 from .._finite import magnitude_bits
-from .._validation import check_concrete, check_function
+from .._validation import check_concrete, check_function, check_switch
+from .errors import errors_of_lines
 from .places import Place, Site, with_eqns_inside
 from .rewrite import eqn_of, evaluate_with_nan
 from .traced_call import traced_call
@@ -35,6 +36,8 @@ class Product(NamedTuple):
     times: int
     left: str
     largest: tuple[float, float, float]
+    float16_error: float | None = None
+    bfloat16_error: float | None = None
 
     @property
     def fits(self) -> bool:
@@ -54,7 +57,14 @@ class Product(NamedTuple):
         state = ", ".join(name for name, is_so in states.items() if is_so)
         cast = f"no: {self.left}" if self.left else "yes" if self.fits else state
         numbers = [f"{x:.3g}" for x in self.largest]
-        return [self.line, self.scope, self.operands, f"{self.times:,}", cast, *numbers]
+        errors = self.float16_error, self.bfloat16_error
+        percent = ["" if x is None else f"{x:.2%}" for x in errors]
+        place = [self.line, self.scope, self.operands, f"{self.times:,}"]
+        return [*place, cast, *percent, *numbers]
+
+    def _rank(self) -> tuple[float, bool]:
+        error = max(self.float16_error or 0.0, self.bfloat16_error or 0.0)
+        return -error, bool(self.left) or self.fits
 
 
 class AutocastReport(tuple[Product, ...]):
@@ -62,8 +72,8 @@ class AutocastReport(tuple[Product, ...]):
 
     Products of one line and shape share a row if float16 can hold their numbers.
     First come float16 products whose operands or result float16 cannot hold, then the
-    others, in the order of the program. An interactive session shows a table. Each row
-    has
+    others, in the order of the program. With ``errors=True``, the largest error in
+    either type comes first. An interactive session shows a table. Each row has
 
     - ``line``: the innermost line outside of installed packages, or else outside of
       JAX, its function, and whether it is the backward pass of that;
@@ -73,7 +83,10 @@ class AutocastReport(tuple[Product, ...]):
     - ``times``: how often it was computed, on all devices together;
     - ``left``: why it is not float16, or an empty string if it is;
     - ``largest``: the largest absolute values of both operands and of the result;
-    - ``fits``: whether float16 can hold them.
+    - ``fits``: whether float16 can hold them;
+    - ``float16_error``, ``bfloat16_error``: with ``errors=True``, how much the results
+      change if only the products of this line are in this type: the Euclidean norm of
+      the change, relative to that of the results. It is None for what is not rounded.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -88,7 +101,9 @@ class AutocastReport(tuple[Product, ...]):
         head = f"{len(self)} products, {len(narrow)} in float16"
         if bad := sum(not x.fits for x in narrow):
             head += f", {bad} beyond its range"
-        titles = [*("", "", "operands", "times", "float16"), "largest operands"]
+        is_measured = any(x.float16_error is not None for x in self)
+        errors = ["float16 error", "bfloat16 error"] if is_measured else ["", ""]
+        titles = ["", "", "operands", "times", "float16", *errors, "largest operands"]
         table = [[*titles, "", "result"], *(row._cells() for row in self)]
         columns = [x for x in zip(*table, strict=True) if any(x)]
         widths = [max(map(len, column)) for column in columns]
@@ -98,7 +113,7 @@ class AutocastReport(tuple[Product, ...]):
 
 
 def autocast_report(
-    fun: Callable[..., Any], /, *args: Any, **kwargs: Any
+    fun: Callable[..., Any], /, *args: Any, errors: bool = False, **kwargs: Any
 ) -> AutocastReport:
     """Report what `autocast` makes of each matrix product and convolution of a call.
 
@@ -110,18 +125,35 @@ def autocast_report(
     the products of the backward pass, too. What overflows there is inf, and makes
     later products NaN.
 
+    A product may fit and cost accuracy, because float16 and bfloat16 round. With
+    ``errors=True``, the report names the line that does. Pass the gradient function of
+    the float32 program, ``ls.grad(loss_fn, opt_state)``, because gradients change more
+    than the loss does. The products of a line are rounded together, in both passes, as
+    ``precision="highest"`` at this line would keep them in float32 together. Compare
+    the lines with each other: near a minimum of the loss the gradients are small, and
+    all errors are large.
+
+    Operands and results are rounded, and sums are float32, as on an accelerator. The
+    program is compiled once more, and runs twice for each line. A ``while`` loop that
+    waits for convergence may never end in float16. In a ``shard_map``, all axes of the
+    mesh must be manual. Integer results are not compared.
+
     Args:
         fun: a function.
         args: its arguments, which are concrete. Flax NNX modules do not change.
-        kwargs: its keyword arguments.
+        errors: whether to measure how much each line changes the results in float16 and
+            in bfloat16. It is not passed on to ``fun``.
+        kwargs: its other keyword arguments.
 
     Returns:
         An `AutocastReport`, which an interactive session shows as a table.
 
     Raises:
-        TypeError: if ``fun`` is not a function.
+        TypeError: if ``fun`` is not a function; with ``errors=True``, if it has effects
+            other than ``jax.debug.print`` and the like.
         ValueError: if an argument, or an array that ``fun`` closes over, is being
-            traced.
+            traced. With ``errors=True``, if ``fun`` has no float32 products that
+            `autocast` casts, or returns no finite number other than 0.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -129,20 +161,26 @@ def autocast_report(
         >>> [row] = ls.autocast_report(lambda w: 1e4 * w @ w, jnp.ones((8, 8)))
         >>> row.times, row.left, row.largest, row.fits
         (1, '', (10000.0, 1.0, 80000.0), False)
+        >>> w = jnp.full((8, 8), 1 + 2.0**-9)  # 1 in bfloat16
+        >>> [row] = ls.autocast_report(jnp.matmul, jnp.ones((2, 8)), w, errors=True)
+        >>> f"{row.float16_error:.2%}, {row.bfloat16_error:.2%}"
+        '0.00%, 0.19%'
     """
     check_function("fun", fun, "Pass it as in `autocast_report(loss_fn, params)`.")
     check_concrete("args", (args, kwargs), "Call it outside of `jax.jit`.")
+    check_switch("errors", errors, "`fun` does not get it.")
     seen: _Seen = []
     # Loops are counted as loops, and NaN is what one looks for. What measures a product
     # inside of a `shard_map` is not of its types.
     with jax.disable_jit(False), jax.debug_nans(False), jax.enable_checks(False):
         with traced_call(fun, args, kwargs) as call:
             check_concrete("fun", call.inputs, "Call it outside of `jax.jit`.")
+            found = errors_of_lines(call.jaxpr, call.inputs) if errors else {}
 
             def change(eqn: JaxprEqn, place: Place) -> Iterator[JaxprEqn]:
                 yield eqn
                 if site := place.site(eqn):
-                    row, numbers = _row(eqn, site), list[list[float]]()
+                    row, numbers = _row(eqn, site, found), list[list[float]]()
                     seen.append((row, numbers))
                     yield _noting(eqn, numbers)
 
@@ -151,7 +189,7 @@ def autocast_report(
             compiled = jax.jit(run, compiler_options=_RUNS_ONCE)
             jax.block_until_ready(compiled(*call.inputs))
         jax.effects_barrier()
-    return AutocastReport(sorted(_rows(seen), key=lambda x: bool(x.left) or x.fits))
+    return AutocastReport(sorted(_rows(seen), key=Product._rank))
 
 
 # The products of a program, and the numbers of each time that one is computed.
@@ -174,12 +212,13 @@ def _rows(seen: _Seen) -> Iterator[Product]:
     yield from rows.values()
 
 
-def _row(eqn: JaxprEqn, site: Site) -> Product:
+def _row(eqn: JaxprEqn, site: Site, errors: dict[str, list[float]]) -> Product:
     avals: list[Any] = [x.aval for x in eqn.invars[:2]]
     operands = ", ".join(f"{x.dtype.name}{[*x.shape]}" for x in avals)
     line = site.line + ", backward" * site.is_backward
     left = site.left.reason if site.left else ""
-    return Product(line, site.scope, operands, 0, left, (0, 0, 0))
+    measured = () if site.left else errors.get(site.line, ())
+    return Product(line, site.scope, operands, 0, left, (0, 0, 0), *measured)
 
 
 def _noting(eqn: JaxprEqn, numbers: list[list[float]]) -> JaxprEqn:

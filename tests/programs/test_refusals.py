@@ -1,9 +1,14 @@
 """What cannot be cast or measured is refused, and the words name a way out."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import io_callback
+from jax.sharding import PartitionSpec as P
+from meshes import make_mesh
 from shared import new_ref
 
 import optax_lossscale as ls
@@ -75,3 +80,66 @@ def test_function_that_changes_its_arguments_is_refused(key, change):
 def test_report_of_arrays_that_are_being_traced_is_refused(name, report):
     with pytest.raises(ValueError, match=f"`{name}` must hold concrete"):
         jax.eval_shape(report, X)
+
+
+def io(x):
+    return io_callback(lambda x: x, jax.ShapeDtypeStruct(X.shape, X.dtype), x @ x)
+
+
+def in_part_of_a_mesh(x):
+    product = jax.shard_map(
+        lambda x: x @ x,
+        mesh=make_mesh(d=2, e=2),
+        axis_names={"d"},
+        in_specs=P("d"),
+        out_specs=P("d"),
+    )
+    return product(jnp.concatenate([x, x], axis=0))
+
+
+UNMEASURED = {
+    "cast": (
+        ValueError,
+        "must have float32 products .*got none. Pass it without `au",
+        ls.autocast(jnp.matmul),
+    ),
+    "highest": (
+        ValueError,
+        "`fun` must have float32 products that `autocast` casts",
+        functools.partial(jnp.matmul, precision="highest"),
+    ),
+    "zero": (
+        ValueError,
+        "must return a finite number other than 0",
+        lambda x, y: 0 * x @ y,
+    ),
+    "NaN": (
+        ValueError,
+        "must return a finite number .*shows where NaN",
+        lambda x, y: jnp.log(-x @ y),
+    ),
+    "integers": (
+        ValueError,
+        "must return a finite number",
+        lambda x, y: jnp.argmax(x @ y),
+    ),
+    "callback": (TypeError, "must be free of effects .*IOEffect", lambda x, _: io(x)),
+    "part of a mesh": (
+        NotImplementedError,
+        "all mesh axes are partitioned",
+        lambda x, _: in_part_of_a_mesh(x),
+    ),
+}
+
+
+@pytest.mark.parametrize(("error", "words", "fun"), UNMEASURED.values(), ids=UNMEASURED)
+def test_report_of_errors_that_cannot_be_measured_is_refused(error, words, fun):
+    with pytest.raises(error, match=words):
+        ls.autocast_report(fun, X, X, errors=True)
+
+
+def test_errors_of_a_report_is_a_switch():
+    with pytest.raises(
+        ValueError, match="`errors` must be True or False, got 1. `fun`"
+    ):
+        ls.autocast_report(jnp.matmul, X, X, errors=1)

@@ -1,0 +1,98 @@
+"""Measure how much the results change if the products of one line are rounded."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from .._dtypes import is_inexact
+from .places import Place, with_eqns_inside
+from .rewrite import (
+    DEBUGGING,
+    effect_names,
+    eqn_of,
+    evaluate_with_nan,
+    new_var,
+    refuse_effects,
+)
+
+
+def errors_of_lines(jaxpr: Jaxpr, inputs: list[jax.Array]) -> dict[str, list[float]]:
+    """Return the relative change of the results in float16 and bfloat16, by line.
+
+    The program is compiled once: its products ask the host for the type of their line.
+    A type that is an input would need a path into every loop.
+    """
+    refuse_effects(effect_names(jaxpr) - DEBUGGING)
+    types: dict[str, int] = {}  # 0 is float32, 1 float16, 2 bfloat16
+
+    def change(eqn: Any, place: Place) -> Iterator[JaxprEqn]:
+        site = place.site(eqn)
+        if site and not site.left:
+            types[site.line] = 0
+            yield from _rounded(eqn, lambda: np.int32(types[site.line]))
+        elif eqn.outvars or effect_names(eqn) - DEBUGGING:
+            yield eqn  # what is left out would print in every run
+
+    # In a `jit`, JAX does not trace a `shard_map` again. Its types would be others.
+    inner = jax.jit(functools.partial(evaluate_with_nan, jaxpr))
+    program = with_eqns_inside(jax.make_jaxpr(inner)(*inputs).jaxpr, change)
+    if not types:
+        raise ValueError(
+            "`fun` must have float32 products that `autocast` casts if errors=True, "
+            "got none. Pass it without `autocast`: `ls.grad(loss_fn, opt_state)`."
+        )
+    run = functools.partial(evaluate_with_nan, program)
+    # Otherwise XLA leaves out some of the rounding.
+    compiled = jax.jit(run, compiler_options={"xla_allow_excess_precision": False})
+
+    def results(line: str, dtype: int) -> list[np.ndarray]:
+        types[line] = dtype
+        arrays = jax.block_until_ready(compiled(*inputs))
+        types[line] = 0
+        return [np.asarray(x) for x in arrays if is_inexact(x)]
+
+    exact = results(next(iter(types)), 0)
+    size = _distance(exact, [np.zeros_like(x) for x in exact])
+    if not size:
+        raise ValueError(
+            "`fun` must return a finite number other than 0 if errors=True, got none. "
+            "Without it, the report shows where NaN and inf begin."
+        )
+    return {x: [_distance(exact, results(x, i)) / size for i in (1, 2)] for x in types}
+
+
+def _rounded(eqn: JaxprEqn, dtype: Callable[[], Any]) -> Iterator[JaxprEqn]:
+    """Yield equations that compute a product in the type that the host says."""
+
+    def rounded(*arrays: jax.Array) -> list[jax.Array]:
+        number = jax.pure_callback(dtype, jax.ShapeDtypeStruct((), jnp.int32))
+        return [_round(x, number) if x.dtype == jnp.float32 else x for x in arrays]
+
+    operands: list[Any] = [new_var(x.aval) for x in eqn.invars]
+    results: list[Any] = [new_var(x.aval) for x in eqn.outvars]
+    # By default, a GPU or a TPU rounds float32, too.
+    params = {**eqn.params, "precision": (jax.lax.Precision.HIGHEST,) * 2}
+    yield eqn_of(rounded, eqn.invars, operands)
+    yield eqn.replace(invars=operands, outvars=results, params=params)
+    yield eqn_of(rounded, results, eqn.outvars)
+
+
+def _round(x: jax.Array, dtype: jax.Array) -> jax.Array:
+    narrow = (x.astype(jnp.float16), x.astype(jnp.bfloat16))
+    return jax.lax.select_n(dtype, x, *(y.astype(x.dtype) for y in narrow))
+
+
+def _distance(exact: list[np.ndarray], others: list[np.ndarray]) -> float:
+    """Return the Euclidean norm of a difference, where the first ones are finite."""
+    norms = []
+    for x, y in zip(exact, others, strict=True):
+        finite = np.isfinite(x)
+        # In float64, squares neither overflow nor vanish.
+        difference = y[finite].astype(complex) - x[finite].astype(complex)
+        norms.append(np.linalg.norm(difference))
+    return float(np.nan_to_num(np.linalg.norm(norms), nan=np.inf, posinf=np.inf))
