@@ -120,7 +120,7 @@ for name in ("attention with a mask", "one operand in float16"):
     del ONE_LINE[name]
 for name in ("logarithm of a small difference", "convolution", "grouped convolution"):
     del ONE_LINE[name]
-QUICK = "scan", "shard_map", "sums of 4 in the backward pass", "beside an own derivative"
+QUICK = "scan", "shard_map", "beside an own derivative"
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK, ONE_LINE))
