@@ -60,7 +60,7 @@ def autocast(
 
     In a ``scan``, it computes cheap operations again in the backward pass where that
     keeps fewer bytes. JAX alone decides in a body with a ``jax.checkpoint``, a
-    ``while`` loop, complex numbers, or an effect such as ``jax.debug.print``.
+    ``while`` loop, or an effect such as ``jax.debug.print``.
 
     Args:
         fun: a function of pytrees, traced as under ``jax.jit``. It must not change its

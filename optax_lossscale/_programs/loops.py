@@ -88,15 +88,13 @@ def _gets_policy(body: Any, dtype: str, inputs: Origins) -> bool:
     """Return whether the body of a ``scan`` gets a policy.
 
     If it has a ``jax.checkpoint``, its author has decided. JAX would run an inner
-    ``while`` twice as a whole, and fails where it keeps a complex array for two uses.
+    ``while`` twice as a whole.
     """
-    results: list[Any] = [y.aval for x in equations(body) for y in x.outvars]
     products: list[Any] = [x for x in equations(body) if x.primitive.name in PRODUCTS]
     return (
         any(x.outvars[0].aval.dtype == dtype for x in products)
         and any(x.has_tangent for x in inputs)
         and not operations(body) & (CHECKPOINTS | {"while"})
-        and not any(is_inexact(x) and jnp.iscomplexobj(x) for x in results)
         and _is_pure(body)
     )
 
@@ -111,7 +109,8 @@ def _with_least_kept(body: Any, inputs: Origins, constants: int, length: int) ->
 
     The first inputs are constants of the loop, which runs ``length`` times.
     """
-    checkpoint = _checkpointed(body, _keeps_all_but(frozenset()))
+    inner = _checkpointed(body, None)
+    checkpoint = _checkpointed(inner, _keeps_all_but(frozenset()))
     if checkpoint is body:
         return body
     try:
@@ -141,7 +140,17 @@ def _with_least_kept(body: Any, inputs: Origins, constants: int, length: int) ->
             choices.append(_without_needless(needed, names))
     # Of equal choices, the first one computes less again.
     recomputed, _ = min(choices, key=operator.itemgetter(1))
-    return _checkpointed(body, _keeps_all_but(recomputed)) if recomputed else body
+    if not recomputed:
+        return body
+    # JAX rounds what one operation of a checkpoint saves and another one uses, and
+    # fails if it is complex. It does not look into another checkpoint inside.
+    outer = inner if _has_complex(kept) else body
+    return _checkpointed(outer, _keeps_all_but(recomputed))
+
+
+def _has_complex(program: Any) -> bool:
+    results = (x.aval for eqn in equations(program) for x in eqn.outvars)
+    return any(jnp.iscomplexobj(x) for x in results if is_inexact(x))
 
 
 def _without_needless(
@@ -171,7 +180,7 @@ def _keeps_all_but(recomputed: frozenset[str]) -> Policy:
     return is_kept
 
 
-def _checkpointed(program: Any, policy: Policy) -> Any:
+def _checkpointed(program: Any, policy: Policy | None) -> Any:
     """Return a program that is one ``jax.checkpoint``.
 
     Without ``prevent_cse``, which the bodies of loops do not need.
