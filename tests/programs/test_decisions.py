@@ -66,7 +66,7 @@ DECISIONS = {
     "round": lambda z, t: jnp.round(z - t + 0.5),
     "sign": lambda z, t: jnp.sign(z - t),
     "remainder": lambda z, t: jnp.mod(z - t, 1.0),
-    "integer": lambda z, t: (z - t + 8).astype(jnp.int32),
+    "integer": lambda z, t: (z - t + 8).astype(jnp.int32) - 8,
     "bits": lambda z, t: lax.bitcast_convert_type(z - t, jnp.int32) >> 31,
     "rank": lambda z, t: jnp.sum(z[:, :, None] >= z[:, None, :], -1) / WIDTH,
     "root": lambda z, t: jnp.sqrt(jnp.where(z <= t, t - z, 1.0)),
@@ -74,7 +74,7 @@ DECISIONS = {
     "logarithm": lambda z, t: jnp.tanh(jnp.log(jnp.abs(z - t))),
     "angle": lambda z, t: jnp.sin(jnp.arctan2(z - t, -1.0) / 2),
     "arccosine": lambda z, t: jnp.arccos(z / jnp.max(jnp.abs(z), 1, keepdims=True)),
-    "bin": lambda z, t: jnp.digitize(z, jnp.sort(z[0])),
+    "bin": lambda z, t: jnp.digitize(z, jnp.sort(z[0])) / WIDTH,
 }
 # What is done with the result.
 USES = {
