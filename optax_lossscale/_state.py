@@ -90,7 +90,7 @@ class LossScaleState(NamedTuple):
         return cls._make([*map(jnp.asarray, numbers, _DTYPES), rule_state])
 
     def record(self, applied: "jax.typing.ArrayLike") -> "LossScaleState":
-        """Record whether the last step was applied, first in the ``update`` of a rule.
+        """Record whether the last step was applied, in a rule that is used alone.
 
         Args:
             applied: one boolean; False if the step is skipped.
@@ -123,6 +123,12 @@ class LossScaleState(NamedTuple):
             consecutive_skips=jnp.where(applied, 0, consecutive_skips),
             skip_rate=jnp.where(applied, decayed, skipped_rate),
         )
+
+
+def with_counts(state: LossScaleState, counted: LossScaleState) -> LossScaleState:
+    """Return a state with the counts of skipped steps of another."""
+    names = "skipped_steps", "consecutive_skips", "skip_rate"
+    return state._replace(**{name: getattr(counted, name) for name in names})
 
 
 class WithLossScalingState(NamedTuple):

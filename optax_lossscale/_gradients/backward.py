@@ -30,7 +30,7 @@ from .._validation import (
     describe,
     warn,
 )
-from .forgotten import Note, note_uses, using_scale
+from .forgotten import Note, note_divided, note_uses, using_scale
 from .scaling import rescale
 
 # Takes the scale from outside or None, the cotangents and the pullback. Returns the
@@ -92,9 +92,9 @@ def scale_backward(
 
     def run(call: TracedCall) -> Sequence[jax.Array]:
         # Read the state now: a Flax NNX optimizer changes in place.
-        with _outer_scale(scale) as outer:
+        with _outer_scale(scale) as (outer, state):
             outer = jax.lax.stop_gradient(outer)
-            return _run_scaled("scale_backward", call, outer, lambda outer, *_: outer)
+            return _run_scaled("scale_backward", call, outer, _outer_alone, state)
 
     return on_traced_calls(fun, run)
 
@@ -176,19 +176,27 @@ def scale_block(
 
 
 @contextlib.contextmanager
-def _outer_scale(scale: Any) -> Iterator[jax.Array]:
-    """Yield the scale, from a number or a state, while a loss is traced with it."""
+def _outer_scale(scale: Any) -> Iterator[tuple[jax.Array, Any]]:
+    """Yield the scale and its state, or None for a number, while a loss is traced."""
     if isinstance(scale, float | int | np.generic | np.ndarray | jax.Array):
         check_scale("scale", scale)
-        yield jnp.asarray(scale, jnp.float32)
+        yield jnp.asarray(scale, jnp.float32), None
         note_uses(scale, (Note.SCALES, Note.DIVIDES))
     else:
         with using_scale(scale, Note.SCALES, Note.DIVIDES) as scale_state:
-            yield scale_state.loss_scale
+            yield scale_state.loss_scale, scale
+
+
+def _outer_alone(outer_scale: Any, *_: Any) -> Any:
+    return outer_scale
 
 
 def _run_scaled(
-    name: str, call: TracedCall, outer_scale: jax.Array | None, scale_from: ScaleFrom
+    name: str,
+    call: TracedCall,
+    outer_scale: jax.Array | None,
+    scale_from: ScaleFrom,
+    state: Any = None,
 ) -> Sequence[jax.Array]:
     """Run a program whose backward pass runs at the scale from ``scale_from``.
 
@@ -221,10 +229,11 @@ def _run_scaled(
         scale = scale_from(outer_scale, cotangents, pullback)
         (scaled_grads,) = pullback([rescale(x, scale, 1) for x in cotangents])
         pairs = zip(scaled_grads, overwritten, strict=True)
-        return None, *(
-            x if is_overwritten else rescale(x, scale, -1)
-            for x, is_overwritten in pairs
-        )
+        grads = [x if is_new else rescale(x, scale, -1) for x, is_new in pairs]
+        if state is not None:
+            # The gradients of a parameter that nothing else uses are these arrays.
+            note_divided(grads, state, scaled_grads, Note.DIVIDED_INSIDE)
+        return None, *grads
 
     program = jax.custom_vjp(lambda _, *inputs: evaluate(jaxpr, *inputs))
     program.defvjp(forward, backward, symbolic_zeros=True)

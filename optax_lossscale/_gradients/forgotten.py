@@ -30,8 +30,8 @@ class Note(enum.Enum):
     DIVIDES = enum.auto()  # a scale or an owner: the gradients of a loss were divided
     RETURNED = enum.auto()  # a scale: `update` returned it
     SCALED = enum.auto()  # a loss: it was multiplied
-    DIVIDED = enum.auto()  # gradients: they were divided
-    BY_CONSTANT = enum.auto()  # traced gradients: by the scale of this concrete state
+    DIVIDED = enum.auto()  # gradients: by the scale of which state, and its owner
+    DIVIDED_INSIDE = enum.auto()  # the same, by a function inside of the loss
 
 
 # Each note is one entry, written and read at once, so that threads do not disturb each
@@ -79,16 +79,17 @@ def note_uses(scale: Any, uses: tuple[Note, ...], owner: int | None = None) -> N
         notes[Note.DIVIDES, owner] = None, True
 
 
-def note_divided(grads: Any, state: LossScaleState, scaled_grads: Any = None) -> None:
+def note_divided(
+    grads: Any, state: Any, scaled_grads: Any = None, how: Note = Note.DIVIDED
+) -> None:
     """Note that gradients have been divided by the scale of a state.
 
     Leaves that ``scaled_grads`` also holds, such as integers, have not been divided.
     """
     unchanged = set(map(id, jax.tree.leaves(scaled_grads)))
     divided = [x for x in jax.tree.leaves(grads) if id(x) not in unchanged]
-    note(Note.DIVIDED, divided)
-    if not is_traced((state.loss_scale, state.is_fixed)):
-        note(Note.BY_CONSTANT, list(filter(is_traced, divided)), state)
+    found = find_state(state)
+    note(how, divided, (raw_scale_state(found), _owner(found)))
 
 
 def warn_if_scaled_twice(loss: Any) -> None:
@@ -99,8 +100,11 @@ def warn_if_scaled_twice(loss: Any) -> None:
         )
 
 
-def warn_if_divided_twice(grads: Any) -> None:
-    if noted(Note.DIVIDED, grads):
+def warn_if_divided_twice(grads: Any, state: Any) -> None:
+    scale = raw_scale_state(state).loss_scale
+    inside = noted(Note.DIVIDED_INSIDE, grads)
+    # What has divided inside of the loss may have had another scale.
+    if noted(Note.DIVIDED, grads) or inside and inside[0].loss_scale is scale:
         warn(
             "The gradients are divided by the loss scale twice: `value_and_grad`, "
             "`scale_backward` and `unscale_grads` return true gradients, ready for "
@@ -111,10 +115,15 @@ def warn_if_divided_twice(grads: Any) -> None:
 def warn_if_forgotten(state: WithLossScalingState, rule: Any, grads: Any) -> None:
     """Warn at the update of a step whose loss was not scaled, or not unscaled."""
     scale = state.scale_state.loss_scale
-    if noted(Note.DIVIDED, grads):
-        _warn_if_constant(scale, noted(Note.BY_CONSTANT, grads))
-        return
     owners = [_owner(state), None]
+    if by := noted(Note.DIVIDED, grads) or noted(Note.DIVIDED_INSIDE, grads):
+        used, owner = by
+        # Only in one program is it certain that the scale of the update will change.
+        in_program = is_traced(scale) and is_traced(grads) and is_staging()
+        if used.loss_scale is not scale and in_program:
+            is_another = owner not in owners and not noted(Note.SCALES, scale)
+            _warn_of_another_scale(used, is_another)
+        return
     scaled, divided = (
         noted(what, scale) or any((what, x) in notes for x in owners)
         for what in (Note.SCALES, Note.DIVIDES)
@@ -134,19 +143,22 @@ def warn_if_forgotten(state: WithLossScalingState, rule: Any, grads: Any) -> Non
         )
 
 
-def _warn_if_constant(scale: Any, divided_by: LossScaleState | None) -> None:
-    """Warn if traced gradients were divided by a constant that should change.
-
-    The scale of the update is traced in the same program, so it will change.
-    """
-    if divided_by is None or not is_traced(scale) or not is_staging():
-        return
-    if not jax.device_get(divided_by.is_fixed):
+def _warn_of_another_scale(used: LossScaleState, is_of_another: bool) -> None:
+    """Warn if gradients were divided by a scale that their update does not change."""
+    if is_traced((used.loss_scale, used.is_fixed)):
+        if is_of_another:
+            warn(
+                "The gradients were computed at the loss scale of another optimizer, "
+                "which their overflows do not lower. Pass the `opt_state` of this "
+                "`update` to `value_and_grad`.",
+                "guides/several_losses.md",
+            )
+    elif not jax.device_get(used.is_fixed):
         warn(
-            f"The loss scale, {jax.device_get(divided_by.loss_scale):g}, is a constant "
-            "of a compiled function, or of the body of a `scan`, so it never changes. "
-            "Call `value_and_grad(loss_fn, opt_state)` inside of it, with an "
-            "`opt_state` that is among its arguments.",
+            f"The loss scale, {jax.device_get(used.loss_scale):g}, is a constant of a "
+            "compiled function, or of the body of a `scan`, so it never changes. Call "
+            "`value_and_grad(loss_fn, opt_state)` or `scale_backward` inside of it, "
+            "with an `opt_state` that is among its arguments.",
             "start/guarantees.md#call-it-inside-the-compiled-function",
         )
 

@@ -119,7 +119,7 @@ def value_and_grad_with_retries(
                 call.jaxpr, call.inputs, max_retries, backoff_factor, axis_name
             )
             _, output, grads = call.put_back(outputs)
-        note_divided(grads, scale_state)
+        note_divided(grads, state)
         tracker = jnp.where(attempts > 1, 0, scale_state.growth_tracker)
         new = scale_state._replace(loss_scale=scale, growth_tracker=tracker)
         new_state = update_objects(state, replace_loss_scale_state(state, new))

@@ -74,10 +74,10 @@ def unscale_grads(grads: Any, state: Any) -> Any:
         >>> ls.unscale_grads(jnp.float16([512.0]), ls.FixedLossScale(1024.0).init())
         Array([0.5], dtype=float32)
     """
-    warn_if_divided_twice(grads)
     with using_scale(state, Note.DIVIDES) as scale_state:
+        warn_if_divided_twice(grads, state)
         true_grads = unscale(grads, scale_state.loss_scale)
-    note_divided(true_grads, scale_state, grads)
+    note_divided(true_grads, state, grads)
     return true_grads
 
 

@@ -81,7 +81,7 @@ def value_and_grad(
         # Read the state now: a Flax NNX optimizer changes in place.
         with using_scale(state, Note.SCALES, Note.DIVIDES) as scale_state:
             output, grads = at_scale(scale_state.loss_scale, *args, **kwargs)
-        note_divided(grads, scale_state)
+        note_divided(grads, state)
         return output, grads
 
     return value_and_grad_fun

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from .._axes import AxisName
 from .._finite import finite_max_magnitude
-from .._state import LossScaleState, check_state
+from .._state import LossScaleState, check_state, with_counts
 from .._tree import cast_like, mismatch, select
 from .._validation import (
     check_concrete,
@@ -76,10 +76,10 @@ class LossScale(abc.ABC):
     gives it a repr, equality, a hash and ``get_config``. It must not define
     ``__call__``: ``optax.inject_hyperparams`` takes callables for schedules.
 
-    Return ``state.record(grads_finite)._replace(...)`` from ``update``: it counts
-    skipped steps. Limit the scale: one that has become 0 stays 0. What the rule
-    remembers beside the scale is its ``rule_state``. In a step whose ``value`` is not
-    finite, the result of ``update`` is not used.
+    Return ``state._replace(loss_scale=...)`` from ``update``. Skipped steps are counted
+    by `with_loss_scaling`. Limit the scale: one that has become 0 stays 0. What the
+    rule remembers beside the scale is its ``rule_state``. In a step whose ``value`` is
+    not finite, the result of ``update`` is not used.
 
     Attributes:
         skip_nonfinite: whether steps with non-finite gradients are skipped. If False,
@@ -100,8 +100,7 @@ class LossScale(abc.ABC):
         ...
         ...     def update(self, state, grads_finite):
         ...         scale = jnp.where(grads_finite, 1.0, 0.5) * state.loss_scale
-        ...         scale = jnp.maximum(scale, 1.0)
-        ...         return state.record(grads_finite)._replace(loss_scale=scale)
+        ...         return state._replace(loss_scale=jnp.maximum(scale, 1.0))
         >>> rule = HalvingLossScale(1.5)
         >>> float(rule.update(rule.init(), False).loss_scale)
         1.0
@@ -267,7 +266,7 @@ def next_state(
         raise ValueError(
             "`rule` must have an `update` that keeps the structure and the shapes of "
             f"the state, got {new} at {path}, where it was given {old}, from {rule!r}. "
-            "Return `state.record(grads_finite)._replace(...)`."
+            "Return `state._replace(loss_scale=...)`."
         )
     # A user's rule may return a Python number for a counter.
     return cast(LossScaleState, cast_like(new_state, state))
@@ -282,11 +281,7 @@ def _take_over(rule: LossScale, state: LossScaleState) -> LossScaleState:
     """
     own = rule.init()
     remembers = bool(jax.tree.leaves(own.rule_state))
-    own = own._replace(
-        skipped_steps=state.skipped_steps,
-        consecutive_skips=state.consecutive_skips,
-        skip_rate=state.skip_rate,
-        rule_state=own.rule_state if remembers else state.rule_state,
-    )
+    rule_state = own.rule_state if remembers else state.rule_state
+    own = with_counts(own._replace(rule_state=rule_state), state)
     own = cast_like(own, state)
     return cast(LossScaleState, select(state.is_fixed | own.is_fixed, own, state))

@@ -13,7 +13,12 @@ from .._gradients.forgotten import Note, note, warn_if_forgotten
 from .._jax_internals import in_memory_of
 from .._rules.base import LossScale, check_rule, matching_state, next_state
 from .._rules.dynamic import DynamicLossScale
-from .._state import LossScaleState, WithLossScalingState, check_state
+from .._state import (
+    LossScaleState,
+    WithLossScalingState,
+    check_state,
+    with_counts,
+)
 from .._tree import select
 from .._validation import check_flag, check_loss, check_switch, describe
 from .check_updates import results_finite
@@ -156,6 +161,7 @@ def with_loss_scaling(
         if not rule.skip_nonfinite:
             new_updates, new = inner.update(updates, old, params, **extra_args)
             new_scale_state = next_state(rule, scale_state, True, updates, axis_name)
+            new_scale_state = with_counts(new_scale_state, scale_state.record(True))
             return new_updates, WithLossScalingState(new_scale_state, new)
 
         grads_finite, loss_finite = _inputs_finite(updates, extra_args, axis_name)
@@ -177,11 +183,14 @@ def with_loss_scaling(
         )
         # Gradients that the optimizer takes may overflow, which a lower scale cures.
         step = _Step(applied if takes_grads else grads_finite, loss_finite, applied)
+        recorded = scale_state.record(applied)
         new_scale_state = select(
             step.scale_may_change,
             next_state(rule, scale_state, step.grads_finite, updates, axis_name),
-            scale_state.record(False),
+            recorded,
         )
+        # A rule of the user's own need not count.
+        new_scale_state = with_counts(new_scale_state, recorded)
         new_scale_state = jax.tree.map(in_memory_of, new_scale_state, scale_state)
         note(Note.RETURNED, new_scale_state.loss_scale)
         return new_updates, WithLossScalingState(new_scale_state, new)

@@ -389,9 +389,9 @@ def test_wrong_step_gives_one_warning(way, program):
     assert_warns_once(WRONG[way], program, NET, way)
 
 
-@pytest.mark.parametrize("way", [by_grad, by_retries])
+@pytest.mark.parametrize("way", [by_grad, by_retries, by_backward])
 def test_gradients_of_other_ways_warn_if_they_are_divided_twice(way):
-    """Those of `scale_backward`, and sums of gradients, are new arrays."""
+    """Sums of gradients are new arrays."""
     again = functools.partial(divided_twice, way=way)
     assert_warns_once(DIVIDED_TWICE, jit, NET, again)
 
@@ -445,10 +445,27 @@ def test_unscaling_after_the_update_warns_in_each_step(trace):
 
 
 @pytest.mark.parametrize("program", TRACED)
-@pytest.mark.parametrize("way", [by_grad, by_retries, by_hand])
+@pytest.mark.parametrize("way", [by_grad, by_retries, by_hand, by_backward])
 def test_traced_update_warns_of_a_constant_scale(way, program):
     message = "The loss scale, 32768, is a constant of a compiled function"
     assert_warns_once(message, program, NET, closed_over(way, NET.args[1]))
+
+
+def of_another(net, way):
+    """A GAN whose generator is trained at the scale of the discriminator."""
+    other = Net(CLIPPED)
+
+    def step(args, other_state):
+        params, state, x = args
+        return net.apply(params, state, way(params, other_state, x))
+
+    jax.eval_shape(step, net.args, other.args[1])
+
+
+@pytest.mark.parametrize("way", [by_grad, by_retries, by_hand, by_backward])
+def test_traced_update_warns_of_the_scale_of_another_optimizer(way):
+    message = "The gradients were computed at the loss scale of another optimizer"
+    assert_warns_once(message, of_another, NET, way)
 
 
 def test_traced_update_never_warns_of_a_constant_fixed_scale():

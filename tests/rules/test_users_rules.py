@@ -16,7 +16,7 @@ from optax_lossscale import presets
 
 @dataclasses.dataclass(frozen=True)
 class Halving(ls.LossScale):
-    """As the documentation has it, but without limits. It remembers its steps."""
+    """As the documentation has it, but without limits. It remembers its updates."""
 
     start: float = 64.0
 
@@ -25,8 +25,15 @@ class Halving(ls.LossScale):
 
     def update(self, state, grads_finite):
         scale = jnp.where(grads_finite, 1.0, 0.5) * state.loss_scale
-        state = state._replace(rule_state=state.rule_state + 1)
-        return state.record(grads_finite)._replace(loss_scale=scale)
+        return state._replace(rule_state=state.rule_state + 1, loss_scale=scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mistaken(Halving):
+    """It counts the wrong steps."""
+
+    def update(self, state, grads_finite):
+        return super().update(state, grads_finite).record(~grads_finite)
 
 
 def test_users_rule_is_restored_by_itself_and_by_the_base():
@@ -65,6 +72,30 @@ def after_one_step(rule, state, value):
     tx = ls.with_loss_scaling(optax.sgd(0.1), rule)
     opt_state = tx.init(GRADS)._replace(scale_state=state)
     return tx.update(GRADS, opt_state, GRADS, value=value)[1].scale_state
+
+
+def counts(state):
+    return int(state.skipped_steps), int(state.consecutive_skips), bool(state.applied)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [Halving(), Mistaken(), ls.DynamicLossScale()],
+    ids=lambda x: type(x).__name__,
+)
+def test_skipped_steps_are_counted_whatever_the_rule_counts(rule):
+    tx = ls.with_loss_scaling(optax.sgd(0.1), rule)
+    state, seen = tx.init(GRADS), []
+    for grads in (GRADS * np.nan, GRADS * np.nan, GRADS):
+        _, state = tx.update(grads, state, GRADS)
+        seen.append(counts(state.scale_state))
+    assert seen == [(1, 1, False), (2, 2, False), (2, 0, True)]
+
+
+def test_step_of_a_rule_that_never_skips_is_applied():
+    skipped = ls.DynamicLossScale().init().record(False)
+    never = ls.FixedLossScale(8.0, skip_nonfinite=False)
+    assert counts(after_one_step(never, skipped, np.nan)) == (1, 0, True)
 
 
 @pytest.mark.parametrize("value", [1.0, np.nan], ids=["good", "bad"])
