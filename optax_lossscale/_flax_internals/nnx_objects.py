@@ -1,13 +1,22 @@
 """Objects of Flax NNX: as trees of arrays, and changed in place."""
 
 import contextlib
+import dataclasses
 import operator
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 _TAG = "optax_lossscale"  # by this name NNX maps copies to originals, and we know ours
+
+
+@dataclasses.dataclass
+class _Unchanged:
+    """Stands for an object that is returned, but must not be written."""
+
+    original: Any
 
 
 def flax_nnx() -> Any:
@@ -20,12 +29,17 @@ def changes_transferred() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if nnx is None else nnx.update_context(_TAG)
 
 
-def as_arrays(tree: Any) -> Any:
-    """Return a tree in which each object is a tree of its arrays."""
+def as_arrays(tree: Any, unchanged: Mapping[int, Any] = {}) -> Any:
+    """Return a tree in which each object is a tree of its arrays.
+
+    An object whose id is in ``unchanged`` becomes the original there.
+    """
     if (nnx := flax_nnx()) is None:
         return tree
 
     def split(context: Any, path: Any, prefix: Any, x: Any) -> Any:
+        if id(x) in unchanged:
+            return _Unchanged(unchanged[id(x)])
         return nnx.NodeStates.from_split(*context.split(x), metadata=_TAG)
 
     return nnx.to_tree(tree, split_fn=split, ctxtag=_TAG)
@@ -37,10 +51,16 @@ def with_objects(tree: Any, *, copies: bool) -> Any:
         return tree
 
     def is_ours(x: Any) -> bool:  # others are of the user's own `nnx.to_tree`
-        return isinstance(x, nnx.NodeStates) and x.metadata == _TAG
+        is_split = isinstance(x, nnx.NodeStates) and x.metadata == _TAG
+        return is_split or isinstance(x, _Unchanged)
 
-    leaves = dict(is_node_leaf=is_ours, is_leaf=is_ours)
-    return nnx.from_tree(tree, **leaves, is_inner=copies, ctxtag=_TAG)
+    def merge(context: Any, path: Any, prefix: Any, x: Any) -> Any:
+        if isinstance(x, _Unchanged):
+            return x.original
+        return context.merge(x.graphdef, *x.states)
+
+    options = dict(is_node_leaf=is_ours, is_leaf=is_ours, merge_fn=merge)
+    return nnx.from_tree(tree, **options, is_inner=copies, ctxtag=_TAG)
 
 
 def contents(x: Any) -> tuple[Any, list[Any]]:
@@ -104,6 +124,10 @@ def update_objects(old: Any, new: Any) -> Any:
         return old
 
     return jax.tree.map(updated, old, new, is_leaf=is_object)
+
+
+def objects_in(tree: Any) -> list[Any]:
+    return list(filter(is_object, leaves_with_objects(tree).values()))
 
 
 def is_object(x: Any) -> bool:

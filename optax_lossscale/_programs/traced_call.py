@@ -46,6 +46,7 @@ def traced_call(
     function gets copies of Flax NNX objects, and ``put_back`` makes the same changes to
     the originals, and to the state of a Linen or Haiku model around the call.
     """
+    originals = nnx_objects.objects_in((args, kwargs))
     with nnx_objects.changes_transferred():
         given = nnx_objects.as_arrays((tuple(args), dict(kwargs)))
         paths, structure = jax.tree_util.tree_flatten_with_path(given)
@@ -64,7 +65,7 @@ def traced_call(
             arguments = nnx_objects.with_objects(
                 jax.tree.unflatten(structure, leaves), copies=True
             )
-            changes = _watch(arguments)
+            changes = _watch(arguments, originals)
             with running_model.traced():
                 returned = fun(*first, *arguments[0], **arguments[1])
             traced, output = _without_arrays(returned, changes())
@@ -90,7 +91,7 @@ def traced_call(
         def put_back(computed: Sequence[jax.Array]) -> Any:
             rest = iter(computed)
             all_outputs = [next(rest) if x is None else x for x in bypassing]
-            return output.put_back(all_outputs, (args, kwargs))
+            return output.put_back(all_outputs)
 
         yield TracedCall(jaxpr, inputs, overwritten, put_back)
 
@@ -114,11 +115,12 @@ def on_traced_calls(
 class _Changes(NamedTuple):
     """What a function has changed."""
 
-    objects: dict[int, Any]  # by their places among the NNX objects in the arguments
+    objects: list[tuple[Any, Any]]  # NNX objects in the arguments, and their originals
+    unchanged: dict[int, Any]  # the originals of the others, by the ids of the copies
     model: Any  # the new state of the Linen or Haiku model around the call, or None
 
 
-def _watch(arguments: Any) -> Callable[[], _Changes]:
+def _watch(arguments: Any, originals: list[Any]) -> Callable[[], _Changes]:
     """Return a function that tells what was changed in the meantime.
 
     It raises if that is anything but NNX objects and the model around the call.
@@ -127,8 +129,8 @@ def _watch(arguments: Any) -> Callable[[], _Changes]:
     again = nnx_objects.leaves_with_objects(arguments)
     # Some trees compute their leaves whenever they are flattened.
     computed = {path for path, x in before.items() if x is not again.get(path)}
-    objects = list(filter(nnx_objects.is_object, before.values()))
-    contents = [*map(nnx_objects.contents, objects)]
+    copies = nnx_objects.objects_in(arguments)
+    contents = [*map(nnx_objects.contents, copies)]
     old_model = jax.tree.leaves(running_model.model_state())
 
     def changes() -> _Changes:
@@ -137,13 +139,13 @@ def _watch(arguments: Any) -> Callable[[], _Changes]:
             after = nnx_objects.leaves_with_objects(arguments)
         _check_unchanged(before, after, besides=computed)
         # Those that are only read may be of a trace that forbids to write them.
-        pairs = zip(objects, contents, strict=True)
-        changed = {
-            i: x for i, (x, old) in enumerate(pairs) if not nnx_objects.is_same(x, old)
-        }
+        is_same = map(nnx_objects.is_same, copies, contents)
+        objects = [*zip(copies, originals, is_same, strict=True)]
+        changed = [(x, original) for x, original, same in objects if not same]
+        unchanged = {id(x): original for x, original, same in objects if same}
         model = running_model.model_state()
         is_old = [*map(id, jax.tree.leaves(model))] == [*map(id, old_model)]
-        return _Changes(changed, None if is_old else model)
+        return _Changes(changed, unchanged, None if is_old else model)
 
     return changes
 
@@ -169,14 +171,12 @@ class _Output(NamedTuple):
 
     structure: Any
     leaves: list[Any]  # in the place of an array, `_ARRAY`
-    changed_objects: list[int]
+    changed_objects: list[Any]  # the originals
 
-    def put_back(self, arrays: Sequence[jax.Array], arguments: Any) -> Any:
+    def put_back(self, arrays: Sequence[jax.Array]) -> Any:
         """Return what the function returned, and change what it changed."""
         if self.changed_objects:
-            originals = nnx_objects.leaves_with_objects(arguments).values()
-            objects = list(filter(nnx_objects.is_object, originals))
-            nnx_objects.check_writable([objects[i] for i in self.changed_objects])
+            nnx_objects.check_writable(self.changed_objects)
         remaining = iter(arrays)
         leaves = [next(remaining) if x is _ARRAY else x for x in self.leaves]
         returned, _, model = nnx_objects.with_objects(
@@ -189,8 +189,9 @@ class _Output(NamedTuple):
 
 def _without_arrays(returned: Any, changes: _Changes) -> tuple[list[Any], _Output]:
     """Take the arrays out of what a function returned and changed."""
-    everything = (returned, [*changes.objects.values()], changes.model)
-    leaves, structure = jax.tree.flatten(nnx_objects.as_arrays(everything))
+    everything = (returned, [x for x, _ in changes.objects], changes.model)
+    given_back = nnx_objects.as_arrays(everything, changes.unchanged)
+    leaves, structure = jax.tree.flatten(given_back)
     marked = [_ARRAY if isinstance(x, jax.Array) else x for x in leaves]
-    output = _Output(structure, marked, [*changes.objects])
+    output = _Output(structure, marked, [x for _, x in changes.objects])
     return [x for x in leaves if isinstance(x, jax.Array)], output

@@ -53,10 +53,9 @@ def assert_same_types(actual, expected):
     """Assert equal structures, shapes, dtypes and weak types."""
 
     def types(tree):
-        assert all(hasattr(x, "dtype") for x in jax.tree.leaves(tree))
-        return jax.tree.map(
-            lambda x: (x.shape, x.dtype, getattr(x, "weak_type", None)), tree
-        )
+        leaves, structure = jax.tree.flatten(tree)
+        of_leaves = [(x.shape, x.dtype, getattr(x, "weak_type", None)) for x in leaves]
+        return of_leaves, structure
 
     assert types(actual) == types(expected)
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from asserts import assert_same_types
+from asserts import assert_same_types, without_keys
 from flax import nnx
 from flax.nnx.transforms.general import merge_inputs, split_inputs
 from shared import enable_x64
@@ -83,6 +83,57 @@ def tree_of_a_module(wrap):
     return loss, nnx.from_tree(tree).mean[...], norm.mean[...]
 
 
+class Kinds(nnx.Module):
+    """It has variables of many kinds, and changes some of them."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.norm = nnx.BatchNorm(8, momentum=0.5, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.table = nnx.Variable(jnp.array(2.0), note=("described",))
+        self.tree = nnx.Variable({"numbers": jnp.arange(3)})
+
+    def __call__(self, x):
+        return self.dropout(self.norm(x)) * self.table[...]
+
+
+def variables(state):
+    return jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+
+
+def state_of_nnx_in_a_derivative(wrap):
+    """NNX forbids to write it there. A copy of it changes."""
+    graph, params, rest = nnx.split(Kinds(), nnx.Param, ...)
+
+    def copied_loss(params, tree, x):
+        model = nnx.merge(graph, params, tree["rest"], copy=True)
+        loss, new = loss_fn(model, x), nnx.state(model)
+        popped = nnx.pop(model, nnx.BatchStat)
+        return loss, (tree, tree["rest"]["table"], nnx.to_pure_dict(new), popped)
+
+    def derivative(tree, x):
+        fun = jax.value_and_grad(wrap(copied_loss), has_aux=True)
+        return fun(params, tree, x)
+
+    tree = {"rest": rest}
+    scanned = jax.lax.scan(lambda tree, x: (tree, derivative(tree, x)), tree, X[None])
+    mapped = jax.vmap(derivative, in_axes=(None, 0))(tree, X[None])
+    return derivative(tree, X), scanned, mapped
+
+
+def state_of_nnx_that_changes(wrap):
+    """Its variables are objects: the function changes those of its caller."""
+    graph, state = nnx.split(Kinds())
+
+    def merged_loss(state, x):
+        model = nnx.merge(graph, state)
+        return loss_fn(model, x), nnx.state(model)
+
+    loss, returned = wrap(merged_loss)(state, X)
+    assert all(map(operator.is_, variables(returned), variables(state)))
+    return loss, state
+
+
 def state_of_equinox(wrap):
     """Once it is set, the old one cannot be read."""
     index = eqx.nn.StateIndex(jnp.zeros(8))
@@ -147,6 +198,8 @@ def layers_of_haiku(wrap):
 CALLS = [
     module_beside_one_that_changes,
     tree_of_a_module,
+    state_of_nnx_in_a_derivative,
+    state_of_nnx_that_changes,
     state_of_equinox,
     tree_that_computes_its_leaves,
     layers_of_linen,
@@ -166,6 +219,7 @@ def results(call):
 def test_wrapped_function_returns_and_changes_what_the_function_does(name, call):
     ours, theirs = results(call)[name], results(call)["plain"]
     assert_same_types(ours, theirs)
+    ours, theirs = without_keys((ours, theirs))
     chex.assert_trees_all_close(ours, theirs, rtol=0.01, atol=0.02)
 
 
