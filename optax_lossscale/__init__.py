@@ -9,7 +9,7 @@ A train step changes in three places::
 
     @jax.jit
     def train_step(params, opt_state, batch):
-        grad_fn = ls.value_and_grad(ls.autocast(loss_fn), opt_state)          # 2
+        grad_fn = ls.value_and_grad(ls.autocast(loss_fn, jnp.float16), opt_state)  # 2
         loss, grads = grad_fn(params, batch)
         updates, opt_state = tx.update(grads, opt_state, params, value=loss)  # 3
         return optax.apply_updates(params, updates), opt_state, loss

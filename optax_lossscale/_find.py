@@ -58,8 +58,13 @@ def get_loss_scale(state: Any) -> jax.Array:
     return get_loss_scale_state(state).loss_scale
 
 
-def find_state(state: Any) -> WithLossScalingState | LossScaleState:
-    """Return a state, or that of an object with an ``opt_state``, or raise."""
+def find_state(
+    state: Any, call: str = "", name: str = "state"
+) -> WithLossScalingState | LossScaleState:
+    """Return a state, or that of an object with an ``opt_state``, or raise.
+
+    An error names the argument and, if it is given, the right ``call``.
+    """
     found = state
     # The state of `optax.contrib.sam` has a field `opt_state`, but is no train state.
     if not (isinstance(state, _STATES) or type(state).__module__.startswith("optax.")):
@@ -67,9 +72,10 @@ def find_state(state: Any) -> WithLossScalingState | LossScaleState:
     if isinstance(found, _STATES):
         return found
     raise ValueError(
-        "`state` must be what the `init(params)` of `with_loss_scaling` or "
+        f"`{name}` must be what the `init(params)` of `with_loss_scaling` or "
         "`skip_nonfinite` returned, a LossScaleState, or an object whose `opt_state` "
         f"is one of these, got {describe(found)}. {_advice(found)}"
+        f"{f' The call is `{call}`.' if call else ''}"
     )
 
 

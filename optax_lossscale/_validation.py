@@ -1,12 +1,14 @@
 """Checks of the arguments that users pass, and warnings. Each says what to do."""
 
 import functools
+import inspect
 import itertools
 import math
 import numbers
 import sys
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,28 @@ _POWERS = {SMALLEST_SCALE: "2**-126", LARGEST_SCALE: "2**126"}
 
 # A warning points at the first line outside of these packages.
 _SKIPPED = {__name__.partition(".")[0], "jax", "optax", "flax", "equinox", "contextlib"}
+
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def advise_if_left_out(advice: str) -> Callable[[FunctionT], FunctionT]:
+    """Say what to do if a call of a function leaves out an argument."""
+
+    def decorated(fun: FunctionT) -> FunctionT:
+        signature = inspect.signature(fun)
+
+        @functools.wraps(fun)
+        def advising(*args: Any, **kwargs: Any) -> Any:
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"`{fun.__name__}`: {error}. {advice}") from None
+            return fun(*args, **kwargs)
+
+        return cast(FunctionT, advising)
+
+    return decorated
 
 
 def check_number(
@@ -46,6 +70,8 @@ def check_number(
         bounds = f"a number from {low} to {high}"
         is_inside = number is not None and least <= number <= largest
     if number is None or not is_inside:
+        if hasattr(value, "loss_scale"):  # such as a SuggestedLossScale
+            advice = "Pass its `.loss_scale`."
         raise ValueError(f"`{name}` must be {bounds}, got {value!r}. {advice}")
     return number
 
@@ -78,7 +104,7 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...], advice: str) -
 
 
 def check_function(name: str, value: Any, advice: str) -> None:
-    if not callable(value):
+    if not callable(value) or isinstance(value, type):  # such as jnp.float16
         raise TypeError(f"`{name}` must be a function, got {describe(value)}. {advice}")
 
 
@@ -88,7 +114,7 @@ def check_dtype(name: str, value: Any) -> str:
         dtype = jnp.dtype("" if value is None else value)  # None means float64
         if jnp.issubdtype(dtype, jnp.floating):
             return dtype.name
-    except TypeError:
+    except (TypeError, ValueError):  # NumPy's, of a dict of arrays
         pass
     like = "bfloat16" if "bf" in str(value) else "float16"
     raise ValueError(
@@ -149,7 +175,12 @@ _REFILLS = "finite", "growth", "change"
 _check_inside = functools.partial(check_number, is_open=True)
 # The fields of rules: each check, and what it takes behind the name and the value.
 _CHECKS: dict[str, tuple[Any, ...]] = {
-    "loss_scale": (check_number, 1, LARGEST_SCALE, "1 leaves the loss unchanged."),
+    "loss_scale": (
+        check_number,
+        1,
+        LARGEST_SCALE,
+        "1 leaves the loss unchanged. `DynamicLossScale` also goes below.",
+    ),
     "init_scale": _LIMIT,
     "min_scale": _LIMIT,
     "max_scale": _LIMIT,

@@ -51,6 +51,6 @@ def test_linen_model_is_read_and_written_and_its_initialization_seen():
 def test_autocast_and_retries_work_without_flax_and_haiku(monkeypatch):
     for name in ("flax.nnx", "flax.linen", "haiku"):
         monkeypatch.setitem(sys.modules, name, None)
-    state, loss_fn = ls.FixedLossScale().init(), ls.autocast(lambda x: x @ x)
+    state, loss_fn = ls.FixedLossScale().init(), ls.autocast(lambda x: x @ x, "float16")
     _, grads, _ = ls.value_and_grad_with_retries(loss_fn, state)(jnp.ones(2))
     assert grads.tolist() == [2, 2]

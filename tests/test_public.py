@@ -105,7 +105,7 @@ SIGNATURES = {
     "on_error axis_name",
     "gradient_report": "grads * loss_scale=1.0 dtype axis_name",
     "format_report": "report * limit=20",
-    "suggest_loss_scale": "grads * dtype headroom=3.0 min_scale=2.0**-24 "
+    "suggest_loss_scale": "grads * dtype headroom=3.0 min_scale=2.0**-14 "
     "max_scale=2.0**24",
     "autocast": "fun dtype",
     "autocast_report": "fun args * errors=False kwargs",

@@ -74,10 +74,10 @@ def loss_fn(params: Any, batch: Any, network: Network = network) -> jax.Array:
 
 def scaled_layer(layer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Compute the product of a layer in float16, at a loss scale of its own."""
-    return ls.scale_block(ls.autocast(layer))
+    return ls.scale_block(ls.autocast(layer, jnp.float16))
 
 
-NO_SCALE, half = ls.FixedLossScale(1.0), ls.autocast(network)
+NO_SCALE, half = ls.FixedLossScale(1.0), ls.autocast(network, jnp.float16)
 WAYS: dict[str, tuple[Network, ls.LossScale]] = {
     "float32": (network, NO_SCALE),
     "float16, no scale": (half, NO_SCALE),

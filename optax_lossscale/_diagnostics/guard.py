@@ -113,9 +113,10 @@ def check_loss_scale(
         check_function("on_error", on_error, "Leave it out to raise the error.")
     check_loss(value)
     check_axis_name(axis_name)
-    eager = not is_traced((state, grads, value))
     handle = functools.partial(_raise_or_warn, limit, on_error)
     scale_state, grads, value = jax.lax.stop_gradient((scale_state, grads, value))
+    # In a traced function, this traces a state that the function closes over, too.
+    eager = not is_traced((state, scale_state, grads, value))
 
     def arrays() -> Any:
         scale = scale_state.loss_scale
@@ -200,4 +201,6 @@ def _is_often_skipped(state: LossScaleState) -> jax.Array:
     is_often &= state.skipped_steps > _FIRST_SKIPS
     # No scale cures a skip that leaves the tracker alone, or skips at a low scale.
     is_found = (skips == 1) & (state.growth_tracker > 0) | (state.loss_scale <= 1)
+    # Each skip of a search resets the tracker. What the rate was then has decayed.
+    is_found |= rate > _WARNING_RATE + _ERROR_RATE * 0.99**state.growth_tracker
     return is_often & (is_found | state.is_fixed | (rate > _SEARCH_RATE))

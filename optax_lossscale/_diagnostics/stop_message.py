@@ -12,7 +12,10 @@ from .table import ALL_KINDS, FINITE_KINDS, table_of
 
 
 class Event(enum.Enum):
-    """What the guard reports, in this order."""
+    """What the guard reports, in this order.
+
+    Each warning but ``OFTEN_SKIPPED`` has found a fault in a public program.
+    """
 
     NEVER_OVERFLOWED = enum.auto()
     OFTEN_SKIPPED = enum.auto()
@@ -38,10 +41,8 @@ class _Message(NamedTuple):
 _DATA = "the batch, the parameters or a carried state hold NaN or inf"
 _FORWARD = "an activation is above 65504 (`autocast_report` finds it)"
 _DERIVATIVE = "`sqrt`, a norm or `log` has an infinite derivative at 0"
-_BACKWARD = (
-    "the gradient function was built once, from an earlier state; or one layer "
-    "overflows in the backward pass"
-)
+_STATE = "`value_and_grad` gets an earlier state than `update`, or another one"
+_BACKWARD = f"{_STATE}; or one layer overflows in the backward pass"
 _LABEL = "a label is out of range, or a mean over nothing is 0/0"
 _NAN_LOSS = (
     "a label is out of range, such as -100, for which JAX reads NaN; a mask multiplies "
@@ -54,7 +55,7 @@ _STOP_GRADIENT = "the loss does not reach the parameters, as behind a `stop_grad
 # The causes, page and unscaled causes of skips in a row, by what is known of the loss
 # and the gradients.
 _LOSS_UNKNOWN = (
-    f"{_DATA}; {_FORWARD}; or the gradients overflow. {_MORE}",
+    f"{_DATA}; {_FORWARD}; {_STATE}; or the gradients overflow. {_MORE}",
     "troubleshooting.md#the-loss-is-nan-from-the-first-step",
     f"{_DATA}; {_LABEL}; {_DERIVATIVE}; or {_DIVERGES}. {_MORE}",
 )

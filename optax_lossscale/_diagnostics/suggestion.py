@@ -49,7 +49,7 @@ def suggest_loss_scale(
     *,
     dtype: Any = jnp.float16,
     headroom: float = 3.0,
-    min_scale: float = 2.0**-24,
+    min_scale: float = 2.0**-14,
     max_scale: float = 2.0**24,
 ) -> SuggestedLossScale:
     """Suggest the power of two that brings the largest gradient safely below overflow.

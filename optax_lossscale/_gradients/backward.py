@@ -183,7 +183,8 @@ def _outer_scale(scale: Any) -> Iterator[tuple[jax.Array, Any]]:
         yield jnp.asarray(scale, jnp.float32), None
         note_uses(scale, (Note.SCALES, Note.DIVIDES))
     else:
-        with using_scale(scale, Note.SCALES, Note.DIVIDES) as scale_state:
+        uses = Note.SCALES, Note.DIVIDES
+        with using_scale(scale, *uses, name="scale") as scale_state:
             yield scale_state.loss_scale, scale
 
 

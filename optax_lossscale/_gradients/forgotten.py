@@ -59,9 +59,11 @@ def noted(what: Note, tree: Any) -> Any:
 
 
 @contextlib.contextmanager
-def using_scale(state: Any, *uses: Note) -> Iterator[LossScaleState]:
+def using_scale(
+    state: Any, *uses: Note, call: str = "", name: str = "state"
+) -> Iterator[LossScaleState]:
     """Yield the state whose scale a function uses. If that raises, nothing is noted."""
-    found = find_state(state)
+    found = find_state(state, call, name)
     raw = raw_scale_state(found)
     yield check_state(raw)
     note_uses(raw.loss_scale, uses, _owner(found))

@@ -43,7 +43,8 @@ def scale_loss(loss: Any, state: Any) -> Any:
         >>> ls.scale_loss(3.0, ls.FixedLossScale(1024.0).init())
         Array(3072., dtype=float32)
     """
-    with using_scale(state, Note.SCALES) as scale_state:
+    call = "scale_loss(loss, opt_state)"
+    with using_scale(state, Note.SCALES, call=call) as scale_state:
         scale = scale_state.loss_scale
         scaled = jax.tree.map(lambda x: scale_loss_by(x, scale), loss)
     note(Note.SCALED, scaled)
@@ -74,7 +75,8 @@ def unscale_grads(grads: Any, state: Any) -> Any:
         >>> ls.unscale_grads(jnp.float16([512.0]), ls.FixedLossScale(1024.0).init())
         Array([0.5], dtype=float32)
     """
-    with using_scale(state, Note.DIVIDES) as scale_state:
+    call = "unscale_grads(grads, opt_state)"
+    with using_scale(state, Note.DIVIDES, call=call) as scale_state:
         warn_if_divided_twice(grads, state)
         true_grads = unscale(grads, scale_state.loss_scale)
     note_divided(true_grads, state, grads)

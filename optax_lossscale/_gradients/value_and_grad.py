@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,6 +13,12 @@ from .._flax_internals.nnx_objects import check_no_modules
 from .._validation import check_function, describe
 from .forgotten import Note, note_divided, using_scale
 from .scaling import scale_loss_by, unscale
+
+
+class _Output(NamedTuple):
+    """What the loss returned, beside the scaled loss."""
+
+    output: Any
 
 
 def value_and_grad(
@@ -168,17 +174,23 @@ def differentiate(
             output = fun(*with_finite_overwrites(args), **kwargs)
             # Nothing uses the product, only its derivative, so XLA removes it.
             if not has_aux:
-                return scale_loss_by(output, scale), output
+                return scale_loss_by(output, scale), _Output(output)
             if not (isinstance(output, tuple | list) and len(output) == 2):
                 raise TypeError(
                     "`fun` must return a pair (loss, aux) with has_aux=True, got "
                     f"{describe(output)}. Return a pair, or leave out `has_aux`."
                 )
-            return scale_loss_by(output[0], scale), tuple(output)
+            return scale_loss_by(output[0], scale), _Output(tuple(output))
 
         scaled_value_and_grad = value_and_grad(scaled_fun, has_aux=True, **chosen)
-        (_, output), scaled_grads = scaled_value_and_grad(*args, **kwargs)
-        return output, unscale(scaled_grads, scale)
+        match scaled_value_and_grad(*args, **kwargs):
+            case ((_, _Output(output)), scaled_grads):
+                return output, unscale(scaled_grads, scale)
+        raise TypeError(
+            "`value_and_grad` must return ((loss, aux), gradients) with has_aux=True, "
+            f"got {describe(value_and_grad)}. Pass `jax.value_and_grad`, "
+            "`nnx.value_and_grad` or `eqx.filter_value_and_grad`, also to `grad`."
+        )
 
     return at_scale
 

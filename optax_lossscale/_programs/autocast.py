@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from .._validation import check_dtype, check_function, warn
+from .._validation import advise_if_left_out, check_dtype, check_function, warn
 from .loops import with_less_kept
 from .origins import origins_of_arguments
 from .primitives import MOVES, PRODUCTS, TRANSPARENT
@@ -29,22 +29,27 @@ from .rewrite import (
 from .traced_call import Arguments, Output, TracedCall, on_traced_calls
 
 
+@advise_if_left_out(
+    "Write `autocast(loss_fn, jnp.float16)` and scale the loss with `value_and_grad`, "
+    "or `autocast(loss_fn, jnp.bfloat16)`, which needs no scale. A decorator is "
+    "`functools.partial(autocast, dtype=jnp.float16)`. It is not a context manager: "
+    '`with jax.default_matmul_precision("highest"):` keeps a part in float32.'
+)
 def autocast(
-    # Left out by `with autocast():` and `@autocast(dtype=...)`: an error says so.
-    fun: Callable[Arguments, Output] = None,  # type: ignore[assignment]  # noqa: RUF013
-    dtype: Any = jnp.float16,
+    fun: Callable[Arguments, Output], dtype: Any
 ) -> Callable[Arguments, Output]:
-    """Create a function that computes its products in float16, all else as written.
+    """Create a function that computes its products in ``dtype``, all else as written.
 
     Use it to train a float32 program in float16, without a cast in the model::
 
-        loss, grads = ls.value_and_grad(ls.autocast(loss_fn), opt_state)(params, batch)
+        grad_fn = ls.value_and_grad(ls.autocast(loss_fn, jnp.float16), opt_state)
+        loss, grads = grad_fn(params, batch)
 
     A matrix product or convolution of two float32 arrays, or of one and an array in
     ``dtype``, is computed in ``dtype``: its operands are rounded, and its result is
-    converted back to float32. The products of its backward pass are cast, too, which is
-    why the loss needs a scale. Sums, norms, softmax, exponentials, lookups and losses
-    stay in float32.
+    converted back to float32. So are the products of its backward pass. That is why
+    float16 needs a loss scale. bfloat16 needs none. Sums, norms, softmax, exponentials,
+    lookups and losses stay in float32.
 
     A product counts as a matrix product if each element of its result sums 8 numbers or
     more. These are left as they are:
@@ -56,7 +61,7 @@ def autocast(
       ``jax.default_matmul_precision("highest")`` keeps a part of ``fun`` in float32;
     - in functions with a derivative or a batch rule of their own (``jax.custom_jvp``,
       ``jax.custom_vjp``, ``jax.custom_batching.custom_vmap``, Pallas). Put `autocast`
-      inside of these, as in ``scale_backward(autocast(fun), scale)``.
+      inside of these, as in ``scale_backward(autocast(fun, dtype), scale)``.
 
     In a ``scan``, it computes cheap operations again in the backward pass where that
     keeps fewer bytes. JAX alone decides in a body with a ``jax.checkpoint``, a
@@ -73,8 +78,8 @@ def autocast(
         ``fun`` can.
 
     Raises:
-        TypeError: if ``fun`` is left out or is no function; when called, if it uses a
-            ``jax.Ref``.
+        TypeError: if an argument is left out, or ``fun`` is no function; when called,
+            if it uses a ``jax.Ref``.
         ValueError: if ``dtype`` is neither float16 nor bfloat16; when called, if
             ``fun`` changes an array in its arguments.
 
@@ -85,7 +90,7 @@ def autocast(
         >>> def loss_fn(w, x):
         ...     return jnp.sum(x @ w) + 2.0**-12
         >>> w, x = jnp.full(8, 1 + 2.0**-12), jnp.ones((3, 8))
-        >>> print(loss_fn(w, x) - 24, ls.autocast(loss_fn)(w, x) - 24)
+        >>> print(loss_fn(w, x) - 24, ls.autocast(loss_fn, jnp.float16)(w, x) - 24)
         0.0061035156 0.00024414062
 
     References:
@@ -93,12 +98,7 @@ def autocast(
         <https://arxiv.org/abs/1710.03740>`_, 2017, section 4; PyTorch,
         `torch.autocast <https://docs.pytorch.org/docs/stable/amp.html>`_
     """
-    advice = (
-        "Pass it as in `autocast(loss_fn)(params, batch)`. It is not a context "
-        'manager: `with jax.default_matmul_precision("highest"):` keeps a part in '
-        "float32. A decorator with options is `functools.partial(autocast, dtype=...)`."
-    )
-    check_function("fun", fun, advice)
+    check_function("fun", fun, "It comes first: `autocast(loss_fn, jnp.float16)`.")
     name = check_dtype("dtype", dtype)
     if name not in ("float16", "bfloat16"):
         raise ValueError(
@@ -116,6 +116,10 @@ def autocast(
             program = with_less_kept(cast, name, origins_of_arguments(call.inputs))
             return evaluate(program, *call.inputs)
 
+    if any(isinstance(x, jax.Array) for x in jax.tree.leaves(fun)):
+        # An Equinox module stays a tree with its arrays, so that it can be trained.
+        call = on_traced_calls(lambda fun, *args, **kw: fun(*args, **kw), run_cast)
+        return jax.tree_util.Partial(call, fun)
     return on_traced_calls(fun, run_cast)
 
 

@@ -121,9 +121,9 @@ def autocast_report(
     which one overflows in float16, which ones stay float32, and why.
 
     Pass what you pass to `autocast`: then it measures in float32. Or pass the gradient
-    function of your step, ``ls.grad(ls.autocast(loss_fn), opt_state)``: then it lists
-    the products of the backward pass, too. What overflows there is inf, and makes
-    later products NaN.
+    function of your step, ``ls.grad(ls.autocast(loss_fn, jnp.float16), opt_state)``:
+    then it lists the products of the backward pass, too. What overflows there is inf,
+    and makes later products NaN.
 
     A product may fit and cost accuracy, because float16 and bfloat16 round. With
     ``errors=True``, the report names the line that does. Pass the gradient function of

@@ -13,8 +13,11 @@ from .._validation import describe, warn
 # that do.
 _DECIDING = {
     "loss": "value=loss",
-    "values": "value=values",
-    **{x: f"grads_finite={x}" for x in ("is_fin", "is_finite", "grads_are_finite")},
+    **{x: f"value={x}" for x in ("values", "loss_value", "losses")},
+    **{
+        x: f"grads_finite={x}"
+        for x in ("finite", "is_fin", "is_finite", "grads_are_finite")
+    },
     "found_inf": "grads_finite=~found_inf",
 }
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from .._axes import AxisName, all_along
 from .._dtypes import is_inexact
-from .._find import get_loss_scale_state
+from .._find import find_state, get_loss_scale_state
 from .._finite import all_finite
 from .._flax_internals.nnx_objects import is_object, leaves_with_objects
 from .._state import LossScaleState, check_state
@@ -66,6 +66,7 @@ def keep_if_applied(
         >>> float(ls.keep_if_applied(skipped, 1.0, 0.0))
         0.0
     """
+    find_state(state, "keep_if_applied(opt_state, new, old)")
     scale_state = check_state(get_loss_scale_state(state))
     _check_order(scale_state.skipped_steps, new, old)
     _warn_of_the_same(new, old)

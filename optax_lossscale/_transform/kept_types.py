@@ -108,7 +108,10 @@ def _check_belongs(
             "scale: `init(params)._replace(scale_state=old.scale_state)`. A parameter "
             "without a gradient needs zeros, not None."
         )
-        if name == "updates" and is_array(tree) and jnp.shape(tree) == ():
+        is_pair = isinstance(tree, tuple) and len(tree) == 2
+        is_pair = is_pair and not mismatch(tree[1], expected, only_shapes=True)
+        is_loss = is_array(tree) and jnp.shape(tree) == ()
+        if name == "updates" and (is_loss or is_pair):
             advice = "`value_and_grad` returns the loss first: `loss, grads = ...`."
         raise ValueError(
             f"`{name}` and `params` must belong together, but `{name}` has {given} at "

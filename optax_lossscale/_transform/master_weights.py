@@ -41,7 +41,8 @@ def with_master_weights(
 
     Returns:
         The transformation. Its ``update`` needs ``params``. Updates of parameters with
-        master weights are in ``dtype``.
+        master weights are in ``dtype``, which ``optax.apply_updates`` refuses under
+        strict promotion. Call it inside ``jax.numpy_dtype_promotion("standard")``.
 
     Raises:
         TypeError: if ``inner`` is not an Optax transformation.
@@ -167,10 +168,11 @@ def warn_of_float16(params: optax.Params, inner_state: optax.OptState) -> None:
     where = jax.tree_util.keystr(paths[0])
     warn(
         f"{len(paths)} of {len(leaves)} parameters are float16"
-        f"{f', the first one at {where}' if where else ''}, and the optimizer has no "
-        "`with_master_weights`. Updates smaller than a 4,000th of a weight are lost. "
+        f"{f', the first one at {where}' if where else ''}, and the optimizer's state "
+        "has no float32 copies. Updates smaller than a 4,000th of a weight are lost. "
         "Keep the parameters in float32 and cast them inside the loss, or put "
-        "`with_master_weights` directly around the optimizer.",
+        "`with_master_weights` directly around the optimizer, and call `init` with "
+        "these parameters.",
         "guides/float16_parameters.md",
     )
 

@@ -216,7 +216,8 @@ def _checked_scale_state(
     if not isinstance(state, WithLossScalingState):
         raise TypeError(
             "`state` must be a WithLossScalingState, as `init` returns it, got "
-            f"{describe(state)}. If you restored it from a checkpoint, pass "
+            f"{describe(state)}. Call `tx.update(grads, state, params)`. "
+            "If you restored it from a checkpoint, pass "
             "`init(params)` to the checkpointer as the target. If it belongs to the "
             "unwrapped optimizer, use `init(params)._replace(inner_state=...)`."
         )

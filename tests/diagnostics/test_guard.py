@@ -93,6 +93,7 @@ EVENTS = {
     # The rule may be looking for its scale, its first one, or one after a jump.
     "first skip of a search": (often(skips=1, scale=2.0), OFTEN, NOWHERE),
     "after a search": (often(tracker=3), OFTEN, NOWHERE),
+    "long after a search": (often(tracker=500), OFTEN, EAGER),
     "in a search": (often(skips=2, scale=1.0), OFTEN, NOWHERE),
     "often, 60th skip": (often(skips=1, scale=1.0, total=60), OFTEN, NOWHERE),
     # A rule that grows every 20 steps has this rate after a skip.
@@ -215,6 +216,23 @@ def test_compiled_guard_reports_n_skips_and_the_eager_one_once(
     in_loop, on_host = reports_of_run(rule, magnitudes)
     assert [x[:9] for x in in_loop] == [text[:9]] * n
     assert [x[: len(text)] for x in on_host] == [text]
+
+
+WITHIN = {
+    "jit": lambda f: jax.jit(f)(),
+    "scan": lambda f: jax.lax.scan(lambda c, _: (f(), None), 0.0, length=1),
+    "cond": lambda f: jax.jit(lambda x: jax.lax.cond(x > 0, f, lambda: x))(1.0),
+}
+
+
+@pytest.mark.parametrize("within", WITHIN.values(), ids=WITHIN)
+def test_concrete_state_is_checked_within_a_compiled_function(within):
+    def check():
+        ls.check_loss_scale(STOPPED, on_error=ERRORS.append)
+        return 0.0
+
+    [text] = reports(within, check)
+    assert text.startswith(IN_A_ROW)
 
 
 def test_error_ends_a_compiled_program(caplog):

@@ -238,7 +238,7 @@ def test_suggestion_is_the_largest_scale_within_headroom_and_its_shares(
 # The scale, the shares that are rescued and lost, and whether any element counts.
 SUGGESTED = {
     "smallest, at the default maximum": ([2e-38], {}, (2.0**24, 0, 1, True)),
-    "largest, at the default minimum": ([3e38], {}, (2.0**-24, 0, 0, True)),
+    "largest, at the default minimum": ([3e38], {}, (2.0**-14, 0, 0, True)),
     "at the minimum": ([1e6], {"min_scale": 2.0**20}, (2.0**20, 0, 0, True)),
     "lost at the maximum": ([1e-9], {"max_scale": 1.0}, (1.0, 0, 1, True)),
     "inf and zero beside one": ([1e-9, np.inf, 0.0], {}, (2.0**24, 1, 0, True)),
@@ -274,6 +274,12 @@ def test_suggestion_of_nothing_that_counts_is_the_default_and_says_so(
 ):
     suggested = host(ls.suggest_loss_scale(np.float32(numbers), **bounds))
     assert tuple(suggested) == (scale, 0, 0, False)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
+def test_suggestion_is_a_scale_that_rules_accept(size):
+    scale = float(ls.suggest_loss_scale(np.full(2, size, np.float32)).loss_scale)
+    assert ls.DynamicLossScale(scale).init_scale == scale
 
 
 def test_suggestion_is_of_all_batches_together():

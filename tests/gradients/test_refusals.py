@@ -56,6 +56,10 @@ LOSSES = [
     (lambda w: None, {}, (X,), "The loss must be a floating-point array"),
     (jnp.sum, {"has_aux": True}, (X,), "must return a pair"),
     (lambda w: (w.sum(), 1, 2), {"has_aux": True}, (X,), "must return a pair"),
+    *(
+        (jnp.sum, {"value_and_grad": f}, (X,), rf"must return \(\(loss.*{f.__name__}")
+        for f in (jax.grad, nnx.grad)
+    ),
     (apply, {"argnums": 1}, (X, MLP), "=eqx.filter_value_and_grad`"),
     (apply, {"argnums": (0, 1)}, (X, MLP), "=eqx.filter_value_and_grad`"),
     (apply, {}, (X, BATCH_NORM), "=nnx.value_and_grad`"),
@@ -87,6 +91,8 @@ ERRORS = {
     ],
     ValueError: [
         (lambda: jax.jit(lambda x: ls.scale_block(apply, headroom=x))(8), "a static a"),
+        (lambda: ls.scale_loss(STATE, 1.0), r"call is `scale_loss\(loss, opt_state"),
+        (lambda: ls.unscale_grads(STATE, X), r"call is `unscale_grads\(grads, opt_"),
         (lambda: backward(jnp.sum, scale=0.0)(X), "`scale` must be a number from 2"),
         (lambda: backward(jnp.sum, scale=X)(X), "number from 2.* got array"),
         (lambda: backward(jnp.sum, scale=TX)(X), "pass what its `init"),
@@ -111,7 +117,7 @@ def test_wrong_argument_or_function_is_refused(error, call, words):
 
 
 BOUND = {
-    "autocast": lambda method: nnx.grad(ls.autocast(method)),
+    "autocast": lambda method: nnx.grad(ls.autocast(method, "float16")),
     "scale_backward": lambda method: nnx.grad(backward(method)),
     "scale_block": lambda method: nnx.grad(functools.partial(ls.scale_block(method))),
     "grad": lambda method: ls.grad(method, STATE, value_and_grad=nnx.value_and_grad),

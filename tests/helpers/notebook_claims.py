@@ -85,7 +85,7 @@ def many_devices(n):
         [sent] = re.findall(r"(\w+)\[(?:32,16|16,32)\].* all-reduce\(", program)
         return sent
 
-    losses = n.loss_fn, ls.autocast(float32_loss)
+    losses = n.loss_fn, ls.autocast(float32_loss, "float16")
     sent = [[type_sent(x, mapped) for mapped in (False, True)] for x in losses]
     assert sent == [["f16", "f16"], ["f16", "f32"]]
 

@@ -58,7 +58,9 @@ def test_value_keeps_the_scale_over_bad_batches(passed, scale):
 
     @jax.jit
     def without_value(params, state, batch):
-        grads = ls.grad(ls.autocast(program["loss_fn"]), state)(params, batch)
+        grads = ls.grad(ls.autocast(program["loss_fn"], "float16"), state)(
+            params, batch
+        )
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 

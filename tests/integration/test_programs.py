@@ -89,7 +89,9 @@ def state_after_run(name, functions, tx, batches, folder, stops):
     assert "% 100 == 99" in definitions
     namespace = {}
     run_blocks([definitions.replace("% 100 == 99", "% 3 == 2")], name, namespace)
-    library = types.SimpleNamespace(**vars(ls) | {"autocast": lambda f: f} | functions)
+    library = types.SimpleNamespace(
+        **vars(ls) | {"autocast": lambda f, dtype: f} | functions
+    )
     namespace |= {"ls": library, "get_batch": batches.__getitem__}
     namespace["tx"] = library.with_loss_scaling(tx)
     return [namespace["train"](folder, stop) for stop in stops][-1]

@@ -3,6 +3,8 @@
 import collections
 import functools
 
+import chex
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -141,14 +143,17 @@ def test_operation_that_is_not_cast_keeps_its_types(name):
     def loss(x, w):
         return jnp.mean(jnp.square(OTHERS[name](x, w)))
 
-    assert types(ls.autocast(loss)) == types(loss)
+    assert types(ls.autocast(loss, "float16")) == types(loss)
 
 
 @pytest.mark.parametrize("block", ["jit", "remat in scan", "vmap"])
 def test_precision_keeps_a_product_in_float32_beside_one_that_is_cast(block):
     fun = BLOCKS[block](lambda x, w: OTHERS["highest"](jnp.tanh(x @ w), w))
     count = products_of(fun, X, W)["float32"] // 2
-    assert products_of(ls.autocast(fun), X, W) == {"float16": count, "float32": count}
+    assert products_of(ls.autocast(fun, "float16"), X, W) == {
+        "float16": count,
+        "float32": count,
+    }
 
 
 @pytest.mark.parametrize("x64", [False, True])
@@ -172,14 +177,14 @@ def test_results_keep_their_types(x64):
         jax.numpy_dtype_promotion("strict"),
         jax.numpy_rank_promotion("raise"),
     ):
-        assert_same_types(types(ls.autocast(loss_fn)), types(loss_fn))
+        assert_same_types(types(ls.autocast(loss_fn, "float16")), types(loss_fn))
 
 
 @pytest.mark.parametrize("name", slow_but(["haiku"], MODELS))
 def test_models_have_only_float16_products_in_both_passes(name):
     params, loss_fn = MODELS[name]()
     count = products_of(jax.grad(loss_fn), params)["float32"]
-    gradient = ls.grad(ls.autocast(loss_fn), HIGH)
+    gradient = ls.grad(ls.autocast(loss_fn, "float16"), HIGH)
     assert products_of(gradient, params) == {"float16": count}
 
 
@@ -189,7 +194,7 @@ def test_gradients_of_models_are_close_to_those_in_float32(name):
 
     @jax.jit
     def relative_error(params):
-        found = ls.grad(ls.autocast(loss_fn), HIGH)(params)
+        found = ls.grad(ls.autocast(loss_fn, "float16"), HIGH)(params)
         expected = jax.grad(loss_fn)(params)
         off = jax.tree.map(jnp.subtract, found, expected)
         return optax.tree.norm(off) / optax.tree.norm(expected)
@@ -198,12 +203,24 @@ def test_gradients_of_models_are_close_to_those_in_float32(name):
 
 
 def test_decorator_keeps_the_name_and_the_docstring():
-    @ls.autocast
+    @functools.partial(ls.autocast, dtype="float16")
     def loss_fn(x):
         """Its docstring."""
         return jnp.sum(x @ x)
 
     assert (loss_fn.__name__, loss_fn.__doc__) == ("loss_fn", "Its docstring.")
+
+
+def test_model_of_equinox_stays_a_tree_that_is_trained():
+    model = eqx.nn.MLP(8, "scalar", 8, 1, key=jax.random.key(0))
+
+    def loss_fn(model):
+        return jnp.sum(jax.vmap(model)(X) ** 2)
+
+    cast, gradient = ls.autocast(model, "float16"), eqx.filter_grad(loss_fn)
+    assert products_of(lambda: jax.tree.leaves(gradient(cast)))["float16"] > 0
+    ours, theirs = (jax.tree.leaves(gradient(x)) for x in (cast, model))
+    chex.assert_trees_all_close(ours, theirs, rtol=0.02, atol=1e-3)
 
 
 @pytest.mark.parametrize("around", [plain, jax.jit, jax.grad])
@@ -215,7 +232,7 @@ def test_autocast_adds_only_casts(around):
         collections.Counter(
             eqn.primitive.name for eqn in equations(jax.make_jaxpr(around(f))(X, W))
         )
-        for f in (loss, ls.autocast(loss))
+        for f in (loss, ls.autocast(loss, "float16"))
     )
     assert {*(after - before)} == {"convert_element_type"} and not before - after
 
@@ -245,7 +262,7 @@ def test_autocast_warns_and_says_why_if_it_casts_nothing(fun, precision, reason)
         jax.default_matmul_precision(precision),
         pytest.warns(UserWarning, match=message) as seen,
     ):
-        jax.eval_shape(ls.autocast(fun), X, W)
+        jax.eval_shape(ls.autocast(fun, "float16"), X, W)
     assert seen[0].filename == __file__
 
 
@@ -253,7 +270,7 @@ to_float32 = functools.partial(jnp.matmul, preferred_element_type="float32")
 SILENT = {
     "cast by hand": by_hand(jnp.matmul),
     "cast by hand, with a float32 result": by_hand(to_float32),
-    "cast by another autocast": ls.scale_block(ls.autocast(jnp.matmul)),
+    "cast by another autocast": ls.scale_block(ls.autocast(jnp.matmul, "float16")),
     "no product": jnp.add,
     "product of vectors": jnp.vdot,
     "product inside of a solver": jnp.linalg.solve,
@@ -263,4 +280,4 @@ SILENT = {
 
 @pytest.mark.parametrize("fun", SILENT.values(), ids=SILENT)
 def test_autocast_does_not_warn(fun):
-    jax.eval_shape(ls.autocast(fun), X, W)
+    jax.eval_shape(ls.autocast(fun, "float16"), X, W)

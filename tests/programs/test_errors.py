@@ -135,7 +135,11 @@ def test_errors_of_a_line_are_the_changes_that_autocast_makes(name):
 
     @jit_that_rounds
     def gradients(*args):
-        casts = loss_fn, ls.autocast(loss_fn), ls.autocast(loss_fn, jnp.bfloat16)
+        casts = (
+            loss_fn,
+            ls.autocast(loss_fn, "float16"),
+            ls.autocast(loss_fn, jnp.bfloat16),
+        )
         return [jnp.stack(gradient(fun)(*args)) for fun in casts]
 
     exact, *cast = gradients(W, X)

@@ -30,6 +30,7 @@ from training import normal
 import optax_lossscale as ls
 from optax_lossscale._programs.rewrite import equations
 
+cast = functools.partial(ls.autocast, dtype="float16")
 LAYERS, ROWS, WIDTH = 4, 32, 64
 STACK = {
     "w": normal(LAYERS, WIDTH, WIDTH, seed=1),
@@ -244,7 +245,7 @@ LOOPS["copies of an argument"] = over_copies, X, 50.2
 @pytest.mark.parametrize("name", LOOPS)
 def test_loop_keeps_no_more_than_its_limit(name):
     run, carry, most = LOOPS[name]
-    assert kept(ls.autocast(run), carry, STACK) <= 1000 * most
+    assert kept(cast(run), carry, STACK) <= 1000 * most
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.vmap], ids=["plain", "vmap"])
@@ -255,8 +256,8 @@ def test_block_inside_of_the_loss_keeps_what_the_whole_loss_does(wrap):
         run = functools.partial(over_computed_frames, stack=stack, cast=cast)
         return wrap(run)(x[None])
 
-    block = functools.partial(loss, functools.partial(ls.autocast, dtype="float16"))
-    whole = ls.autocast(functools.partial(loss, lambda f: f), "float16")
+    block = functools.partial(loss, cast)
+    whole = cast(functools.partial(loss, lambda f: f))
     assert kept(block, X, STACK) == kept(whole, X, STACK)
 
 
@@ -276,7 +277,7 @@ differentiated = pytest.mark.parametrize(
 @differentiated
 def test_loop_keeps_no_more_than_in_float32(name, measure):
     run, carry, _ = LOOPS[name]
-    assert measure(ls.autocast(run), carry, STACK) <= measure(run, carry, STACK)
+    assert measure(cast(run), carry, STACK) <= measure(run, carry, STACK)
 
 
 def on_two(body, check_vma, around=lambda run: run):
@@ -314,8 +315,8 @@ ON_TWO = {
 def test_loop_on_two_devices_keeps_no_more_than_in_float32(
     body, check_vma, place, measure
 ):
-    run, inside = on_two(body, check_vma), on_two(body, check_vma, ls.autocast)
-    after = inside if place == "on each device" else ls.autocast(run)
+    run, inside = on_two(body, check_vma), on_two(body, check_vma, cast)
+    after = inside if place == "on each device" else cast(run)
     assert measure(after, X, STACK) <= measure(run, X, STACK)
 
 
@@ -380,14 +381,14 @@ COMPLEX = {
 @pytest.mark.parametrize("body", COMPLEX.values(), ids=COMPLEX)
 def test_body_of_complex_numbers_is_differentiated_twice(body):
     """JAX raises an error where a checkpoint saves one of them for two uses."""
-    gradient = jax.grad(lambda x: jnp.sum(ls.autocast(loop(body))(x, STACK)))
+    gradient = jax.grad(lambda x: jnp.sum(cast(loop(body))(x, STACK)))
     assert kept(gradient, X, argnums=[0])
 
 
 def test_jit_around_autocast_hides_what_is_differentiated():
     """JAX does not say it inside, so a loop keeps more."""
     run, carry, _ = LOOPS["RNN"]
-    seen, measure = ls.autocast(run), WAYS["carry"]
+    seen, measure = cast(run), WAYS["carry"]
     assert measure(seen, carry, STACK) < measure(jax.jit(seen), carry, STACK)
 
 
@@ -395,7 +396,7 @@ def test_checkpoint_of_the_user_stays():
     """It keeps more than float32 does without a checkpoint. Ours would keep less."""
     everything = jax.checkpoint_policies.everything_saveable
     mine = jax.checkpoint(GELU, policy=everything)
-    assert kept(ls.autocast(loop(mine)), X, STACK) > kept(loop(GELU), X, STACK)
+    assert kept(cast(loop(mine)), X, STACK) > kept(loop(GELU), X, STACK)
 
 
 def test_loop_is_differentiated_under_jax_remat3():
@@ -403,7 +404,7 @@ def test_loop_is_differentiated_under_jax_remat3():
         pytest.skip("this jax has no such flag")
     jax.config.update("jax_remat3", True)
     try:
-        assert kept(ls.autocast(loop(GELU)), X, STACK)
+        assert kept(cast(loop(GELU)), X, STACK)
     finally:
         jax.config.update("jax_remat3", False)
 
@@ -456,12 +457,12 @@ EXPENSIVE = {
 @pytest.mark.parametrize("name", EXPENSIVE)
 def test_expensive_operation_or_effect_is_not_repeated(name):
     fun = EXPENSIVE[name]
-    assert 0 < count_of(name, ls.autocast(fun)) <= count_of(name, fun)
+    assert 0 < count_of(name, cast(fun)) <= count_of(name, fun)
 
 
 def test_cheap_operation_in_an_inner_loop_is_recomputed():
     fun = loop(recurrent)
-    assert count_of("tanh", ls.autocast(fun)) > count_of("tanh", fun) > 0
+    assert count_of("tanh", cast(fun)) > count_of("tanh", fun) > 0
 
 
 @pytest.mark.parametrize("moved", [plain, jnp.transpose, jnp.ravel])
@@ -475,7 +476,7 @@ def test_named_product_is_kept_in_float16(moved):
         policy = jax.checkpoint_policies.save_only_these_names("h")
         return loop(jax.checkpoint(layer, policy=policy))(x, stack)
 
-    by_autocast = ls.autocast(functools.partial(run, "float32"))
+    by_autocast = cast(functools.partial(run, "float32"))
     cast_by_hand = functools.partial(run, "float16")
     assert kept(by_autocast, X, STACK) == kept(cast_by_hand, X, STACK)
 
@@ -484,7 +485,7 @@ def test_eager_loop_is_compiled_once(caplog):
     def layer(x, p):
         return GELU(x, p), None
 
-    fun = ls.autocast(lambda x: jax.lax.scan(layer, x, STACK)[0])
+    fun = cast(lambda x: jax.lax.scan(layer, x, STACK)[0])
     with jax.log_compiles():
         for _ in range(2):
             fun(X)
@@ -511,4 +512,4 @@ def programs_left(around):
 def test_loop_that_is_traced_anew_leaves_no_program():
     if programs_left(plain):
         pytest.skip("this jax itself keeps up to 4096 programs of loops")
-    assert programs_left(ls.autocast) == 0
+    assert programs_left(cast) == 0

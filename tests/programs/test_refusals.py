@@ -14,10 +14,9 @@ from shared import new_ref
 import optax_lossscale as ls
 
 X = np.ones((8, 8), np.float32)
-CONTEXT = "got None.* It is not a context .*functools.partial"
 BAD_FUNCTIONS = {
-    "number as a function": ("got 1", lambda: ls.autocast(1)),
-    "context manager or decorator": (CONTEXT, lambda: ls.autocast(dtype="bfloat16")),
+    "number as a function": ("got 1", lambda: ls.autocast(1, jnp.float16)),
+    "swapped": ("got .*float16.* comes first", lambda: ls.autocast(jnp.float16, X)),
     "report of an array": ("got .*`autocast_report", lambda: ls.autocast_report(X)),
 }
 
@@ -25,6 +24,20 @@ BAD_FUNCTIONS = {
 @pytest.mark.parametrize(("words", "call"), BAD_FUNCTIONS.values(), ids=BAD_FUNCTIONS)
 def test_what_is_no_function_is_refused(words, call):
     with pytest.raises(TypeError, match=f"`fun` must be a function, {words}"):
+        call()
+
+
+LEFT_OUT = {
+    "type": lambda: ls.autocast(jnp.sum),
+    "function": lambda: ls.autocast(dtype="bfloat16"),
+    "function behind the type": lambda: ls.autocast(jnp.float16),
+}
+
+
+@pytest.mark.parametrize("call", LEFT_OUT.values(), ids=LEFT_OUT)
+def test_what_autocast_needs_is_named_if_it_is_left_out(call):
+    words = "required argument.*needs no scale.*decorator is.*not a context manager"
+    with pytest.raises(TypeError, match=words):
         call()
 
 
@@ -51,7 +64,7 @@ def test_function_that_writes_a_ref_is_refused_before_it_runs():
         return jnp.sum(x)
 
     with pytest.raises(TypeError, match="must be free of effects .*`jax.Ref`"):
-        ls.autocast(counts)(X)
+        ls.autocast(counts, "float16")(X)
     assert calls[...] == 0
 
 
@@ -67,7 +80,7 @@ CHANGES = {
 def test_function_that_changes_its_arguments_is_refused(key, change):
     words = rf"must not change its arguments.*kwargs\)\[0\]\[0\]\['{key}'\].*Return new"
     with pytest.raises(ValueError, match=words):
-        ls.autocast(change)({"w": jnp.asarray(X), "list": [X]})
+        ls.autocast(change, "float16")({"w": jnp.asarray(X), "list": [X]})
 
 
 @pytest.mark.parametrize(
@@ -101,7 +114,7 @@ UNMEASURED = {
     "cast": (
         ValueError,
         "must have float32 products .*got none. Pass it without `au",
-        ls.autocast(jnp.matmul),
+        ls.autocast(jnp.matmul, "float16"),
     ),
     "highest": (
         ValueError,

@@ -106,7 +106,7 @@ def test_derivative_of_a_product_that_is_left_is_left_for_the_same_reason(reason
     def loss_fn(w, x):
         return jnp.sum(jnp.sin(LEFT[reason](jnp.sin(x @ w), w)))
 
-    cast, *rows = report(jax.grad(ls.autocast(loss_fn)), LAYERS[0], X[:3])
+    cast, *rows = report(jax.grad(ls.autocast(loss_fn, "float16")), LAYERS[0], X[:3])
     assert not cast.left and "float16" in cast.operands
     left = {x.left for x in rows if "float16" not in x.operands}
     assert left == {reason}
@@ -206,7 +206,7 @@ def test_cast_product_keeps_its_line_and_its_scope():
         with jax.named_scope("attention"):
             return jnp.sum(x @ w)
 
-    [row] = report(ls.autocast(scoped), LAYERS[0], X)
+    [row] = report(ls.autocast(scoped, "float16"), LAYERS[0], X)
     assert row.operands.startswith("float16") and row.scope == "attention"
     assert row.line.startswith("test_report.py") and "(scoped)" in row.line
 
@@ -225,7 +225,9 @@ def square(w, x):
 
 def by_passes(name, scale):
     """The row of the forward pass, and that of the backward pass."""
-    gradient = GRADIENTS[name](ls.autocast(square), ls.FixedLossScale(scale).init())
+    gradient = GRADIENTS[name](
+        ls.autocast(square, "float16"), ls.FixedLossScale(scale).init()
+    )
     rows = report(gradient, LAYERS[0], X)
     assert all(x.operands.startswith("float16") and not x.left for x in rows)
     return sorted(rows, key=lambda row: row.line.endswith(", backward"))
@@ -256,7 +258,7 @@ def test_products_among_other_equations_are_counted():
 
     args = LAYERS[0], np.arange(8)
     assert [x.times for x in report(loss_fn, *args)] == [1, 1]
-    gradient = jax.grad(lambda *args: jnp.mean(ls.autocast(loss_fn)(*args)))
+    gradient = jax.grad(lambda *args: jnp.mean(ls.autocast(loss_fn, "float16")(*args)))
     assert sum(x.times for x in report(gradient, *args)) == 2 + 4  # two passes
 
 

@@ -24,7 +24,7 @@ import optax_lossscale as ls
 
 X, KEY = jax.device_put(normal(3, 8)), jax.random.wrap_key_data(np.zeros(2, "uint32"))
 WRAPPED = {
-    "autocast": ls.autocast,
+    "autocast": functools.partial(ls.autocast, dtype="float16"),
     "scale_backward": lambda f: ls.scale_backward(f, 8.0),
     "scale_block": ls.scale_block,
 }
@@ -227,9 +227,9 @@ def test_module_that_cannot_be_written_keeps_what_it_holds():
     norm = nnx.BatchNorm(8, momentum=0.5, rngs=nnx.Rngs(0))
     before = held(norm)
     with pytest.raises(Exception, match="Cannot mutate"):
-        jax.jit(lambda x: ls.autocast(loss_fn)(norm, x))(X)
+        jax.jit(lambda x: ls.autocast(loss_fn, "float16")(norm, x))(X)
     assert all(map(operator.is_, before, held(norm)))
-    ls.autocast(loss_fn)(norm, X + 1)
+    ls.autocast(loss_fn, "float16")(norm, X + 1)
     assert np.all(np.asarray(norm.mean[...]) != 0)
 
 
@@ -258,7 +258,8 @@ def test_argument_is_not_copied_by_an_eager_derivative(wrap):
 def test_arguments_of_numpy_are_cast_too():
     """In float16, 1 + 2**-12 is 1."""
     x, w = np.full((2, 8), 1 + 2.0**-12, np.float32), np.ones((8, 2), np.float32)
-    np.testing.assert_array_equal(ls.autocast(lambda x, w: x @ w)(x, w), 8.0)
+    product = ls.autocast(lambda x, w: x @ w, "float16")
+    np.testing.assert_array_equal(product(x, w), 8.0)
 
 
 @wrapped

@@ -125,7 +125,9 @@ CALLS = {
     "get_loss_scale": lambda params, state: ls.get_loss_scale(state),
     "was_applied": lambda params, state: ls.was_applied(state),
     "keep_if_applied": lambda params, state: ls.keep_if_applied(state, [X], [-X]),
-    "autocast": lambda params, state: ls.autocast(lambda x: jnp.mean(2 * x))(X),
+    "autocast": lambda params, state: ls.autocast(lambda x: jnp.mean(2 * x), "float16")(
+        X
+    ),
 }
 
 

@@ -47,6 +47,10 @@ def keep_of_many_runs():
     return ls.keep_if_applied(states, 1.0, 2.0)
 
 
+def swapped():
+    return SCALED.init(PARAMS), GRADS, PARAMS
+
+
 CHAIN = optax.chain(COPIED, optax.scale(0.5))
 LAST = r"`with_master_weights` must come last.*with_master_weights\(optax.chain"
 CALLS = {
@@ -60,6 +64,7 @@ CALLS = {
         (lambda: wrap(SGD, ls.DynamicLossScale), r"call it: `DynamicLossScale\(...\)"),
         (lambda: wrap(SGD, ls.presets.deepspeed), r"call it: `deepspeed\(...\)"),
         (lambda: init(SGD, ONE, UsersRule(8.0)), "LossScaleState"),
+        (lambda: SCALED.update(*swapped()), r"Call `tx.update\(grads, state, params"),
     ],
     ValueError: [
         (lambda: init(SCALED), "`inner` must not scale losses itself.*Wrap once"),
@@ -69,11 +74,14 @@ CALLS = {
         (lambda: COPIED.init(FLOAT8), r"must not be float8 .*_e5m2 at \['w'\]"),
         (lambda: keep({"a": TWO}, {"a": ONE, "b": ONE}), "must have the same"),
         (lambda: keep({"a": TWO}, {"a": np.float32([0, 0, 0])}), "must have the same"),
+        (lambda: ls.keep_if_applied(ONE, TWO, NEVER_SKIPS.init()), "call is `keep_if"),
         (keep_of_many_runs, "the loss scale of one run.* `jax.vmap`"),
         (lambda: wrap(SGD, check_updates=1), "must be True or False, got 1"),
         (lambda: wrap(SGD, NEVER_SKIPS, check_updates=True), "must be False.* skips"),
         (lambda: copy(SGD, dtype=jnp.float64), "that JAX has enabled, got float64"),
         (lambda: copy(SGD, dtype=None), "`dtype` must be a floating-point type"),
+        (lambda: copy(SGD, dtype=PARAMS), "`dtype` must be a floating-point type"),
+        (lambda: ls.FixedLossScale(ls.suggest_loss_scale(GRADS)), "its `.loss_scale`"),
     ],
 }
 CASES = [(error, *row) for error, rows in CALLS.items() for row in rows]
@@ -103,6 +111,7 @@ UPDATES = [
     (SCALED, LONG, LONG_PARAMS, {}, STATE_APART),
     (SCALED, GRADS["w"], PARAMS, {}, "of one model and one optimizer"),
     (SCALED, np.float32(0.5), PARAMS, {}, "the loss first: `loss, grads = "),
+    (SCALED, (np.float32(0.5), GRADS), PARAMS, {}, "the loss first: `loss, grads ="),
     (SCALED, GRADS, PARAMS, {"grads_finite": TWO > 0}, FLAG),
     (SCALED, GRADS, PARAMS, {"value": TWO}, VALUE),
     (COPIED, GRADS, None, {}, r"`params` must .*tx.update\(grads, state, params\)"),

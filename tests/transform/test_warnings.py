@@ -105,6 +105,9 @@ def test_harmless_update_does_not_warn(row):
 LOSSES_AND_FLAGS = {
     "loss": "value=loss",
     "values": "value=values",
+    "loss_value": "value=loss_value",
+    "losses": "value=losses",
+    "finite": "grads_finite=finite",
     "is_fin": "grads_finite=is_fin",
     "is_finite": "grads_finite=is_finite",
     "grads_are_finite": "grads_finite=grads_are_finite",

@@ -49,9 +49,9 @@ def run_mpx(guide):
 
     (block,) = code_blocks(GUIDES["mpx"], "python")
     tx = ls.with_loss_scaling(optax.adam(1e-2), ls.presets.mpx_dynamic(2.0**15))
-    names = {"eqx": eqx, "ls": ls, "loss_fn": loss_fn, "tx": tx}
+    names = {"eqx": eqx, "jnp": jnp, "ls": ls, "loss_fn": loss_fn, "tx": tx}
     if guide != "mpx":
-        block = block.replace("ls.autocast(loss_fn)", "loss_fn")
+        block = block.replace("ls.autocast(loss_fn, jnp.float16)", "loss_fn")
         names["loss_fn"] = half_loss
     step = run_blocks([block], "mpx", names)["train_step"]
     model, losses = eqx.nn.MLP(8, 1, 32, depth=1, key=jax.random.key(0)), []
