@@ -1,7 +1,6 @@
 """Check that a tree is finite, and measure how large it is."""
 
 import functools
-import os
 from typing import Any
 
 import jax
@@ -39,14 +38,25 @@ def all_finite(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
         Array(False, dtype=bool)
     """
     leaves = [x for x in jax.tree.leaves(tree) if is_inexact(x)]
-    # With fast math, XLA replaces x - x by 0: https://github.com/jax-ml/jax/issues/276
-    by_sums = "fast_math" not in os.environ.get("XLA_FLAGS", "")
-    return all_along(_all_finite(leaves, by_sums=by_sums), axis_name)
+    return all_along(_all_finite(leaves), axis_name)
 
 
-@functools.partial(jax.jit, static_argnames="by_sums")
-def _all_finite(leaves: list[jax.Array], by_sums: bool) -> jax.Array:
-    return _are_zero([_nonfinite_score(x, by_sums) for x in leaves])
+@jax.jit
+def _all_finite(leaves: list[jax.Array]) -> jax.Array:
+    parts = [y for x in leaves for y in _real_parts(x)]
+    # They are finite if and only if all elements are: a root is at most 2**64, so a sum
+    # of finite ones does not overflow. They take no temporary memory on a CPU, where
+    # XLA would write flags to memory, and no pass of their own beside a global norm.
+    # A compiler with fast math folds x - x: https://github.com/jax-ml/jax/issues/276
+    sums = [jnp.sum(jnp.sqrt(jnp.abs(x))) for x in parts if x.dtype == jnp.float32]
+    scores = [_any(is_nonfinite(x)) for x in parts if x.dtype != jnp.float32]
+    if sums:
+        scores.append(is_nonfinite(jnp.stack(sums)).astype(jnp.float32))
+    return _are_zero(scores)
+
+
+def _real_parts(x: jax.Array) -> list[jax.Array]:
+    return [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
 
 
 def none_is_true(flags: list[jax.Array]) -> jax.Array:
@@ -54,28 +64,21 @@ def none_is_true(flags: list[jax.Array]) -> jax.Array:
     return _are_zero([_any(x) for x in flags])
 
 
-def _are_zero(scores: list[jax.Array]) -> jax.Array:
-    if not scores:
-        return jnp.ones((), jnp.bool_)
-    stacked = jnp.stack(scores)
-    # XLA fuses cheap operations into each consumer, so the mask of every leaf would
-    # combine the flags of all leaves again. It does not do so with a dot.
-    with jax.named_scope(CHECK_SCOPE):
-        return jnp.vdot(stacked, stacked) == 0
-
-
 def _any(flags: jax.Array) -> jax.Array:
     # On CPUs, the maximum of small integers is the fastest reduction of flags.
     return jnp.max(flags.astype(jnp.uint8), initial=0).astype(jnp.float32)
 
 
-def _nonfinite_score(x: jax.Array, by_sums: bool) -> jax.Array:
-    """Return 0 if every element is finite, else 1 or NaN, as float32."""
-    if by_sums and jnp.finfo(x.dtype).bits >= 32:
-        # x - x is 0 or NaN, so the sum cannot overflow. XLA on CPU would write flags to
-        # memory first, but not the addends of this sum.
-        return jnp.sum(jnp.abs(x - x)).astype(jnp.float32)
-    return _any(is_nonfinite(x))
+def _are_zero(scores: list[jax.Array]) -> jax.Array:
+    if not scores:
+        return jnp.ones((), jnp.bool_)
+    stacked = jnp.hstack(scores)
+    # XLA fuses cheap operations into each consumer, so the mask of every leaf would
+    # combine the flags of all leaves again. It does not do so with a dot. On a GPU, it
+    # merges kernels of arrays of one shape if they share a vector, but not if they
+    # share a scalar. So the flag is an element of a vector of two.
+    with jax.named_scope(CHECK_SCOPE):
+        return (stacked @ jnp.stack([stacked, stacked], axis=1) == 0)[0]
 
 
 def is_nonfinite(x: jax.Array) -> jax.Array:

@@ -123,30 +123,34 @@ def test_check_refuses_what_names_no_axis(check, name):
         jax.eval_shape(mapped, np.ones(2))
 
 
-@pytest.fixture(params=[True, False], ids=["NaN honored", "NaN not honored"])
-def fast_math(request, monkeypatch):
-    """XLA takes x - x for 0, or comparisons with NaN for False.
-
-    `all_finite` reads the variable. XLA has read it before, and takes the options.
-    """
-    jnp.ones(1)
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
-    honor = {f"xla_cpu_fast_math_honor_{x}": request.param for x in ("nans", "infs")}
-    return {"xla_cpu_enable_fast_math": True, **honor}
+FAST = {"xla_cpu_enable_fast_math": True, "xla_backend_optimization_level": 3}
+# XLA takes x - x for 0, or comparisons with NaN for False.
+fast_math = pytest.mark.parametrize(
+    "options",
+    [
+        {**FAST, **{f"xla_cpu_fast_math_honor_{x}": honored for x in ("nans", "infs")}}
+        for honored in (True, False)
+    ],
+    ids=["NaN honored", "NaN not honored"],
+)
 
 
 # float64 and the other types of 8 bits are converted to float32, too.
+@fast_math
 @pytest.mark.parametrize("dtype", FLOATS[:4])
-def test_fast_math_in_xla_flags_hides_no_nan(fast_math, dtype):
-    check = jax.jit(ls.all_finite, compiler_options=fast_math)
-    assert check(np.ones(100, dtype))
+def test_fast_math_hides_no_nan_and_finds_none_where_none_is(options, dtype):
+    check = jax.jit(ls.all_finite, compiler_options=options)
+    limits = jnp.finfo(dtype)
+    for number in (1, limits.max, -limits.max, limits.tiny, limits.smallest_subnormal):
+        assert check(np.array([0, number] * 50, dtype)), number
     for bad in BAD:
         assert not check(np.array([1, bad] * 50, dtype)), bad
 
 
-def test_fast_math_in_xla_flags_lets_no_bad_update_pass(fast_math):
+@fast_math
+def test_fast_math_lets_no_bad_update_pass(options):
     tx = ls.with_loss_scaling(optax.sgd(0.1), ls.FixedLossScale(1.0))
-    update = jax.jit(tx.update, compiler_options=fast_math)
+    update = jax.jit(tx.update, compiler_options=options)
     for bad in BAD:
         grads = np.float32([1, bad])
         updates, _ = update(grads, tx.init(grads))
