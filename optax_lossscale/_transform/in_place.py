@@ -1,10 +1,12 @@
 """Write each moment in place: mask each leaf of the new state where it is computed.
 
-It buys time on a CPU. There, after the mask of ``mask.py``, a new moment has two uses,
-unmasked in the update and masked in the state, so XLA computes it twice and copies the
-old one. An update by adamw then takes 1.87 instead of 1.24 times the CPU seconds of the
-plain one, and a whole float16 step of a transformer 1.08 instead of 1.03 times (timed).
-For an H100 and a v5e it buys nothing: an update moves as many bytes without it.
+It buys time and memory on a CPU. There, after the mask of ``mask.py``, a new moment has
+two uses, unmasked in the update and masked in the state, so XLA computes it twice and
+copies the old one. Without this file, an update takes 4.3 times the wall-clock time of
+the plain one by adamw, 3.2 times by momentum, and 2.0 times by clip + adamw, and
+temporary memory of twice the parameters. With it, 1.17, 1.2 and 1.1 times, and none
+(timed side by side on two cores). For an H100 and a v5e it buys nothing: an update
+moves as many bytes without it.
 
 In a skipped step the program runs on NaN, and on a mix of old and new moments, so it
 must tolerate NaN. Its derivatives would be NaN, so those of ``mask.py`` are used.
@@ -20,9 +22,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 
-from .._jax_internals import after, varying_axes, varying_like
+from .._jax_internals import after, no_tangent, varying_axes, varying_like
+from .._programs.origins import Origin, origin_of_variables
 from .._programs.primitives import NAN_TOLERANT
 from .._programs.rewrite import (
     eqn_like,
@@ -167,6 +170,17 @@ def call_with_derivatives_of(
             leaves = [moving.get(i, x) for i, x in enumerate(primals)]
             return derived(*jax.tree.unflatten(structure, leaves))
 
-        return jax.jvp(along, (moving,), (directions,))
+        program, shapes = jax.make_jaxpr(along, return_shape=True)(moving)
+        results, tangents = jax.jvp(
+            jaxpr_as_fun(program), [*moving.values()], [*directions.values()]
+        )
+        # What nothing moves is no array of zeros: 0 times the derivative of a root at 0
+        # would be NaN in what follows.
+        inputs = tuple(Origin(True, True) for _ in moving)
+        origin_of = origin_of_variables(program, inputs)
+        pairs = zip(program.jaxpr.outvars, tangents, strict=True)
+        tangents = [x if origin_of(v).has_tangent else no_tangent(x) for v, x in pairs]
+        output = jax.tree.structure(shapes)
+        return jax.tree.unflatten(output, results), jax.tree.unflatten(output, tangents)
 
     return primal(*leaves)

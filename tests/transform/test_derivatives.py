@@ -114,3 +114,48 @@ def test_derivative_leaves_out_skipped_steps(case):
 def test_reverse_mode_is_nan_after_a_later_batch_with_an_infinite_derivative(case):
     """A limit. The parameters of the first batch do not depend on the rate."""
     assert np.isnan(derivative_of(case, wrapped=True))
+
+
+def after_training(wrap, in_scan, rate):
+    """Parameters of which one is in no gradient, so that its moments stay 0."""
+    tx = wrap(optax.adam(rate))
+
+    def step(carry, _):
+        params, state = carry
+        grads = jax.grad(lambda p: jnp.sum(jnp.sin(p["w"])))(params)
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    params = {"w": jnp.array([1.0, 2.0]), "unused": jnp.ones(2)}
+    carry = params, tx.init(params)
+    if in_scan:
+        carry, _ = jax.lax.scan(step, carry, length=3)
+    for _ in range(0 if in_scan else 3):
+        carry, _ = step(carry, None)
+    return sum(map(jnp.sum, jax.tree.leaves(carry[0])))
+
+
+AROUND = {
+    "forward": jax.jacfwd,
+    "forward, compiled": lambda f: jax.jit(jax.jacfwd(f)),
+    "reverse, compiled": lambda f: jax.jit(jax.grad(f)),
+    "forward of reverse": jax.hessian,
+    "reverse of forward": lambda f: jax.jacrev(jax.jacfwd(f)),
+    "vmap": lambda f: lambda rate: jax.vmap(jax.jacfwd(f))(rate[None])[0],
+}
+WRAPPERS = {"scaled": scaled, "checked": checked}
+QUICK = [("forward", "scaled", "scan"), ("forward, compiled", "scaled", "loop")]
+MOVING = [*itertools.product(AROUND, WRAPPERS, ("scan", "loop"))]
+
+
+@pytest.mark.parametrize("case", slow_but(QUICK, MOVING), ids=" ".join)
+def test_moment_that_stays_0_has_the_derivative_of_optax(case):
+    """Zeros in the place of no derivative would be NaN behind a square root."""
+    kind, name, place = case
+    ours, theirs = (
+        AROUND[kind](functools.partial(after_training, wrap, place == "scan"))(
+            np.float32(0.1)
+        )
+        for wrap in (WRAPPERS[name], lambda tx: tx)
+    )
+    np.testing.assert_allclose(ours, theirs, 1e-3)
