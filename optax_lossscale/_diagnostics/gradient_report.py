@@ -62,6 +62,12 @@ def gradient_report(
 
 def check_gradients(grads: Any) -> None:
     """Raise if this cannot be a tree of gradients, without reading its elements."""
+    package, _, _ = __name__.partition(".")
+    if type(grads).__module__.startswith(package):  # a report, a suggestion, a state
+        raise ValueError(
+            f"`grads` must be gradients, got a {type(grads).__name__}. Pass what "
+            "`value_and_grad` returns."
+        )
     arrays = jax.Array | np.ndarray | np.generic | int | float | complex
     leaves = jax.tree_util.tree_leaves_with_path(grads)
     for path, leaf in leaves:

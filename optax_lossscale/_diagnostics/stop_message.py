@@ -114,10 +114,11 @@ WARNINGS = {
         "More than 5 % of the recent steps are skipped.", *_SOME_STEPS
     ),
     Event.UPDATE_UNDONE: _Message(
-        "The gradients are not finite, but the step counts as applied.",
-        "the step leaves `update` out, by an `if` or `lax.cond`, or puts the old state "
-        "back; NaN is replaced before `update`, as by `nan_to_num`; or `grads` are not "
-        "those of this step",
+        "The gradients or the loss are not finite, but the step counts as applied.",
+        "`update` does not get `value=loss`; the step leaves `update` out, by an `if` "
+        "or `lax.cond`, or puts the old state back; NaN is replaced before `update`, "
+        "as by `nan_to_num`; the rule never skips; or `grads` are not those of this "
+        "step",
         "troubleshooting.md#the-update-is-left-out",
     ),
     Event.ALL_ZERO: _Message(
@@ -126,7 +127,8 @@ WARNINGS = {
         "a denominator is inf in float16; or the scale is too low, and all "
         "gradients underflow",
         "troubleshooting.md#all-gradients-are-0",
-        f"{_STOP_GRADIENT}; or no label of the batch counts",
+        f"{_STOP_GRADIENT}; no label of the batch counts; or the loss is computed in "
+        "float16, which needs `with_loss_scaling` and `value_and_grad`",
         "troubleshooting.md#all-gradients-are-0",
     ),
 }
@@ -136,7 +138,8 @@ _IN_A_ROW = "The last {skips} skipped, more than `max_consecutive_skips`={limit}
 _ERRORS = {
     Event.INVALID_SCALE: _Message(
         "The loss scale{member} is not a positive number." + _NUMBERS,
-        "the state was restored from a run that had failed, or was set by hand (set a "
+        "your own rule returned it; or the state was restored from a run that had "
+        "failed, or was set by hand (set a "
         "scale: `optax.tree.set(opt_state, loss_scale=2.0**15)`)",
         "guides/checkpoints.md#restored-scales-and-another-rule",
     ),

@@ -32,6 +32,7 @@ class Note(enum.Enum):
     SCALED = enum.auto()  # a loss: it was multiplied
     DIVIDED = enum.auto()  # gradients: by the scale of which state, and its owner
     DIVIDED_INSIDE = enum.auto()  # the same, by a function inside of the loss
+    SCALED_GRADS = enum.auto()  # gradients: they were given to be divided
 
 
 # Each note is one entry, written and read at once, so that threads do not disturb each
@@ -92,6 +93,10 @@ def note_divided(
     divided = [x for x in jax.tree.leaves(grads) if id(x) not in unchanged]
     found = find_state(state)
     note(how, divided, (raw_scale_state(found), _owner(found)))
+    # Only of tracers is it certain that they are of this step.
+    given = filter(is_traced, jax.tree.leaves(scaled_grads))
+    results = set(map(id, jax.tree.leaves(grads)))
+    note(Note.SCALED_GRADS, [x for x in given if id(x) not in results])
 
 
 def warn_if_scaled_twice(loss: Any) -> None:
@@ -114,9 +119,24 @@ def warn_if_divided_twice(grads: Any, state: Any) -> None:
         )
 
 
+def refuse_gradients(params: Any) -> None:
+    """Raise if the parameters that ``update`` gets are the gradients of a loss."""
+    if noted(Note.DIVIDED, params) or noted(Note.DIVIDED_INSIDE, params):
+        raise ValueError(
+            "`params` must be the parameters, got the gradients of a loss. Call "
+            "`tx.update(grads, state, params)`."
+        )
+
+
 def warn_if_forgotten(state: WithLossScalingState, rule: Any, grads: Any) -> None:
     """Warn at the update of a step whose loss was not scaled, or not unscaled."""
     scale = state.scale_state.loss_scale
+    if noted(Note.SCALED_GRADS, grads):
+        warn(
+            "`update` gets the gradients that `unscale_grads` was given, not what it "
+            "returned. Write `grads = unscale_grads(grads, opt_state)`."
+        )
+        return
     owners = [_owner(state), None]
     if by := noted(Note.DIVIDED, grads) or noted(Note.DIVIDED_INSIDE, grads):
         used, owner = by

@@ -22,7 +22,8 @@ from .forgotten import (
 def scale_loss(loss: Any, state: Any) -> Any:
     """Multiply a loss by the loss scale, if you call ``jax.grad`` yourself.
 
-    Log ``loss`` itself, not the scaled loss.
+    Log ``loss`` itself, not the scaled loss. Scale the sum of all losses, because
+    `unscale_grads` divides all of their gradients.
 
     Args:
         loss: a floating-point loss of any shape, or a pytree of losses.
@@ -53,6 +54,8 @@ def scale_loss(loss: Any, state: Any) -> Any:
 
 def unscale_grads(grads: Any, state: Any) -> Any:
     """Divide the gradients of a scaled loss by the loss scale, before ``update``.
+
+    Call it before clipping, too, and use what it returns.
 
     Args:
         grads: a pytree of gradients of ``scale_loss(loss, state)``.

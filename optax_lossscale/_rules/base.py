@@ -260,7 +260,14 @@ def next_state(
         magnitude = finite_max_magnitude(jax.lax.stop_gradient(grads), axis_name)
         args.append(jnp.where(grads_finite, magnitude, jnp.nan))
     compiled = _COMPILED.get(type(rule).update)  # None for a user's rule
+    fields = dict(getattr(rule, "__dict__", {}))
     new_state = compiled(rule, state, *args) if compiled else rule.update(state, *args)
+    if changed := [x for x in fields if fields[x] is not getattr(rule, x, None)]:
+        raise TypeError(
+            f"`rule` must not change in its `update`, got another `{changed[0]}` in "
+            f"{rule!r}: `update` runs once, when it is traced. Keep what changes in "
+            "`state.rule_state`, and make the rule a frozen dataclass."
+        )
     if found := mismatch(new_state, state):
         path, new, old = found
         raise ValueError(
@@ -276,12 +283,15 @@ def next_state(
 def _take_over(rule: LossScale, state: LossScaleState) -> LossScaleState:
     """Return the rule's first state if the scale is or was fixed, else the state.
 
-    A moving rule that follows a fixed one starts from its own first scale. The counters
-    of skipped steps continue.
+    A moving rule that follows a fixed one starts from its own first scale. So does one
+    that finds no positive number, as after a reset of the whole state to zeros. The
+    counters of skipped steps continue.
     """
     own = rule.init()
     remembers = bool(jax.tree.leaves(own.rule_state))
     rule_state = own.rule_state if remembers else state.rule_state
     own = with_counts(own._replace(rule_state=rule_state), state)
     own = cast_like(own, state)
-    return cast(LossScaleState, select(state.is_fixed | own.is_fixed, own, state))
+    is_scale = (state.loss_scale > 0) & (state.loss_scale < jnp.inf)
+    is_own = state.is_fixed | own.is_fixed | ~is_scale
+    return cast(LossScaleState, select(is_own, own, state))

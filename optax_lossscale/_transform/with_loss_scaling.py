@@ -9,7 +9,12 @@ import optax
 from .._axes import AxisName, all_along, check_agreement
 from .._find import find_nodes
 from .._finite import all_finite
-from .._gradients.forgotten import Note, note, warn_if_forgotten
+from .._gradients.forgotten import (
+    Note,
+    note,
+    refuse_gradients,
+    warn_if_forgotten,
+)
 from .._jax_internals import in_memory_of
 from .._rules.base import LossScale, check_rule, matching_state, next_state
 from .._rules.dynamic import DynamicLossScale
@@ -225,6 +230,7 @@ def _checked_scale_state(
         check_flag("grads_finite", flag)
     check_loss(extra_args.get("value"))
     if getattr(rule, "loss_scale", None) != 1:  # unless it is fixed there
+        refuse_gradients(params)
         warn_if_forgotten(state, rule, updates)
         warn_of_narrow_grads(updates, params)
     warn_of_float16(params, state.inner_state)

@@ -38,7 +38,7 @@ def reports(function, *args, **kwargs):
 # How a report of each event begins.
 IN_A_ROW, RATE, INVALID = "The last ", "Recently, 26%", "The loss scale is not a pos"
 TOP, OFTEN = "The loss scale is 2**24 or more. None", "More than 5 % of the recent"
-UNDONE, ZERO = "The gradients are not finite, but", "All gradients are exactly 0"
+UNDONE, ZERO = "The gradients or the loss are not finite", "All gradients are exactly 0"
 
 ZEROS = {"w": np.zeros(3), "b": np.zeros(2, np.float16), "count": np.int32(1)}
 TINY, NANS = ({**ZEROS, "b": np.float16([0, x])} for x in (2.0**-24, np.nan))
@@ -103,6 +103,9 @@ EVENTS = {
     # A rule of a fixed scale may be one that never skips.
     "NaN, fixed scale": (step(grads=NANS, is_fixed=True), UNDONE, NOWHERE),
     "NaN after a skip": (step(total=1, grads=NANS, is_fixed=True), UNDONE, BOTH),
+    "NaN loss, applied": (step(value=np.nan), UNDONE, BOTH),
+    "NaN loss, fixed scale": (step(value=np.inf, is_fixed=True), UNDONE, BOTH),
+    "NaN loss, skipped": (step(skips=1, value=np.nan), UNDONE, NOWHERE),
     "zeros, first step": (step(tracker=1, grads=ZEROS), ZERO, BOTH),
     "zeros, second step": (step(tracker=2, grads=ZEROS), ZERO, EAGER),
     "zeros, 501st step": (step(tracker=501, grads=ZEROS), ZERO, BOTH),

@@ -20,6 +20,8 @@ ACCEPTED = {
     show: {"report": report(GRADS)},
 }
 OF_GRADS = [
+    (ls.gradient_report(GRADS), "must be gradients, got a GradientReport"),
+    (ls.suggest_loss_scale(GRADS), "must be gradients, got a SuggestedLossScale"),
     ({"a": np.arange(3)}, "must hold floating-point gradients, got {'a'"),
     ({"a": [1.0, "b"]}, r"must hold only arrays, got 'b' at \['a'\]\[1\]"),
 ]

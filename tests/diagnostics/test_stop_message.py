@@ -119,7 +119,7 @@ OFTEN = UNSCALED | {"skip_rate": 0.06, "skipped_steps": 61}
 TOP = APPLIED | {"loss_scale": 2.0**24, "growth_tracker": 500, "skipped_steps": 0}
 ZEROS = ["All gradients are exactly 0. Likely", "does not reach"]
 NO_LABEL = "no label of the batch counts"
-INVALID, UNDONE = "The loss scale is not a", "The gradients are not finite, but"
+INVALID, UNDONE = "The loss scale is not a", "The gradients or the loss are not finite"
 VALUE = "the `value` that `update` got"
 INFINITE = "a count or a norm in a denominator is inf in float16"
 # What differs in the state; what is known; the words, in their order.
@@ -134,7 +134,7 @@ KNOWN = {
     "scale of NaN": ({"loss_scale": NAN}, {}, [INVALID, "was restored", "set a"]),
     "bad gradients, applied": (APPLIED, {"grads": BAD}, [UNDONE, "out, by an `if`"]),
     "zeros": (APPLIED, {"grads": 0 * ONE}, [*ZEROS, NO_LABEL, INFINITE, "is too low"]),
-    "zeros, unscaled": (UNSCALED, {"grads": 0 * ONE}, [*ZEROS, f"{NO_LABEL}. http"]),
+    "zeros, unscaled": (UNSCALED, {"grads": 0 * ONE}, [*ZEROS, NO_LABEL, "in float16"]),
     "2**24": (TOP, {}, ["The loss scale is 2**24 or more. None", "jax.value_and_grad"]),
     "often, unscaled": (OFTEN, {}, ["More than 5 %", BATCHES, f"{DERIVATIVE}. https"]),
 }

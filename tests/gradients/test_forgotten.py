@@ -438,7 +438,8 @@ def test_unscaling_after_the_update_warns_in_each_step(trace):
 
     def late(params, state, x):
         params, state = NET.apply(params, state, scaled(params, state, x))
-        return ls.unscale_grads(params, state), state, x
+        ls.unscale_grads(x, state)
+        return params, state, x
 
     first, second = warnings_of(trace(lambda *args: late(*late(*args))), *NET.args)
     assert first.startswith(LEFT_SCALED) and second.startswith(LEFT_SCALED)
@@ -449,6 +450,27 @@ def test_unscaling_after_the_update_warns_in_each_step(trace):
 def test_traced_update_warns_of_a_constant_scale(way, program):
     message = "The loss scale, 32768, is a constant of a compiled function"
     assert_warns_once(message, program, NET, closed_over(way, NET.args[1]))
+
+
+def with_the_result_dropped(params, state, x):
+    grads = scaled(params, state, x)
+    ls.unscale_grads(grads, state)
+    return grads
+
+
+@pytest.mark.parametrize("program", TRACED)
+def test_traced_update_warns_of_what_unscale_grads_was_given(program):
+    message = "`update` gets the gradients that `unscale_grads` was given"
+    assert_warns_once(message, program, NET, with_the_result_dropped)
+
+
+@pytest.mark.parametrize("way", [by_grad, by_hand, by_retries, by_backward])
+def test_update_refuses_gradients_as_parameters(way):
+    def swapped(params, state, x):
+        return NET.tx.update(params, state, way(params, state, x))
+
+    with pytest.raises(ValueError, match=r"got the gradients.*update\(grads, state, p"):
+        jax.eval_shape(swapped, *NET.args)
 
 
 def of_another(net, way):

@@ -28,6 +28,20 @@ class Halving(ls.LossScale):
         return state._replace(rule_state=state.rule_state + 1, loss_scale=scale)
 
 
+class Counting(ls.LossScale):
+    """It counts in itself, which is no state."""
+
+    def __init__(self):
+        self.good = 0
+
+    def init(self):
+        return ls.LossScaleState.create(8.0)
+
+    def update(self, state, grads_finite):
+        self.good += 1
+        return state
+
+
 @dataclasses.dataclass(frozen=True)
 class Mistaken(Halving):
     """It counts the wrong steps."""
@@ -72,6 +86,21 @@ def after_one_step(rule, state, value):
     tx = ls.with_loss_scaling(optax.sgd(0.1), rule)
     opt_state = tx.init(GRADS)._replace(scale_state=state)
     return tx.update(GRADS, opt_state, GRADS, value=value)[1].scale_state
+
+
+def test_rule_that_changes_in_its_update_is_refused():
+    tx = ls.with_loss_scaling(optax.sgd(0.1), Counting())
+    with pytest.raises(TypeError, match=r"must not change .*`good`.*state.rule_state"):
+        jax.eval_shape(tx.update, GRADS, tx.init(GRADS), GRADS)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, np.nan, np.inf])
+@pytest.mark.parametrize(
+    "rule", [ls.DynamicLossScale(), ls.HeadroomLossScale(), Halving()], ids=repr
+)
+def test_rule_that_finds_no_scale_starts_from_its_own(rule, scale):
+    found = rule.init()._replace(loss_scale=jnp.float32(scale))
+    assert after_one_step(rule, found, 1.0).loss_scale == rule.init().loss_scale
 
 
 def counts(state):
