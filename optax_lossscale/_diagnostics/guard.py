@@ -117,7 +117,7 @@ def check_loss_scale(
     handle = functools.partial(_raise_or_warn, limit, on_error)
     scale_state, grads, value = jax.lax.stop_gradient((scale_state, grads, value))
     # In a traced function, this traces a state that the function closes over, too.
-    eager = not is_traced((state, scale_state, grads, value))
+    eager = not is_traced((scale_state, grads, value))
 
     def arrays() -> Any:
         scale = scale_state.loss_scale

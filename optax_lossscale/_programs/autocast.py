@@ -63,6 +63,8 @@ def autocast(
       ``jax.custom_vjp``, ``jax.custom_batching.custom_vmap``, Pallas). Put `autocast`
       inside of these, as in ``scale_backward(autocast(fun, dtype), scale)``.
 
+    Call it under ``jax.jit``: every call outside is traced anew.
+
     In a ``scan``, it computes cheap operations again in the backward pass where that
     keeps fewer bytes. JAX alone decides in a body with a ``jax.checkpoint``, a
     ``while`` loop, or an effect such as ``jax.debug.print``.
