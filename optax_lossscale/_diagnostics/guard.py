@@ -62,8 +62,8 @@ def check_loss_scale(
 
     - if no step was ever skipped, the scale is 2**24 or more, and ``growth_tracker`` is
       500 or more;
-    - if more than 5 % of the recent steps are skipped, and more than 60 in all. While
-      the rule may be looking for its scale, only if they are more than 10 %;
+    - if more than 5% of the recent steps are skipped, and more than 60 in all. While
+      the rule may be looking for its scale, only if they are more than 10%;
     - if ``grads`` or ``value`` are not finite, but the step counts as applied: the step
       does not use the update, or ``update`` did not get ``value``. If the scale is
       fixed, of ``grads`` only after a first skip;

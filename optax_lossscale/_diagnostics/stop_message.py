@@ -86,7 +86,7 @@ _OPTIMIZER = (
     "with `check_updates=True`, the optimizer turns finite gradients into NaN or inf "
     "(its state or a learning rate is not finite, or it squares gradients above 1e19)"
 )
-_FLAG = "`grads_finite` is the wrong way round, as `found_inf` of other systems is"
+_FLAG = "`grads_finite` is inverted: True means finite, unlike `found_inf` elsewhere"
 _GRADS_FINITE = (
     f"the `value` that `update` got is not finite; its {_FLAG}; or, {_OPTIMIZER}",
     "guides/wrappers.md#what-else-can-skip-a-step",
@@ -111,7 +111,7 @@ WARNINGS = {
         "troubleshooting.md#the-scale-climbs-to-the-ceiling",
     ),
     Event.OFTEN_SKIPPED: _Message(
-        "More than 5 % of the recent steps are skipped.", *_SOME_STEPS
+        "More than 5% of the recent steps are skipped.", *_SOME_STEPS
     ),
     Event.UPDATE_UNDONE: _Message(
         "The gradients or the loss are not finite, but the step counts as applied.",

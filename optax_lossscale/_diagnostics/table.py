@@ -141,7 +141,7 @@ def table_of(report: GradientReport, limit: int, kinds: tuple[str, ...]) -> Tabl
 
 
 def percent(share: float, digits: int = 0) -> str:
-    """Format a share, with ``<`` or ``>`` if it would round to 0 % or 100 %."""
+    """Format a share, with ``<`` or ``>`` if it would round to 0% or 100%."""
     least = 10.0 ** -(digits + 2)
     if 0 < share <= least / 2:
         return f"<{least:.{digits}%}"

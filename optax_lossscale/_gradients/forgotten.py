@@ -1,9 +1,9 @@
 """Warn of a train step that forgets to scale or unscale, or does either twice.
 
-It warns only of what is certain. Inside one step, the functions that scale and unscale
-get the same object as ``loss_scale``, an array or a tracer, and so does ``update``.
-Parts of a step that are traced apart get other objects. Of these, only the structure of
-the optimizer state is remembered.
+It warns only if a mistake is certain. Within one step, the functions that scale, those
+that unscale, and ``update`` get the same ``loss_scale`` object, an array or a tracer, so
+its identity links them. Parts of a step that are traced separately get different
+objects. Only the structure of the optimizer state links these.
 """
 
 import contextlib

@@ -57,8 +57,8 @@ def value_and_grad(
 
     Returns:
         A function with the arguments of ``fun`` that returns the value and the true
-        gradients. They have the types of the parameters, but float32 where that is
-        float16 or float8. Where they overflowed, they are still NaN or inf.
+        gradients. Each has the dtype of its parameter, or float32 if the parameter is
+        float16 or float8. Elements that overflowed are still NaN or inf.
 
     Raises:
         ValueError: when called, as `get_loss_scale_state`.

@@ -38,7 +38,9 @@ from .traced_call import Arguments, Output, TracedCall, on_traced_calls
 def autocast(
     fun: Callable[Arguments, Output], dtype: Any
 ) -> Callable[Arguments, Output]:
-    """Create a function that computes its products in ``dtype``, all else as written.
+    """Create a function that computes its matmuls and convolutions in ``dtype``.
+
+    Everything else is computed as written.
 
     Use it to train a float32 program in float16, without a cast in the model::
 

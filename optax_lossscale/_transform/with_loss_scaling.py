@@ -70,8 +70,9 @@ def with_loss_scaling(
     `with_master_weights`.
 
     Args:
-        inner: the optimizer, any Optax transformation. Donate the state of the whole
-            step, not inside ``inner``: a skipped step returns the old one.
+        inner: the optimizer, any Optax transformation. If you donate its state, do so
+            in the ``jit`` of the whole step, because a skipped step returns the old
+            state.
         rule: how the loss scale changes; to skip steps alone, see `skip_nonfinite`.
         axis_name: inside ``shard_map``, ``pmap`` or ``vmap``, the mapped axis, or a
             tuple of them, along which gradients or ``value`` differ. A step is applied

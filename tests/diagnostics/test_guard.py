@@ -37,7 +37,7 @@ def reports(function, *args, **kwargs):
 
 # How a report of each event begins.
 IN_A_ROW, RATE, INVALID = "The last ", "Recently, 26%", "The loss scale is not a pos"
-TOP, OFTEN = "The loss scale is 2**24 or more. None", "More than 5 % of the recent"
+TOP, OFTEN = "The loss scale is 2**24 or more. None", "More than 5% of the recent"
 UNDONE, ZERO = "The gradients or the loss are not finite", "All gradients are exactly 0"
 
 ZEROS = {"w": np.zeros(3), "b": np.zeros(2, np.float16), "count": np.int32(1)}
@@ -88,7 +88,7 @@ EVENTS = {
     "often, tracker kept": (often(skips=1, tracker=1), OFTEN, BOTH),
     "often, no third skip": (often(skips=1, tracker=3, **FOUR), OFTEN, EAGER),
     "often, applied": (often(scale=1.0), OFTEN, EAGER),
-    "above 10 %": (often(skips=1, rate=0.11), OFTEN, BOTH),
+    "above 10%": (often(skips=1, rate=0.11), OFTEN, BOTH),
     "often, 1/4": (often(skips=1, rate=0.25), OFTEN, BOTH),
     # The rule may be looking for its scale, its first one, or one after a jump.
     "first skip of a search": (often(skips=1, scale=2.0), OFTEN, NOWHERE),
@@ -179,7 +179,7 @@ def test_guard_is_silent_in_a_healthy_run(rule, size):
 
 
 def test_guard_is_silent_while_a_high_scale_falls():
-    """The rate is 0.22 after 36 skips. Then 4 % of the batches are bad."""
+    """The rate is 0.22 after 36 skips. Then 4% of the batches are bad."""
     magnitudes = 36 * [2.0**19] + 14 * (24 * [2.0**19] + [BAD])
     assert reports_of_run(DYNAMIC(2.0**32, max_scale=2.0**32), magnitudes) == ([], [])
 

@@ -22,7 +22,7 @@ OVERFLOW, MORE = "or the gradients overflow. ", "Pass `grads=grads` and"
 LAYER, OLD_STATE = "one layer overflows in the backward", "gets an earlier state than"
 LABEL, BATCHES = "a label is out of range", "some batches hold NaN"
 LOSS = "the loss itself is above 65504"
-WRONG_WAY, CHECKED = "`grads_finite` is the wrong way", "with `check_updates=True`"
+WRONG_WAY, CHECKED = "`grads_finite` is inverted", "with `check_updates=True`"
 
 DEFAULT, UNIT = ls.DynamicLossScale(), ls.FixedLossScale(1.0)
 W, X, NO_ROW = normal(8, 8), normal(64, 8), np.zeros(64, bool)
@@ -136,7 +136,7 @@ KNOWN = {
     "zeros": (APPLIED, {"grads": 0 * ONE}, [*ZEROS, NO_LABEL, INFINITE, "is too low"]),
     "zeros, unscaled": (UNSCALED, {"grads": 0 * ONE}, [*ZEROS, NO_LABEL, "in float16"]),
     "2**24": (TOP, {}, ["The loss scale is 2**24 or more. None", "jax.value_and_grad"]),
-    "often, unscaled": (OFTEN, {}, ["More than 5 %", BATCHES, f"{DERIVATIVE}. https"]),
+    "often, unscaled": (OFTEN, {}, ["More than 5%", BATCHES, f"{DERIVATIVE}. https"]),
 }
 
 

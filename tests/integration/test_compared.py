@@ -214,7 +214,7 @@ CHECKS = {
     "a skipped step keeps weights, moments and schedule": keeps,
     "a batch with NaN lowers the scale": lowers,
     "steps with PyTorch's scale, in a run recorded from `GradScaler`": pytorchs_scale,
-    "steps with PyTorch's weights in that run, within 1 %": pytorchs_weights,
+    "steps with PyTorch's weights in that run, within 1%": pytorchs_weights,
     "a loss of 1e35 is reported as": reported,
     "a smallest scale of 8, under `jit`": functools.partial(
         after, 20, np.nan, floor=8.0

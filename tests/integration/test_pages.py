@@ -252,7 +252,7 @@ def test_every_16th_batch_that_overflows_after_growth_is_always_skipped():
 )
 def test_skip_rate_after_a_hundred_skips_is_that_of_the_page(rule, rate):
     assert round(100 * run_rule(rule, 100 * [False]).skip_rate[-1]) == rate
-    assert f" {rate} %" in page("guides/logging")
+    assert f" {rate}%" in page("guides/logging")
 
 
 @pytest.mark.parametrize(
