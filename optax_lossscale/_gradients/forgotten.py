@@ -1,8 +1,8 @@
 """Warn of a train step that forgets to scale or unscale, or does either twice.
 
 It warns only if a mistake is certain. Within one step, the functions that scale, those
-that unscale, and ``update`` get the same ``loss_scale`` object, an array or a tracer, so
-its identity links them. Parts of a step that are traced separately get different
+that unscale, and ``update`` get the same ``loss_scale`` object, an array or a tracer.
+Its identity links them. Parts of a step that are traced separately get different
 objects. Only the structure of the optimizer state links these.
 """
 
