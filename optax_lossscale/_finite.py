@@ -47,7 +47,8 @@ def _all_finite(leaves: list[jax.Array]) -> jax.Array:
     sums = [
         _finite_if_all_are(x, i) for i, x in enumerate(parts) if x.dtype == jnp.float32
     ]
-    scores = [_any(is_nonfinite(x)) for x in parts if x.dtype != jnp.float32]
+    flags = [_any(is_nonfinite(x)) for x in parts if x.dtype != jnp.float32]
+    scores = [jnp.stack(flags)] if flags else []
     if sums:
         scores.append(is_nonfinite(jnp.stack(sums)).astype(jnp.float32))
     return _are_zero(scores)
@@ -71,7 +72,7 @@ def _real_parts(x: jax.Array) -> list[jax.Array]:
 
 def none_is_true(flags: list[jax.Array]) -> jax.Array:
     """Return whether all elements of some boolean arrays are False."""
-    return _are_zero([_any(x) for x in flags])
+    return _are_zero([jnp.stack([*map(_any, flags)])] if flags else [])
 
 
 def _any(flags: jax.Array) -> jax.Array:
@@ -82,13 +83,13 @@ def _any(flags: jax.Array) -> jax.Array:
 def _are_zero(scores: list[jax.Array]) -> jax.Array:
     if not scores:
         return jnp.ones((), jnp.bool_)
-    stacked = jnp.hstack(scores)
+    joined = jnp.concatenate(scores)
     # XLA fuses cheap operations into each consumer, so the mask of every leaf would
     # combine the flags of all leaves again. It does not do so with a dot. On a GPU, it
     # merges kernels of arrays of one shape if they share a vector, but not if they
     # share a scalar. So the flag is an element of a vector of two.
     with jax.named_scope(CHECK_SCOPE):
-        return (stacked @ jnp.stack([stacked, stacked], axis=1) == 0)[0]
+        return (joined @ jnp.stack([joined, joined], axis=1) == 0)[0]
 
 
 def is_nonfinite(x: jax.Array) -> jax.Array:

@@ -28,8 +28,8 @@ from .._jax_internals import after, no_tangent, varying_axes, varying_like
 from .._programs.origins import Origin, origin_of_variables
 from .._programs.primitives import NAN_TOLERANT
 from .._programs.rewrite import (
+    as_one_equation,
     eqn_like,
-    evaluate_with_nan,
     new_var,
     operations,
     with_eqns,
@@ -53,7 +53,7 @@ class TracedUpdate:
 
     def __call__(self, arrays: Any) -> Any:
         inputs = [*jax.tree.leaves(arrays), *self.constants]
-        outputs = evaluate_with_nan(self.program, *inputs)
+        outputs = as_one_equation(self.program, *inputs)
         return jax.tree.unflatten(self.structure, outputs)
 
 

@@ -226,11 +226,11 @@ def test_log_marks_a_skip_at_the_scale_that_overflowed():
     assert history == [(2.0**15, False), (2.0**15, True), (2.0**14, False)]
 
 
-@pytest.mark.parametrize(("label", "classes"), [(-5, 32), (-100, 100)])
-def test_negative_label_in_range_gives_a_finite_loss(label, classes):
+def test_negative_label_in_range_gives_a_finite_loss():
     loss_fn = jax.jit(optax.softmax_cross_entropy_with_integer_labels)
-    assert np.isfinite(loss_fn(np.zeros(classes), label))
-    assert f"{label} of {classes}" in page("troubleshooting")
+    assert np.isfinite(loss_fn(np.zeros(100), -100))
+    text = page("troubleshooting")
+    assert "ignore label, -100" in text and "With 100 classes it is in range" in text
 
 
 def test_every_16th_batch_that_overflows_after_growth_is_always_skipped():
@@ -346,13 +346,13 @@ def test_small_updates_move_bfloat16_weights_that_have_master_weights(
     weights, state = train()
     assert np.sum(weights != 1) == moved
     assert np.all(optax.tree.get(state, "nu") < 1) == (copied and not grad)
-    assert "6e-4 moves none of 512 weights" in page("guides/float16_parameters")
+    assert "6e-4 changes none of 512 weights" in page("guides/float16_parameters")
 
 
 def test_average_of_bfloat16_weights_does_not_move():
     ones = np.ones(512, jnp.bfloat16)
     assert np.all(jax.jit(optax.incremental_update)(2 * ones, ones, 1e-3) == 1)
-    words = "an average of weights move nothing"
+    words = "nor a weight average has any effect"
     assert words in page("guides/float16_parameters")
 
 
