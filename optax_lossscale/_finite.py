@@ -55,14 +55,15 @@ def _all_finite(leaves: list[jax.Array]) -> jax.Array:
 
 
 def _finite_if_all_are(x: jax.Array, number: int) -> jax.Array:
-    """Return a sum of small multiples of float32 numbers, each at most 4 if finite.
+    """Return a sum of small multiples of float32 numbers, each below 8 if finite.
 
-    On a CPU it takes no temporary memory, to which XLA would write flags. With a global
-    norm it takes no pass of its own. A compiler with fast math would fold ``x - x``:
-    https://github.com/jax-ml/jax/issues/276. Each ``number`` has another factor: of
-    equal ones, XLA on a CPU writes an array.
+    The sum needs no temporary memory on a CPU, where XLA would write flags to memory,
+    and no pass of its own beside a global norm. ``x - x`` would do as well as addends,
+    but a compiler with fast math folds it: https://github.com/jax-ml/jax/issues/276.
+    The factor differs for each ``number``, because XLA on a CPU writes an array of
+    factors that several leaves share.
     """
-    factor = 2.0**-126 * (1 + 2.0**-23 * (number % 2**23))
+    factor = 2.0**-126 * (1 + 2.0**-23 * number)
     return jnp.sum(x * np.float32(factor))
 
 

@@ -65,8 +65,8 @@ def check_loss_scale(
     - if more than 5% of the recent steps are skipped, and more than 60 in all. While
       the rule may be looking for its scale, only if they are more than 10%;
     - if ``grads`` or ``value`` are not finite, but the step counts as applied: the step
-      does not use the update, or ``update`` did not get ``value``. If the scale is
-      fixed, of ``grads`` only after a first skip;
+      does not use the update, or ``update`` did not get ``value``. With a fixed scale,
+      ``grads`` count only after a first skip;
     - if ``grads`` are all exactly 0, but ``value`` is not.
 
     Args:
@@ -174,12 +174,11 @@ def _is_due(
     # The rule of a fixed scale may be one that never skips.
     may_skip = ~state.is_fixed | (skipped > 0)
     is_undone = jnp.all(state.applied & may_skip) & ~all_finite(grads)
-    if value is not None:
-        is_undone |= jnp.all(state.applied) & ~jnp.all(jnp.isfinite(value))
     is_all_zero = jnp.all(state.applied) & none_is_true([x != 0 for x in grads])
     is_all_zero &= any(map(jnp.size, grads))
-    if value is not None:  # if the loss is 0, gradients of 0 are no fault
-        is_all_zero &= value != 0
+    if value is not None:
+        is_undone |= jnp.all(state.applied) & ~all_finite(value)
+        is_all_zero &= value != 0  # if the loss is 0, gradients of 0 are no fault
     # Whether the event is so, and whether a compiled loop, which sees every step,
     # reports it in this one: each skip once, what lasts every 500 steps.
     events: dict[Event, tuple[Any, Any]] = {

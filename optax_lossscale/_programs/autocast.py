@@ -49,9 +49,9 @@ def autocast(
 
     A matrix product or convolution of two float32 arrays, or of one and an array in
     ``dtype``, is computed in ``dtype``: its operands are rounded, and its result is
-    converted back to float32. So are the products of its backward pass. That is why
-    float16 needs a loss scale. bfloat16 needs none. Sums, norms, softmax, exponentials,
-    lookups and losses stay in float32.
+    converted back to float32. The products of its backward pass are cast, too, which is
+    why float16 needs a loss scale. bfloat16 needs none. Sums, norms, softmax,
+    exponentials, lookups and losses stay in float32.
 
     A product counts as a matrix product if each element of its result sums 8 numbers or
     more. These are left as they are:
@@ -65,7 +65,7 @@ def autocast(
       ``jax.custom_vjp``, ``jax.custom_batching.custom_vmap``, Pallas). Put `autocast`
       inside of these, as in ``scale_backward(autocast(fun, dtype), scale)``.
 
-    Call it under ``jax.jit``: every call outside is traced anew.
+    Call the result under ``jax.jit``. Outside of it, every call traces ``fun`` again.
 
     In a ``scan``, it computes cheap operations again in the backward pass where that
     keeps fewer bytes. JAX alone decides in a body with a ``jax.checkpoint``, a
@@ -122,7 +122,7 @@ def autocast(
 
     if any(isinstance(x, jax.Array) for x in jax.tree.leaves(fun)):
         # An Equinox module stays a tree with its arrays, so that it can be trained.
-        call = on_traced_calls(lambda fun, *args, **kw: fun(*args, **kw), run_cast)
+        call = on_traced_calls(lambda fun, /, *args, **kw: fun(*args, **kw), run_cast)
         return jax.tree_util.Partial(call, fun)
     return on_traced_calls(fun, run_cast)
 

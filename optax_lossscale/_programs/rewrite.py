@@ -131,9 +131,13 @@ def evaluate_with_nan(jaxpr: Jaxpr, *inputs: jax.Array) -> Sequence[jax.Array]:
 
 def as_one_equation(jaxpr: Jaxpr, *inputs: jax.Array) -> Sequence[jax.Array]:
     """Run a program that may compute with NaN as one equation, not traced again."""
-    # Only the program differs between two of as many inputs and outputs.
-    like = jax.jit(lambda *_: [0.0] * len(jaxpr.outvars))
-    (eqn,) = jax.make_jaxpr(like)(*[0.0] * len(inputs)).jaxpr.eqns
+
+    @jax.jit
+    def program(*_: jax.Array) -> list[float]:
+        return [0.0] * len(jaxpr.outvars)
+
+    # Two equations with as many inputs and outputs differ only in their programs.
+    (eqn,) = jax.make_jaxpr(program)(*[0.0] * len(inputs)).jaxpr.eqns
     params = {**eqn.params, "jaxpr": ClosedJaxpr(jaxpr, [])}
     return eqn.primitive.bind(*inputs, **params)
 

@@ -109,6 +109,8 @@ def with_loss_scaling(
             - if no loss was ever scaled for a state of this structure;
             - if a compiled step divides its gradients by a scale that is a constant;
             - if ``scale_loss`` was called in this step, but not ``unscale_grads``;
+            - if ``unscale_grads`` was called, but its result is not used;
+            - if a compiled step divides by the scale of another optimizer;
             - if gradients are float16 or float8, but their parameters are not;
             - if the state of ``inner`` is rounded to narrower types in every step;
             - if ``loss`` is passed, but not ``value``, and the like.
