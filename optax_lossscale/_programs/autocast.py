@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
-from .._validation import advise_if_left_out, check_dtype, check_function, warn
+from .._validation import (
+    advise_if_left_out,
+    check_dtype,
+    check_function,
+    is_traced,
+    warn,
+)
 from .loops import with_less_kept
 from .origins import origins_of_arguments
 from .primitives import MOVES, PRODUCTS, TRANSPARENT
@@ -23,6 +29,7 @@ from .rewrite import (
     new_var,
     refuse_effects,
     remembered,
+    with_calls,
     with_eqns,
     with_programs,
 )
@@ -118,6 +125,8 @@ def autocast(
         with jax.transfer_guard_host_to_device("allow"):
             cast = _cast(call.jaxpr, name)
             program = with_less_kept(cast, name, origins_of_arguments(call.inputs))
+            if is_traced(call.inputs):
+                program = with_calls(program)
             return evaluate(program, *call.inputs)
 
     if any(isinstance(x, jax.Array) for x in jax.tree.leaves(fun)):
