@@ -37,11 +37,12 @@ def install(
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff and mypy."""
+    """ruff, and mypy of the package and of programs that use it."""
     install(session, "test", "dev")
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
     session.run("mypy")
+    session.run("mypy", "--strict", "tests/helpers/typed_programs.py")
 
 
 @nox.session

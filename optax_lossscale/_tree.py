@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,10 @@ from ._dtypes import dtype_of
 from ._jax_internals import in_memory_of
 from ._validation import check_flag, describe
 
+Tree = TypeVar("Tree")
 
-def select(pred: "jax.typing.ArrayLike", on_true: Any, on_false: Any) -> Any:
+
+def select(pred: "jax.typing.ArrayLike", on_true: Tree, on_false: Tree) -> Tree:
     """Select one of two trees of the same structure, as ``jnp.where`` does for arrays.
 
     Use it for values that the optimizer does not protect in a skipped step. With
@@ -43,7 +45,7 @@ def select(pred: "jax.typing.ArrayLike", on_true: Any, on_false: Any) -> Any:
     return select_each(itertools.repeat(pred), on_true, on_false)
 
 
-def select_each(preds: Iterator[Any], on_true: Any, on_false: Any) -> Any:
+def select_each(preds: Iterator[Any], on_true: Tree, on_false: Tree) -> Tree:
     """Select as `select` does, by one flag for each leaf, in their order."""
     # ``optax.tree.where`` broadcasts other shapes, and takes no functions as leaves.
     if not same_structure(on_true, on_false):

@@ -21,14 +21,14 @@ from .._programs.rewrite import (
     evaluate_with_nan,
     refuse_effects,
 )
-from .._programs.traced_call import traced_call
+from .._programs.traced_call import Arguments, Output, traced_call
 from .._validation import check_count, check_field
 from .forgotten import Note, note_divided, using_scale
 from .value_and_grad import differentiate
 
 
 def value_and_grad_with_retries(
-    fun: Callable[..., Any],
+    fun: Callable[Arguments, Output],
     state: Any,
     *,
     max_retries: int = 4,
@@ -39,7 +39,7 @@ def value_and_grad_with_retries(
     holomorphic: bool = False,
     allow_int: bool = False,
     value_and_grad: Callable[..., Any] | None = None,
-) -> Callable[..., tuple[Any, Any, Any]]:
+) -> Callable[Arguments, tuple[Output, Any, Any]]:
     """Create a function that computes overflowed gradients again at a lower scale.
 
     Use it instead of `value_and_grad` if every step is expensive, as in on-policy

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from .._dtypes import dtype_of, grad_dtype, is_inexact, wide_dtype
 from .._flax_internals.float8_overwrites import is_overwritten
+from .._tree import Tree
 from .._validation import describe, warn
 from .forgotten import (
     Note,
@@ -52,7 +53,7 @@ def scale_loss(loss: Any, state: Any) -> Any:
     return scaled
 
 
-def unscale_grads(grads: Any, state: Any) -> Any:
+def unscale_grads(grads: Tree, state: Any) -> Tree:
     """Divide the gradients of a scaled loss by the loss scale, before ``update``.
 
     Call it before clipping, too, and use what it returns.

@@ -10,6 +10,7 @@ import numpy as np
 from .._flax_internals.bound_methods import wraps
 from .._flax_internals.float8_overwrites import with_finite_overwrites
 from .._flax_internals.nnx_objects import check_no_modules
+from .._programs.traced_call import Arguments, Output
 from .._validation import check_function, describe
 from .forgotten import Note, note_divided, using_scale
 from .scaling import scale_loss_by, unscale
@@ -22,7 +23,7 @@ class _Output(NamedTuple):
 
 
 def value_and_grad(
-    fun: Callable[..., Any],
+    fun: Callable[Arguments, Output],
     state: Any,
     *,
     argnums: Any = 0,
@@ -30,7 +31,7 @@ def value_and_grad(
     holomorphic: bool = False,
     allow_int: bool = False,
     value_and_grad: Callable[..., Any] | None = None,
-) -> Callable[..., tuple[Any, Any]]:
+) -> Callable[Arguments, tuple[Output, Any]]:
     """Create a function that evaluates a loss and its gradients with loss scaling.
 
     Use it instead of ``jax.value_and_grad`` if the loss is computed in float16, where
@@ -83,7 +84,9 @@ def value_and_grad(
     at_scale = differentiate(fun, has_aux, value_and_grad, **options)
 
     @functools.wraps(fun, updated=())
-    def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def value_and_grad_fun(
+        *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> tuple[Output, Any]:
         # Read the state now: a Flax NNX optimizer changes in place.
         with using_scale(state, Note.SCALES, Note.DIVIDES) as scale_state:
             output, grads = at_scale(scale_state.loss_scale, *args, **kwargs)
@@ -97,7 +100,7 @@ _value_and_grad = value_and_grad  # `grad` has an argument of this name
 
 
 def grad(
-    fun: Callable[..., Any],
+    fun: Callable[Arguments, Any],
     state: Any,
     *,
     argnums: Any = 0,
@@ -105,7 +108,7 @@ def grad(
     holomorphic: bool = False,
     allow_int: bool = False,
     value_and_grad: Callable[..., Any] | None = None,
-) -> Callable[..., Any]:
+) -> Callable[Arguments, Any]:
     """Create a function that evaluates the gradients of a loss with loss scaling.
 
     Args:
@@ -137,7 +140,7 @@ def grad(
     )
 
     @functools.wraps(fun, updated=())
-    def grad_fun(*args: Any, **kwargs: Any) -> Any:
+    def grad_fun(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
         value, grads = value_and_grad_fun(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 

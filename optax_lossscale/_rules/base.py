@@ -115,7 +115,11 @@ class LossScale(abc.ABC):
 
     @abc.abstractmethod
     def update(
-        self, state: LossScaleState, grads_finite: "jax.typing.ArrayLike"
+        self,
+        state: LossScaleState,
+        grads_finite: "jax.typing.ArrayLike",
+        *args: Any,
+        **kwargs: Any,
     ) -> LossScaleState:
         """Return the state after a step.
 

@@ -96,7 +96,7 @@ class HeadroomLossScale(LossScale):
         return LossScaleState.create(self.init_scale, rule_state=rule_state)
 
     @check_and_compile
-    def update(  # type: ignore[override]  # it measures gradients, too
+    def update(
         self,
         state: LossScaleState,
         grads_finite: "jax.typing.ArrayLike",

@@ -13,7 +13,7 @@ from .._find import find_state, get_loss_scale_state
 from .._finite import all_finite
 from .._flax_internals.nnx_objects import is_object, leaves_with_objects
 from .._state import LossScaleState, check_state
-from .._tree import as_sharded, select_each, where
+from .._tree import Tree, as_sharded, select_each, where
 from .._validation import warn
 
 
@@ -38,8 +38,8 @@ def was_applied(state: Any) -> jax.Array:
 
 
 def keep_if_applied(
-    state: Any, new: Any, old: Any, *, axis_name: AxisName | None = None
-) -> Any:
+    state: Any, new: Tree, old: Tree, *, axis_name: AxisName | None = None
+) -> Tree:
     """Return ``old`` after a skipped step, else every leaf of ``new`` that is finite.
 
     Args:

@@ -5,7 +5,7 @@ import optax
 from .._axes import AxisName
 from .._rules.fixed import FixedLossScale
 from .extra_args import check_inner
-from .with_loss_scaling import with_loss_scaling
+from .with_loss_scaling import LossScaling, with_loss_scaling
 
 
 def skip_nonfinite(
@@ -13,7 +13,7 @@ def skip_nonfinite(
     *,
     axis_name: AxisName | None = None,
     check_updates: bool = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> LossScaling:
     """Skip steps whose gradients or loss are not finite, in bfloat16 and float32.
 
     Nothing is scaled, and ``jax.value_and_grad`` stays. A skipped step is counted, and

@@ -1,6 +1,7 @@
 """The Optax transformation that skips steps and updates the loss scale."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,25 @@ from .kept_types import with_kept_types
 from .mask import masked_update
 from .master_weights import check_last, warn_of_float16, warn_of_narrow_grads
 
+if TYPE_CHECKING:
+
+    class _Update(Protocol):
+        def __call__(
+            self,
+            updates: optax.Updates,
+            state: optax.OptState,
+            params: optax.Params | None = None,
+            **extra_args: Any,
+        ) -> tuple[optax.Updates, WithLossScalingState]: ...
+
+    class LossScaling(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
+        """Optax types every state as a tree: say which state it is."""
+
+        init: Callable[[optax.Params], WithLossScalingState]
+        update: _Update
+else:
+    LossScaling = optax.GradientTransformationExtraArgs
+
 
 class _Step(NamedTuple):
     """What was finite in a step, on all devices: if all, the step was applied."""
@@ -53,7 +73,7 @@ def with_loss_scaling(
     *,
     axis_name: AxisName | None = None,
     check_updates: bool = False,
-) -> optax.GradientTransformationExtraArgs:
+) -> LossScaling:
     """Skip steps whose gradients are not finite, and update the loss scale.
 
     The state holds the scale that multiplies the loss. If the scale is too large,
@@ -203,7 +223,7 @@ def with_loss_scaling(
         note(Note.RETURNED, new_scale_state.loss_scale)
         return new_updates, WithLossScalingState(new_scale_state, new)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return cast(LossScaling, optax.GradientTransformationExtraArgs(init_fn, update_fn))
 
 
 def _checked_scale_state(
