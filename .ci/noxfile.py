@@ -114,7 +114,7 @@ def book(session: nox.Session) -> None:
 def package(session: nox.Session) -> None:
     """The wheel and the sdist in dist/: built, checked, and used outside of the clone.
 
-    The release publishes these files.
+    The release publishes these files. The tests pass in the sdist.
     """
     session.chdir(ROOT)
     project = nox.project.load_toml()
@@ -132,6 +132,10 @@ def package(session: nox.Session) -> None:
             session.run(*program, str(ROOT / ".ci" / "smoke.py"), external=True)
             uninstall = ("used/bin/pip", "uninstall", "-q", "-y", "optax_lossscale")
             session.run(*uninstall, external=True)
+        shutil.unpack_archive(glob.glob(f"{ROOT}/dist/*.tar.gz")[0], folder, "gztar")
+        session.chdir(glob.glob(f"{folder}/optax_lossscale-*")[0])
+        session.install("-e", ".[test]")
+        session.run("pytest")
 
 
 @nox.session

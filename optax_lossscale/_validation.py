@@ -3,7 +3,6 @@
 import functools
 import inspect
 import itertools
-import math
 import numbers
 import sys
 import warnings
@@ -167,41 +166,6 @@ def check_order(**numbers: float) -> None:
                 f"`{lower}` must not exceed `{upper}`, got {lower}={low!r} and "
                 f"{upper}={high!r}. Lower `{lower}` or raise `{upper}`."
             )
-
-
-_BEYOND = "Beyond, the scale or its reciprocal is no normal float32 number."
-_LIMIT = check_number, SMALLEST_SCALE, LARGEST_SCALE, _BEYOND
-_REFILLS = "finite", "growth", "change"
-_check_inside = functools.partial(check_number, is_open=True)
-# The fields of rules: each check, and what it takes behind the name and the value.
-_CHECKS: dict[str, tuple[Any, ...]] = {
-    "loss_scale": (
-        check_number,
-        1,
-        LARGEST_SCALE,
-        "1 leaves the loss unchanged. `DynamicLossScale` also goes below.",
-    ),
-    "init_scale": _LIMIT,
-    "min_scale": _LIMIT,
-    "max_scale": _LIMIT,
-    "growth_factor": (_check_inside, 1, math.inf, "It multiplies a scale that grows."),
-    "backoff_factor": (_check_inside, 0, 1, "It multiplies the scale at overflow."),
-    "growth_interval": (check_count, "So many finite steps in a row raise the scale."),
-    "hysteresis": (check_count, "So many non-finite steps lower the scale."),
-    "hysteresis_refill": (check_choice, _REFILLS, "It resets the hysteresis counter."),
-    "headroom": (check_number, 0, 126, "It is how many octaves to leave free, as 3."),
-    "half_life": (check_count, "A remembered maximum halves in this many steps."),
-    "dtype": (check_dtype,),
-    "skip_nonfinite": (check_switch, "It decides whether to skip non-finite steps."),
-}
-
-
-def check_field(field: str, value: Any, name: str = "") -> Any:
-    """Return a field of a rule, which the user calls ``name``, as a Python value."""
-    if field not in _CHECKS:
-        raise KeyError(f"`{field}` has no check. Add one to `_CHECKS` in {__file__}.")
-    check, *arguments = _CHECKS[field]
-    return check(name or field, value, *arguments)
 
 
 def check_concrete(name: str, tree: Any, advice: str) -> None:

@@ -3,10 +3,10 @@
 Each function returns a `DynamicLossScale`, or a `FixedLossScale` where the system has a
 constant scale. The tests replay scales that were recorded from the systems. What would
 break a training is left out: a scale stays between 2**-126 and 2**126, where some
-systems let it become 0 or infinite. The first scale may be positional. An argument that
-is out of range raises ValueError, and one that is left out here TypeError.
+systems let it become 0 or infinite. Only the first scale may be positional. A number
+out of range raises ValueError, and an argument that is not here TypeError.
 
-A run that began in another system goes on from its scale and its counters: see the
+A run that began in another system continues from its scale and its counters: see the
 guides for those who come from another system.
 
 Examples:
@@ -16,15 +16,13 @@ Examples:
     >>> tx = ls.with_loss_scaling(optax.adamw(3e-4), rule)
 """
 
-import functools
-import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from ._dtypes import LARGEST_SCALE, SMALLEST_SCALE
 from ._rules.dynamic import DynamicLossScale
+from ._rules.fields import check_field
 from ._rules.fixed import FixedLossScale
-from ._validation import BOOK, check_field, check_number, check_switch, describe
+from ._validation import check_number, check_switch
 
 __all__ = [
     "apex_amp",
@@ -43,74 +41,7 @@ __all__ = [
     "torch_grad_scaler",
 ]
 
-_PresetT = TypeVar("_PresetT", bound=Callable[..., Any])
 
-# The fields of `DynamicLossScale`, and what the systems call them.
-_NAMES = {
-    "init_scale": "loss_scale init_scale initial_scale init_loss_scale "
-    "initial_loss_scale scale loss_scaling",
-    "growth_interval": "growth_interval scale_window loss_scale_window period "
-    "dynamic_growth_steps increment_period incr_every_n_steps",
-    "growth_factor": "growth_factor scale_factor factor multiplier incr_ratio",
-    "backoff_factor": "backoff_factor decr_ratio",
-    "min_scale": "min_scale min_loss_scale min_loss_scaling minimum_scale",
-    "max_scale": "max_loss_scale",
-    "hysteresis": "hysteresis delayed_shift decr_every_n_nan_or_inf",
-    "hysteresis_refill": "consecutive_hysteresis",
-}
-_FIELDS = {name: field for field, names in _NAMES.items() for name in names.split()}
-# What `help` says of a field, or of another argument.
-_MEANINGS = {
-    "init_scale": "the first scale.",
-    "growth_interval": "how many finite steps in a row raise the scale.",
-    "growth_factor": "multiplies a scale that grows.",
-    "backoff_factor": "multiplies a scale that backs off.",
-    "min_scale": "the smallest scale; None or 0 is 2**-126.",
-    "max_scale": "the largest scale.",
-    "hysteresis": "how many non-finite steps it takes to back off.",
-    "hysteresis_refill": "whether any finite step resets the hysteresis counter.",
-    "auto_cast": "does not concern the scale.",
-    "dynamic": "whether the scale changes.",
-    "enabled": "whether the loss is scaled.",
-    "fp16_master_weights_and_grads": "does not concern the scale.",
-    "initial_scale_power": "the first scale is 2 to this power.",
-    "loss_scale": "the first scale, or a constant one.",
-    "raise_error_at_min_scale": "is ignored: a compiled step cannot raise.",
-    "threshold": "the smallest scale if it is above ``min_loss_scale``.",
-}
-_LEFT_OUT = {
-    "counter": "Set `growth_tracker` in the state that `init` returns.",
-    "device": "The scale is where the optimizer state is.",
-    "dtype": "It does not concern the scale.",
-    "fin_steps": "Set `growth_tracker` in the state that `init` returns.",
-    "inner_optimizer": "Pass the optimizer to `with_loss_scaling`.",
-    "scale_factor": "Apex does not use it: its factor is 2.",
-    "tolerance": f"Write a rule: {BOOK}how_the_scale_moves.ipynb#write-your-own",
-}
-
-
-def _preset(function: _PresetT) -> _PresetT:
-    """Return a preset that documents its arguments and says why it refuses others."""
-    arguments = inspect.signature(function).parameters
-
-    @functools.wraps(function)
-    def preset(*args: Any, **kwargs: Any) -> Any:
-        for name in kwargs.keys() - arguments.keys():
-            raise TypeError(
-                f"`{name}` is not an argument of `presets.{function.__name__}`, got "
-                f"{describe(kwargs[name])}. "
-                + _LEFT_OUT.get(name, f"It takes {', '.join(arguments)}.")
-            )
-        return function(*args, **kwargs)
-
-    meanings = {x: _MEANINGS.get(x) or _MEANINGS[_FIELDS[x]] for x in arguments}
-    lines = [f"    {name}: {meaning}" for name, meaning in meanings.items()]
-    text = inspect.cleandoc(function.__doc__ or "")
-    preset.__doc__ = "\n".join([text, "", "Args:", *lines])
-    return cast(_PresetT, preset)
-
-
-@_preset
 def apex_amp(
     loss_scale: Any = "dynamic",
     *,
@@ -119,18 +50,33 @@ def apex_amp(
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
 ) -> DynamicLossScale | FixedLossScale:
-    """Return the rule of ``apex.amp``. A constant ``loss_scale`` skips nothing.
+    """Return the rule of ``apex.amp``.
+
+    Apex does not use its argument ``scale_factor``: its factor is 2.
+
+    Args:
+        loss_scale: ``"dynamic"``, or a constant scale. With a constant one, nothing is
+            skipped.
+        init_scale: the first scale.
+        scale_window: how many finite steps in a row raise the scale.
+        min_loss_scale: the smallest scale; None or 0 is 2**-126.
+        max_loss_scale: the largest scale.
 
     Source: https://github.com/NVIDIA/apex/blob/25.04/apex/amp/scaler.py
     """
     if loss_scale != "dynamic":
         return FixedLossScale(loss_scale, skip_nonfinite=False)
+    least = _least("min_loss_scale", min_loss_scale)
     largest = check_field("max_scale", max_loss_scale, "max_loss_scale")
     first = min(check_field("init_scale", init_scale), largest)
-    return _dynamic(locals(), init_scale=first)
+    return DynamicLossScale(
+        _first("init_scale", first, least, largest),
+        growth_interval=check_field("growth_interval", scale_window, "scale_window"),
+        min_scale=least,
+        max_scale=largest,
+    )
 
 
-@_preset
 def deepspeed(
     init_scale: float = 2.0**16,
     *,
@@ -143,12 +89,33 @@ def deepspeed(
 ) -> DynamicLossScale:
     """Return the rule of DeepSpeed's ``DynamicLossScaler`` (ZeRO).
 
+    Its argument ``dtype`` does not concern the scale and is left out.
+
+    Args:
+        init_scale: the first scale.
+        scale_factor: multiplies a scale that grows, and divides one that backs off.
+        scale_window: how many finite steps in a row raise the scale.
+        min_scale: the smallest scale; None or 0 is 2**-126.
+        delayed_shift: how many non-finite steps it takes to back off.
+        consecutive_hysteresis: whether any finite step resets the hysteresis counter.
+        raise_error_at_min_scale: is ignored: a compiled step cannot raise.
+
     Source: https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/fp16/loss_scaler.py
     """
-    return _dynamic(locals())
+    least = _least("min_scale", min_scale)
+    factor = check_field("growth_factor", scale_factor, "scale_factor")
+    return DynamicLossScale(
+        _first("init_scale", init_scale, least),
+        growth_factor=factor,
+        backoff_factor=1 / factor,
+        growth_interval=check_field("growth_interval", scale_window, "scale_window"),
+        min_scale=least,
+        max_scale=LARGEST_SCALE,
+        hysteresis=check_field("hysteresis", delayed_shift, "delayed_shift"),
+        hysteresis_refill=_refill(consecutive_hysteresis),
+    )
 
 
-@_preset
 def deepspeed_fp16(
     *,
     enabled: bool = True,
@@ -163,18 +130,37 @@ def deepspeed_fp16(
 ) -> DynamicLossScale | FixedLossScale:
     """Return the rule of the ``"fp16"`` section of a DeepSpeed configuration.
 
+    Args:
+        enabled: whether the loss is scaled.
+        loss_scale: a constant scale, or 0 for a dynamic one.
+        initial_scale_power: the first scale is 2 to this power.
+        loss_scale_window: how many finite steps in a row raise the scale.
+        hysteresis: how many non-finite steps it takes to back off.
+        consecutive_hysteresis: whether any finite step resets the hysteresis counter.
+        min_loss_scale: the smallest scale; None or 0 is 2**-126.
+        auto_cast: does not concern the scale.
+        fp16_master_weights_and_grads: does not concern the scale.
+
     Source: https://www.deepspeed.ai/docs/config-json/#fp16-training-options
     """
     if not check_switch("enabled", enabled, "It decides whether to scale the loss."):
         return FixedLossScale(1.0)
     if loss_scale != 0:
         return FixedLossScale(loss_scale)
+    least = _least("min_loss_scale", min_loss_scale)
     advice = "The first scale is 2 to this power."
     power = check_number("initial_scale_power", initial_scale_power, -126, 126, advice)
-    return _dynamic(locals(), init_scale=2.0**power)
+    interval = check_field("growth_interval", loss_scale_window, "loss_scale_window")
+    return DynamicLossScale(
+        2.0**power,
+        growth_interval=interval,
+        min_scale=least,
+        max_scale=LARGEST_SCALE,
+        hysteresis=hysteresis,
+        hysteresis_refill=_refill(consecutive_hysteresis),
+    )
 
 
-@_preset
 def fairseq(
     init_scale: float = 2.0**15,
     *,
@@ -186,21 +172,35 @@ def fairseq(
     """Return the rule of fairseq's ``DynamicLossScaler``.
 
     fairseq undoes a backoff to ``min_loss_scale`` or below, so the smallest scale is
-    the last one above.
+    the last one above. Its ``tolerance`` is left out: it needs a rule of your own.
+
+    Args:
+        init_scale: the first scale.
+        scale_factor: multiplies a scale that grows, and divides one that backs off.
+        scale_window: how many finite steps in a row raise the scale.
+        threshold: the smallest scale if it is above ``min_loss_scale``.
+        min_loss_scale: the smallest scale; None or 0 is 2**-126.
 
     Source: https://github.com/facebookresearch/fairseq/blob/main/fairseq/optim/dynamic_loss_scaler.py
     """
-    rule = _dynamic(locals())
-    least = rule.init_scale
-    while least / rule.growth_factor > rule.min_scale:
-        least /= rule.growth_factor
+    lowest = _least("min_loss_scale", min_loss_scale)
+    factor = check_field("growth_factor", scale_factor, "scale_factor")
+    least = _first("init_scale", init_scale, lowest)
+    while least / factor > lowest:
+        least /= factor
     if threshold is not None:
         threshold = check_field("min_scale", threshold, "threshold")
-        least = threshold if threshold > rule.min_scale else least
-    return _dynamic(locals(), min_scale=least)
+        least = threshold if threshold > lowest else least
+    return DynamicLossScale(
+        _first("init_scale", init_scale, least),
+        growth_factor=factor,
+        backoff_factor=1 / factor,
+        growth_interval=check_field("growth_interval", scale_window, "scale_window"),
+        min_scale=least,
+        max_scale=LARGEST_SCALE,
+    )
 
 
-@_preset
 def flax_dynamic_scale(
     *,
     growth_factor: float = 2.0,
@@ -211,15 +211,29 @@ def flax_dynamic_scale(
 ) -> DynamicLossScale:
     """Return the rule of ``flax.training.dynamic_scale.DynamicScale``.
 
-    Flax grows the scale one step later than it documents.
+    Flax grows the scale one step later than it documents. To continue from its
+    ``fin_steps``, set `growth_tracker` in the state that `init` returns.
+
+    Args:
+        growth_factor: multiplies a scale that grows.
+        backoff_factor: multiplies a scale that backs off.
+        growth_interval: how many finite steps in a row raise the scale.
+        scale: the first scale.
+        minimum_scale: the smallest scale; None or 0 is 2**-126.
 
     Source: https://github.com/google/flax/blob/main/flax/training/dynamic_scale.py
     """
-    interval = check_field("growth_interval", growth_interval) + 1
-    return _dynamic(locals(), growth_interval=interval)
+    least = _least("minimum_scale", minimum_scale)
+    return DynamicLossScale(
+        _first("scale", scale, least),
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=check_field("growth_interval", growth_interval) + 1,
+        min_scale=least,
+        max_scale=LARGEST_SCALE,
+    )
 
 
-@_preset
 def jmp_dynamic(
     loss_scale: Any,
     *,
@@ -229,12 +243,29 @@ def jmp_dynamic(
 ) -> DynamicLossScale:
     """Return the rule of ``jmp.DynamicLossScale``.
 
+    To continue from its ``counter``, set `growth_tracker` in the state that `init`
+    returns.
+
+    Args:
+        loss_scale: the first scale.
+        period: how many finite steps in a row raise the scale.
+        factor: multiplies a scale that grows, and divides one that backs off.
+        min_loss_scale: the smallest scale; None or 0 is 2**-126.
+
     Source: https://github.com/google-deepmind/jmp#loss-scaling
     """
-    return _dynamic(locals())
+    least = _least("min_loss_scale", min_loss_scale)
+    factor = check_field("growth_factor", factor, "factor")
+    return DynamicLossScale(
+        _first("loss_scale", loss_scale, least),
+        growth_factor=factor,
+        backoff_factor=1 / factor,
+        growth_interval=check_field("growth_interval", period, "period"),
+        min_scale=least,
+        max_scale=LARGEST_SCALE,
+    )
 
 
-@_preset
 def keras_loss_scale(
     initial_scale: float = 2.0**15,
     *,
@@ -243,6 +274,13 @@ def keras_loss_scale(
 ) -> DynamicLossScale:
     """Return the rule of Keras 3's ``LossScaleOptimizer``, which is always dynamic.
 
+    Its ``inner_optimizer`` is the argument of `with_loss_scaling`.
+
+    Args:
+        initial_scale: the first scale.
+        dynamic_growth_steps: how many finite steps in a row raise the scale.
+        dynamic: True. `FixedLossScale` is the rule of a scale that never changes.
+
     Source: https://keras.io/api/optimizers/loss_scale_optimizer/
     """
     if dynamic is not True:
@@ -250,10 +288,15 @@ def keras_loss_scale(
             f"`dynamic` must be True, got {dynamic!r}. For a scale that never changes, "
             "use `FixedLossScale`."
         )
-    return _dynamic(locals())
+    name = "dynamic_growth_steps"
+    return DynamicLossScale(
+        _first("initial_scale", initial_scale),
+        growth_interval=check_field("growth_interval", dynamic_growth_steps, name),
+        min_scale=SMALLEST_SCALE,
+        max_scale=LARGEST_SCALE,
+    )
 
 
-@_preset
 def megatron(
     initial_scale: float = 2.0**32,
     *,
@@ -268,12 +311,29 @@ def megatron(
     Non-finite steps need not be consecutive to use the hysteresis up: that is what
     Megatron-LM does, although it documents otherwise.
 
+    Args:
+        initial_scale: the first scale.
+        min_scale: the smallest scale; None or 0 is 2**-126.
+        growth_factor: multiplies a scale that grows.
+        backoff_factor: multiplies a scale that backs off.
+        growth_interval: how many finite steps in a row raise the scale.
+        hysteresis: how many non-finite steps it takes to back off.
+
     Source: https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/optimizer/grad_scaler.py
     """
-    return _dynamic(locals(), hysteresis_refill="growth")
+    least = _least("min_scale", min_scale)
+    return DynamicLossScale(
+        _first("initial_scale", initial_scale, least),
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        min_scale=least,
+        max_scale=LARGEST_SCALE,
+        hysteresis=hysteresis,
+        hysteresis_refill="growth",
+    )
 
 
-@_preset
 def mindspore_dynamic(
     init_loss_scale: float = 2.0**24,
     *,
@@ -282,12 +342,24 @@ def mindspore_dynamic(
 ) -> DynamicLossScale:
     """Return the rule of MindSpore's ``DynamicLossScaleManager``. The minimum is 1.
 
+    Args:
+        init_loss_scale: the first scale.
+        scale_factor: multiplies a scale that grows, and divides one that backs off.
+        scale_window: how many finite steps in a row raise the scale.
+
     Source: https://www.mindspore.cn/docs/en/master/api_python/amp/mindspore.amp.DynamicLossScaleManager.html
     """
-    return _dynamic(locals(), min_scale=1.0)
+    factor = check_field("growth_factor", scale_factor, "scale_factor")
+    return DynamicLossScale(
+        _first("init_loss_scale", init_loss_scale, 1.0),
+        growth_factor=factor,
+        backoff_factor=1 / factor,
+        growth_interval=check_field("growth_interval", scale_window, "scale_window"),
+        min_scale=1.0,
+        max_scale=LARGEST_SCALE,
+    )
 
 
-@_preset
 def mpx_dynamic(
     loss_scaling: Any,
     *,
@@ -297,12 +369,29 @@ def mpx_dynamic(
 ) -> DynamicLossScale:
     """Return the rule of ``mpx.DynamicLossScaling``. The maximum is 65504.
 
+    To continue from its ``counter``, set `growth_tracker` in the state that `init`
+    returns.
+
+    Args:
+        loss_scaling: the first scale.
+        min_loss_scaling: the smallest scale; None or 0 is 2**-126.
+        factor: multiplies a scale that grows, and divides one that backs off.
+        period: how many finite steps in a row raise the scale.
+
     Source: https://github.com/Data-Science-in-Mechanical-Engineering/mixed_precision_for_JAX
     """
-    return _dynamic(locals(), max_scale=65504.0)
+    least = _least("min_loss_scaling", min_loss_scaling)
+    factor = check_field("growth_factor", factor, "factor")
+    return DynamicLossScale(
+        _first("loss_scaling", loss_scaling, least, 65504.0),
+        growth_factor=factor,
+        backoff_factor=1 / factor,
+        growth_interval=check_field("growth_interval", period, "period"),
+        min_scale=least,
+        max_scale=65504.0,
+    )
 
 
-@_preset
 def tf_contrib_exponential_update(
     init_loss_scale: float,
     *,
@@ -315,12 +404,29 @@ def tf_contrib_exponential_update(
 
     Non-finite steps are counted across finite ones. The minimum is 1.
 
+    Args:
+        init_loss_scale: the first scale.
+        incr_every_n_steps: how many finite steps in a row raise the scale.
+        decr_every_n_nan_or_inf: how many non-finite steps it takes to back off.
+        incr_ratio: multiplies a scale that grows.
+        decr_ratio: multiplies a scale that backs off.
+
     Source: https://github.com/tensorflow/tensorflow/blob/r1.15/tensorflow/contrib/mixed_precision/python/loss_scale_manager.py
     """
-    return _dynamic(locals(), min_scale=1.0, hysteresis_refill="change")
+    every = check_field("growth_interval", incr_every_n_steps, "incr_every_n_steps")
+    name = "decr_every_n_nan_or_inf"
+    return DynamicLossScale(
+        _first("init_loss_scale", init_loss_scale, 1.0),
+        growth_factor=check_field("growth_factor", incr_ratio, "incr_ratio"),
+        backoff_factor=check_field("backoff_factor", decr_ratio, "decr_ratio"),
+        growth_interval=every,
+        min_scale=1.0,
+        max_scale=LARGEST_SCALE,
+        hysteresis=check_field("hysteresis", decr_every_n_nan_or_inf, name),
+        hysteresis_refill="change",
+    )
 
 
-@_preset
 def tf_dynamic_loss_scale(
     initial_loss_scale: float = 2.0**15,
     *,
@@ -329,12 +435,25 @@ def tf_dynamic_loss_scale(
 ) -> DynamicLossScale:
     """Return the rule of TensorFlow's ``DynamicLossScale``. The minimum is 1.
 
+    Args:
+        initial_loss_scale: the first scale.
+        increment_period: how many finite steps in a row raise the scale.
+        multiplier: multiplies a scale that grows, and divides one that backs off.
+
     Source: https://www.tensorflow.org/api_docs/python/tf/compat/v1/mixed_precision/DynamicLossScale
     """
-    return _dynamic(locals(), min_scale=1.0)
+    period = check_field("growth_interval", increment_period, "increment_period")
+    factor = check_field("growth_factor", multiplier, "multiplier")
+    return DynamicLossScale(
+        _first("initial_loss_scale", initial_loss_scale, 1.0),
+        growth_factor=factor,
+        backoff_factor=1 / factor,
+        growth_interval=period,
+        min_scale=1.0,
+        max_scale=LARGEST_SCALE,
+    )
 
 
-@_preset
 def tf_keras_loss_scale(
     *,
     dynamic: bool = True,
@@ -343,8 +462,14 @@ def tf_keras_loss_scale(
 ) -> DynamicLossScale | FixedLossScale:
     """Return the rule of ``tf.keras``'s ``LossScaleOptimizer`` (Keras 2).
 
-    The default numbers are 2**15 and 2,000. Without ``dynamic``, ``initial_scale`` is
-    constant, and nothing is skipped.
+    Its ``inner_optimizer`` is the argument of `with_loss_scaling`. The minimum is 1.
+
+    Args:
+        dynamic: whether the scale changes. If False, ``initial_scale`` is constant, and
+            nothing is skipped.
+        initial_scale: the first scale; None is 2**15.
+        dynamic_growth_steps: how many finite steps in a row raise the scale; None is
+            2,000.
 
     Source: https://www.tensorflow.org/api_docs/python/tf/keras/mixed_precision/LossScaleOptimizer
     """
@@ -357,10 +482,14 @@ def tf_keras_loss_scale(
         return FixedLossScale(initial_scale, skip_nonfinite=False)  # type: ignore[arg-type]
     first = 2.0**15 if initial_scale is None else initial_scale
     steps = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
-    return _dynamic(locals(), init_scale=first, growth_interval=steps, min_scale=1.0)
+    return DynamicLossScale(
+        _first("initial_scale", first, 1.0),
+        growth_interval=check_field("growth_interval", steps, "dynamic_growth_steps"),
+        min_scale=1.0,
+        max_scale=LARGEST_SCALE,
+    )
 
 
-@_preset
 def torch_grad_scaler(
     init_scale: float = 2.0**16,
     *,
@@ -371,39 +500,51 @@ def torch_grad_scaler(
 ) -> DynamicLossScale | FixedLossScale:
     """Return the rule of ``torch.amp.GradScaler``.
 
-    Unless ``enabled``, nothing is scaled, checked or skipped.
+    Its ``device`` is left out: the scale is where the optimizer state is.
+
+    Args:
+        init_scale: the first scale.
+        growth_factor: multiplies a scale that grows.
+        backoff_factor: multiplies a scale that backs off.
+        growth_interval: how many finite steps in a row raise the scale.
+        enabled: whether the loss is scaled. If False, nothing is scaled, checked or
+            skipped.
 
     Source: https://docs.pytorch.org/docs/stable/amp.html
     """
     if not check_switch("enabled", enabled, "It decides whether to scale the loss."):
         return FixedLossScale(1.0, skip_nonfinite=False)
-    return _dynamic(locals())
+    return DynamicLossScale(
+        init_scale,
+        growth_factor=growth_factor,
+        backoff_factor=backoff_factor,
+        growth_interval=growth_interval,
+        min_scale=SMALLEST_SCALE,
+        max_scale=LARGEST_SCALE,
+    )
 
 
-def _dynamic(arguments: dict[str, Any], **fixed: Any) -> DynamicLossScale:
-    """Return the rule of a preset's arguments, and of fields that its system fixes.
+# Errors name an argument as its system does. A field of the same name is checked by
+# the rule.
 
-    ``arguments`` are the ``locals()`` of the preset, by the names of its system.
-    ``fixed`` come before these. By default, a rule has no limits and divides by the
-    growth factor.
-    """
-    fields = {"min_scale": SMALLEST_SCALE, "max_scale": LARGEST_SCALE, **fixed}
-    for name, field in reversed(_FIELDS.items()):  # the first scale after its limits
-        if name not in arguments:
-            continue
-        value = fixed.get(field, arguments[name])
-        if field == "init_scale":
-            limits = fields["min_scale"], fields["max_scale"]
-            value = check_number(name, value, *limits, "The scale stays there.")
-        elif field == "min_scale":
-            value = 0 if value is None else value
-            value = check_number(name, value, 0, LARGEST_SCALE, "0 is 2**-126.")
-            value = max(value, SMALLEST_SCALE)
-        elif field == "hysteresis_refill":
-            value = check_switch(name, value, "It decides what resets the counter.")
-            value = "finite" if value else "growth"
-        else:
-            value = check_field(field, value, name)
-        fields[field] = value
-    fields.setdefault("backoff_factor", 1 / fields.get("growth_factor", 2.0))
-    return DynamicLossScale(**fields)
+
+def _least(name: str, value: Any) -> float:
+    """Return the smallest scale. None and 0 mean that there is no limit."""
+    value = 0 if value is None else value
+    value = check_number(name, value, 0, LARGEST_SCALE, "0 is 2**-126.")
+    return max(value, SMALLEST_SCALE)
+
+
+def _first(
+    name: str,
+    value: Any,
+    least: float = SMALLEST_SCALE,
+    largest: float = LARGEST_SCALE,
+) -> float:
+    return check_number(name, value, least, largest, "The scale stays there.")
+
+
+def _refill(consecutive_hysteresis: Any) -> Any:
+    advice = "It decides what resets the counter."
+    name = "consecutive_hysteresis"
+    return "finite" if check_switch(name, consecutive_hysteresis, advice) else "growth"

@@ -4,6 +4,7 @@ import gc
 import importlib.metadata
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 accelerated = any(importlib.metadata.entry_points(group="jax_plugins"))
@@ -21,11 +22,12 @@ version = importlib.metadata.version("jaxlib")
 if [*map(int, version.split(".")[:2])] < [0, 11]:  # A newer XLA ends at this name.
     XLA_FLAGS += ["--xla_cpu_use_fusion_emitters=false"]
 
-# What one process has compiled, the others and the next run load. The environment
-# reaches the programs that tests start, too.
+# What one process has compiled, the others and the next run load, on one Python: each
+# compresses in its own way. The environment reaches the programs that tests start, too.
+CACHE = Path(__file__).parents[1] / ".pytest_cache" / f"jax-{sys.version_info.minor}"
 for name, value in {
     **({"XLA_FLAGS": " ".join(XLA_FLAGS)} if ON_CPU else {}),
-    "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).parents[1] / ".pytest_cache/jax"),
+    "JAX_COMPILATION_CACHE_DIR": str(CACHE),
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",  # A program is lowered faster without.

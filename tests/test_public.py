@@ -50,7 +50,7 @@ def test_preset_documents_its_system_its_source_and_its_arguments(name):
     preset = getattr(ls.presets, name)
     docstring = inspect.getdoc(preset)
     assert docstring.startswith("Return the rule of ")
-    assert re.search(r"\n\nSource: https://\S+\n\nArgs:", docstring)
+    assert re.search(r"\n\nArgs:\n(    .*\n)+\nSource: https://\S+$", docstring)
     for argument in inspect.signature(preset).parameters:
         assert f"\n    {argument}: " in docstring
 

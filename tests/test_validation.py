@@ -11,7 +11,7 @@ import pytest
 from every_rule import DEFAULTS
 
 import optax_lossscale as ls
-from optax_lossscale._validation import check_field
+from optax_lossscale._rules.fields import check_field
 
 
 def traced(fun, *args, **kwargs):

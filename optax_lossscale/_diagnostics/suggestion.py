@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from .._dtypes import limits_of
+from .._rules.fields import check_field
 from .._rules.headroom import HeadroomLossScale
-from .._validation import check_field, check_order, is_traced
+from .._validation import check_order, is_traced
 from .counting import add_up, measure
 from .gradient_report import check_gradients
 

@@ -22,9 +22,9 @@ from .._programs.rewrite import (
     refuse_effects,
 )
 from .._programs.traced_call import Arguments, Output, TracedCall, on_traced_calls
+from .._rules.fields import check_field
 from .._validation import (
     check_dtype,
-    check_field,
     check_function,
     check_scale,
     describe,

@@ -22,7 +22,8 @@ from .._programs.rewrite import (
     refuse_effects,
 )
 from .._programs.traced_call import Arguments, Output, traced_call
-from .._validation import check_count, check_field
+from .._rules.fields import check_field
+from .._validation import check_count
 from .forgotten import Note, note_divided, using_scale
 from .value_and_grad import differentiate
 

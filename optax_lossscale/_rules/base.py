@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar, Self, TypeVar, cast
 
 import jax
@@ -16,15 +16,12 @@ from .._state import LossScaleState, check_state, with_counts
 from .._tree import cast_like, mismatch, select
 from .._validation import (
     check_concrete,
-    check_field,
     check_flag,
     check_order,
     check_scalar,
     describe,
 )
-
-# The compiled ``update`` of each one that checks its arguments first.
-_COMPILED: dict[Any, Any] = {}
+from .fields import check_field
 
 UpdateT = TypeVar("UpdateT", bound=Callable[..., Any])
 
@@ -51,7 +48,6 @@ def check_and_compile(update: UpdateT) -> UpdateT:
     """
     compiled, signature = jax.jit(update, static_argnums=0), inspect.signature(update)
 
-    @functools.wraps(update)
     def checked_update(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(self, *args, **kwargs).arguments
         check_flag("grads_finite", bound["grads_finite"])
@@ -61,8 +57,9 @@ def check_and_compile(update: UpdateT) -> UpdateT:
         bound["state"] = matching_state(self, bound["state"])
         return compiled(*bound.values())
 
-    _COMPILED[checked_update] = compiled
-    return cast(UpdateT, checked_update)
+    checked: Any = functools.wraps(update)(checked_update)
+    checked.without_checks = compiled
+    return cast(UpdateT, checked)
 
 
 class LossScale(abc.ABC):
@@ -153,15 +150,16 @@ class LossScale(abc.ABC):
         }
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
+    def from_config(cls, config: Any) -> Self:
         """Build a rule from its configuration.
 
         ``LossScale.from_config`` builds any rule that derives from `LossScale`, and
         other classes their own.
 
         Args:
-            config: what ``get_config`` returned. Missing fields take their defaults.
-                Only ``LossScale.from_config`` needs the ``"class_name"``.
+            config: what ``get_config`` returned, as a dict or another object with
+                ``keys`` and ``[]``, such as ``wandb.config``. Missing fields take their
+                defaults. Only ``LossScale.from_config`` needs the ``"class_name"``.
 
         Raises:
             ValueError: if ``config`` names no rule or another one, or several classes
@@ -175,7 +173,7 @@ class LossScale(abc.ABC):
             >>> ls.LossScale.from_config(rule.get_config()) == rule
             True
         """
-        if not isinstance(config, Mapping):
+        if not (hasattr(config, "keys") and hasattr(config, "__getitem__")):
             raise TypeError(
                 "`config` must be a mapping, as `get_config` returns it, got "
                 f"{describe(config)}."
@@ -263,8 +261,9 @@ def next_state(
         # Without a derivative, which would be NaN in a skipped step.
         magnitude = finite_max_magnitude(jax.lax.stop_gradient(grads), axis_name)
         args.append(jnp.where(grads_finite, magnitude, jnp.nan))
-    compiled = _COMPILED.get(type(rule).update)  # None for a user's rule
     fields = dict(getattr(rule, "__dict__", {}))
+    # The state is checked already. A user's `update` checks nothing.
+    compiled = getattr(rule.update, "without_checks", None)
     new_state = compiled(rule, state, *args) if compiled else rule.update(state, *args)
     if changed := [x for x in fields if fields[x] is not getattr(rule, x, None)]:
         raise TypeError(

@@ -114,26 +114,6 @@ def test_error_names_the_argument_as_its_system_does(preset, given, words):
         preset(**given)
 
 
-# Arguments of the system that the preset does not take, and why.
-LEFT_OUT = [
-    (P.apex_amp, "scale_factor", "its factor is 2"),
-    (P.deepspeed, "dtype", "does not concern the scale"),
-    (P.fairseq, "tolerance", "Write a rule: https"),
-    (P.flax_dynamic_scale, "fin_steps", "`growth_tracker`"),
-    (P.keras_loss_scale, "inner_optimizer", "to `with_loss_scaling`"),
-    (P.torch_grad_scaler, "device", "is where the optimizer state is"),
-    (P.torch_grad_scaler, "interval", "It takes init_scale, growth_factor, "),
-    *((x, "counter", "`growth_tracker`") for x in (P.jmp_dynamic, P.mpx_dynamic)),
-]
-
-
-@pytest.mark.parametrize(("preset", "name", "reason"), LEFT_OUT, ids=words_of)
-def test_preset_says_why_it_leaves_an_argument_out(preset, name, reason):
-    words = f"^`{name}` is not an argument of `presets.{preset.__name__}`, got 4.*"
-    with pytest.raises(TypeError, match=words + reason):
-        preset(8.0, **{name: 4})
-
-
 def test_all_arguments_but_the_first_are_keyword_only():
     """The other systems have other orders, and fairseq's fourth is its tolerance."""
     for name in P.__all__:

@@ -50,11 +50,23 @@ class Mistaken(Halving):
         return super().update(state, grads_finite).record(~grads_finite)
 
 
+class Config:
+    """It is no mapping, like ``ml_collections.ConfigDict``."""
+
+    def __init__(self, fields):
+        self.keys = fields.keys
+        self.fields = fields
+
+    def __getitem__(self, name):
+        return self.fields[name]
+
+
 def test_users_rule_is_restored_by_itself_and_by_the_base():
     config = Halving(16.0).get_config()
     assert config == {"class_name": "Halving", "start": 16.0}
     for cls in (Halving, ls.LossScale):
-        assert cls.from_config(config) == Halving(16.0)
+        for given in (config, Config(config)):
+            assert cls.from_config(given) == Halving(16.0)
 
 
 def test_base_restores_a_class_as_last_defined_and_refuses_a_name_of_two():
