@@ -82,8 +82,14 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("fixed")
 
 
+@hypothesis.given(hypothesis.strategies.none())
+def first_case(_):
+    """Hypothesis looks here for all that refers to NumPy's generator."""
+
+
 def pytest_collection_finish():
     """Nothing of what has been imported goes away: it is not looked at again."""
+    first_case()
     gc.freeze()
 
 
