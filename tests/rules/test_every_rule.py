@@ -41,6 +41,17 @@ def test_counters_saturate(rule):
 
 
 @every_rule
+def test_update_counts_skipped_steps_and_their_average(rule):
+    """The average moves by a hundredth in each step. Some rules skip nothing."""
+    skips = int(rule.skip_nonfinite)
+    skipped = step(rule, rule.init(), False, np.nan)
+    applied = step(rule, skipped, True, 1.0)
+    for state, in_a_row, rate in ((skipped, skips, 0.01), (applied, 0, 0.0099)):
+        assert (state.skipped_steps, state.consecutive_skips) == (skips, in_a_row)
+        np.testing.assert_allclose(state.skip_rate, skips * rate, rtol=1e-6)
+
+
+@every_rule
 def test_state_of_other_types_is_converted(rule):
     first = rule.init()._replace(loss_scale=jnp.float32(8), skipped_steps=jnp.int32(7))
     expected = step(rule, first, True, 2.0**-10)
@@ -70,7 +81,7 @@ def test_rule_shows_the_code_that_makes_it(rule):
     assert eval(repr(rule), dict(vars(ls))) == rule
 
 
-def test_rules_that_show_other_numbers_are_unequal():
+def test_rules_are_equal_if_their_reprs_are():
     for one, other in itertools.combinations(RULES.values(), 2):
         assert (one == other) == (repr(one) == repr(other)), (one, other)
 

@@ -141,7 +141,9 @@ def test_step_of_a_rule_that_never_skips_is_applied():
 
 @pytest.mark.parametrize("value", [1.0, np.nan], ids=["good", "bad"])
 @pytest.mark.parametrize("rule", MOVING, ids=lambda rule: type(rule).__name__)
-def test_fixed_scale_continues_no_scale_and_is_not_continued(rule, value):
+def test_switch_to_a_fixed_scale_and_back_starts_from_the_scale_of_each_rule(
+    rule, value
+):
     """Only the counts of skips go on."""
     first = rule.init()._replace(skipped_steps=jnp.int32(7))
     moved = after_one_step(rule, first, 1.0)
@@ -153,7 +155,7 @@ def test_fixed_scale_continues_no_scale_and_is_not_continued(rule, value):
     assert_same_bits(again, after_one_step(rule, first, value))
 
 
-def test_rule_leaves_what_another_one_remembered(around):
+def test_rule_without_a_rule_state_keeps_that_of_another(around):
     rule, other = ls.DynamicLossScale(), ls.HeadroomLossScale()
     state = other.update(other.init(), True, 0.25)
     assert_same_bits(around(rule.update)(state, True).rule_state, state.rule_state)
