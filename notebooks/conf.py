@@ -3,6 +3,7 @@
 import ast
 import importlib.metadata
 import inspect
+import os
 import re
 import textwrap
 
@@ -20,6 +21,7 @@ extensions = [
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
+    "notfound.extension",
 ]
 exclude_patterns = ["refresh.py"]
 # Single backticks in a docstring link to what they name. A name that does not exist is
@@ -30,6 +32,7 @@ nitpick_ignore_regex = [("py:class", ".*")]
 
 nb_execution_mode = "off"  # notebooks are stored with their outputs
 myst_heading_anchors = 3
+myst_html_meta = {"description": METADATA["Summary"]}
 
 autosummary_generate = False
 autodoc_member_order = "bysource"
@@ -41,11 +44,12 @@ napoleon_attr_annotations = False  # else each has a section "Type" of its own
 toc_object_entries_show_parents = "hide"
 
 html_theme = "sphinx_book_theme"
-html_title = "optax_lossscale"
+html_title = f"optax_lossscale {release}"
+html_favicon = "_static/favicon.svg"
+html_baseurl = os.environ.get("READTHEDOCS_CANONICAL_URL", "")
 html_static_path = ["_static"]
 html_css_files = ["book.css"]
 html_js_files = [("search.js", {"defer": "defer"})]
-html_copy_source = False
 html_theme_options = {
     "repository_url": URLS["Source"],
     "repository_branch": "main",
