@@ -7,6 +7,8 @@ import os
 import re
 import textwrap
 
+import sphinx.addnodes
+
 METADATA = importlib.metadata.metadata("optax_lossscale")
 URLS = dict(url.split(", ") for url in METADATA.get_all("Project-URL", []))
 
@@ -88,6 +90,19 @@ def index_what_people_search(app, name, source):
     source[0] = comments.sub(entries, source[0])
 
 
+def lead_to_headings(app, doctree):
+    """Let an index entry lead to the heading above it, whose title the search shows."""
+    for node in doctree.findall(sphinx.addnodes.index):
+        node["entries"] = [
+            (kind, word, node.parent["ids"][0], *others)
+            if target.startswith("index-")
+            else (kind, word, target, *others)
+            for kind, word, target, *others in node["entries"]
+        ]
+    index = app.env.get_domain("index")
+    index.process_doc(app.env, app.env.docname, doctree)
+
+
 def link_public_names(app, name, source):
     """Link the names of the table, which GitHub shows as they are, to their docs."""
     if name == "reference/index":
@@ -111,4 +126,5 @@ def setup(app):
     app.connect("autodoc-process-signature", signature_as_written)
     app.connect("source-read", index_what_people_search)
     app.connect("source-read", link_public_names)
+    app.connect("doctree-read", lead_to_headings)
     app.connect("html-page-context", break_names_at_joints)
