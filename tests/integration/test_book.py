@@ -97,14 +97,15 @@ def numbers(name, header):
     }
 
 
-CASTS = numbers("start/casts", "device, program")
-CASTS |= numbers("start/casts", "device, program in bfloat16")
-TIMES = numbers("start/casts", "H200, program")
+CASTS = numbers("start/cast_costs", "device, program")
+CASTS |= numbers("start/cast_costs", "device, program in bfloat16")
+TIMES = numbers("start/cast_costs", "H200, program")
 TRAINED = numbers("start/do_i_need_it", "trained in")
 UPDATES = numbers("what_it_costs", "adamw, one update")
 ON_H200 = numbers("what_it_costs", "H200, time")
 ON_CPU = numbers("what_it_costs", "16.8 million")
 LOOPS = CASTS["T4, Python loop"], CASTS["H100, Python loop"]
+TRAFFIC = [x[6] for x in CASTS.values()]  # of autocast over that of float32
 OWN = [CASTS[x][6:] for x in CASTS if x.startswith("T4") and "checkpoint" in x]
 
 
@@ -125,9 +126,9 @@ def saved(*ratios):
     return [100 - 100 * ratio for ratio in ratios]
 
 
-# Words in lines of README or of the page on casts, and all figures in these lines.
+# Words in lines of README or of the pages on casts, and all figures in these lines.
 FIGURES = {
-    "casts.md#what-it-costs)": saved(
+    "cast_costs.md#memory)": saved(
         *(*LOOPS[0][6:], np.max(OWN), np.min(OWN), *CASTS["T4, scan"][6:]),
         *traffic("H100, Python loop", "H100, scan"),
         *traffic("TPU v5e, Python loop", "TPU v5e, scan"),
@@ -147,12 +148,16 @@ FIGURES = {
         *TRAINED["float16, no scale"][[2, 0]],
         TRAINED["float32"][0],
     ],
-    " on a T4": [
+    "In the programs below": saved(
+        *(np.max(TRAFFIC), np.min(TRAFFIC)),
+        *(max(x[-1] for x in TIMES.values()), min(x[-1] for x in TIMES.values())),
+    ),
+    " on a T4": saved(
         *traffic("T4, scan, checkpoint of each layer"),
         *traffic("H100, scan, checkpoint of each layer"),
         *traffic("T4, Python loop", "H100, Python loop"),
-        *(100 - 100 * loop[2] / loop[4] for loop in LOOPS),
-    ],
+        *(loop[2] / loop[4] for loop in LOOPS),
+    ),
     "| without this line ": over_loops("Python loop"),
     "| with it ": over_loops("loop, checkpoint of the loss"),
     "| such a checkpoint ": over_loops("loop, checkpoint of each layer"),
@@ -161,7 +166,7 @@ FIGURES = {
 
 @pytest.mark.parametrize("words", FIGURES)
 def test_figures_in_the_text_are_those_of_the_tables(words):
-    text = README + page("start/casts")
+    text = README + page("start/cast_recipes") + page("start/cast_costs")
     lines = "\n".join(x for x in text.splitlines() if words in x)
     number = r"(?<![\w.])(?:\d+\.\d+(?!\))|\d+(?= ?%| to \d+%))(?!\.?\d)"
     found = re.findall(number, lines)
@@ -177,7 +182,7 @@ def test_shares_in_the_table_of_casts_are_those_of_its_columns():
 def test_most_of_the_saving_in_a_scan_is_recomputation():
     plain, again = (CASTS[f"T4, scan{x}"] for x in ("", ", checkpoint of each layer"))
     assert plain[0] - again[0] > again[0] - again[4]
-    assert "most of the saving is recomputation" in page("start/casts")
+    assert "most of the saving is recomputation" in page("start/cast_costs")
 
 
 def test_noxfile_readme_citation_and_changelog_agree_with_pyproject():
