@@ -384,3 +384,39 @@ def test_skip_nonfinite_skips_what_apply_if_finite_applies(inner, grads, loss):
         assert applied == (inner is NAN and not check_updates)
     assert "`check_updates=True` also skips NaN that the optimizer makes" in README
     assert np.any(updates(optax.apply_if_finite(inner, 5)))
+
+
+@pytest.mark.parametrize(
+    ("inner", "applied"),
+    [
+        (optax.sgd(lambda count: jnp.where(count == 2, jnp.nan, 0.1)), [1, 1, 0, 0]),
+        (optax.inject_hyperparams(optax.sgd)(0.1), [1, 1, 0, 1]),
+        (optax.MultiSteps(optax.adam(0.1), 2), [1, 1, 1, 0]),
+        (
+            optax.MultiSteps(
+                optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), 2
+            ),
+            [1, 1, 1, 1],
+        ),
+    ],
+    ids=["schedule", "rate set in each step", "MultiSteps", "clips inside"],
+)
+def test_cause_of_a_skip_that_is_in_the_optimizer_state_comes_back(inner, applied):
+    """Step 2 has a huge gradient or a NaN rate. The last flag holds for ever."""
+    tx = ls.skip_nonfinite(inner, check_updates=True)
+    params, flags = jnp.ones(2), []
+    state, update = tx.init(params), jax.jit(tx.update)
+    is_huge = isinstance(inner, optax.MultiSteps)
+    for step in range(8):
+        grads = jnp.full(2, 1e20 if is_huge and step == 2 else 1.0)
+        if "learning_rate" in getattr(state.inner_state, "hyperparams", ()):
+            rate = jnp.float32(np.nan if step == 2 else 0.1)
+            state = optax.tree.set(state, learning_rate=rate)
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        flags.append(int(ls.was_applied(state)))
+    assert flags == applied + 4 * applied[-1:]
+    text = page("start/guarantees")
+    assert "so every later step is skipped" in text
+    assert "schedule that is NaN at one count" in text
+    assert "`optax.chain(optax.clip_by_global_norm(1.0), optimizer)`" in text
