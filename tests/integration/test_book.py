@@ -20,9 +20,33 @@ METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TEXTS = {path: path.read_text() for path in [*PAGES.rglob("*.md"), ROOT / "README.md"]}
 
 
-def test_readme_has_the_program_of_the_start_page():
-    for language in ("python", "text"):
-        assert code_blocks(README, language) == code_blocks(page("index"), language)
+def test_readme_begins_as_the_start_page_does():
+    start = re.sub(r"^<!-- search: .+ -->\n\n", "", page("index"), flags=re.M)
+    readme = re.sub(r"^\[!\[.+\n\n", "", README, flags=re.M)
+    shared, *_ = readme.replace("(notebooks/", "(").partition("\n## What you gain")
+    assert "\n## bfloat16\n" in shared
+    assert start.startswith(shared)
+
+
+def test_lines_that_the_diff_of_readme_adds_are_in_the_program():
+    (diff,) = code_blocks(README, "diff")
+    program, *_ = code_blocks(README, "python")
+    old, new = ([x[1:] for x in diff.splitlines() if x[0] == sign] for sign in "-+")
+    assert len(old) == len(new) == 3
+    for line in new:
+        assert re.search(rf"^ *{re.escape(line)}(?:  #.*)?$", program, re.M)
+    assert [x for x in old[:2] if f"was: {x}\n" not in program] == []
+
+
+def test_start_page_links_to_every_page_and_the_sidebar_has_no_name_twice():
+    _, pages = page("index").split("\n## All pages\n")
+    links = {*re.findall(r"\]\((?!http)([^)]+)\)", pages)}
+    files = {x for suffix in ("md", "ipynb") for x in PAGES.rglob(f"*.{suffix}")}
+    assert links == {x.relative_to(PAGES).as_posix() for x in files} - {"index.md"}
+    captions = re.findall(r"^:caption: (.+)$", pages, re.M)
+    titles = [re.search(r"^# (.+)$", text_of(x), re.M)[1] for x in files]
+    assert captions == re.findall(r"^\*\*(.+)\*\*$", pages, re.M)
+    assert len({*captions, *titles}) == len(captions) + len(titles)
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: path.stem)
@@ -101,7 +125,6 @@ CASTS = numbers("start/cast_costs", "device, program")
 CASTS |= numbers("start/cast_costs", "device, program in bfloat16")
 TIMES = numbers("start/cast_costs", "H200, program")
 TRAINED = numbers("start/do_i_need_it", "trained in")
-UPDATES = numbers("what_it_costs", "adamw, one update")
 ON_H200 = numbers("what_it_costs", "H200, time")
 ON_CPU = numbers("what_it_costs", "16.8 million")
 LOOPS = CASTS["T4, Python loop"], CASTS["H100, Python loop"]
@@ -136,9 +159,7 @@ FIGURES = {
     "what_it_costs.md)": [
         100 * numbers("what_it_costs", "H100 and")["adamw"][0] - 100,
         100 * numbers("what_it_costs", "H100,")["adamw"][0] - 100,
-        100 * UPDATES["memory traffic of the whole step above, H100"][1] - 100,
         100 * ON_CPU["whole step of a small transformer, float16"][0] - 100,
-        100 * ON_CPU["adamw"][1] - 100,
         *(100 * x - 100 for x in ON_H200["whole step of the transformer below"][:2]),
     ],
     "#timed-on-an-h200)": saved(
