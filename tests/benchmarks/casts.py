@@ -136,7 +136,8 @@ def main() -> None:
     platform = "tpu" if is_tpu else "cuda"
     topology.prepare(platform)
     print(f"Counted, not timed: compiled for {platform}, jax {jax.__version__}")
-    print("| device, program | float32 | manual casts | `ls.autocast` | relative to float32 |")
+    print("| device, program | float32 | manual casts | `ls.autocast` |", end=" ")
+    print("relative to float32 |")
     for device in args.device:
         sharding = topology.shardings(platform, device)[-1]
         for name in args.model:
