@@ -100,10 +100,9 @@ def test_every_public_name_is_in_the_reference_once():
 
 
 def test_table_of_the_reference_has_every_public_name():
-    names = {*ls.__all__} - {"plots", "presets"}
+    names = {*ls.__all__} - {"plots"}
     in_table = [row[0].strip("`") for row in table(page("reference/index"), "name")]
     names |= {f"plots.{name}" for name in ls.plots.__all__}
-    names |= {f"presets.{name}" for name in ls.presets.__all__}
     assert sorted(in_table) == sorted(names)
 
 
