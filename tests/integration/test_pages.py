@@ -402,7 +402,7 @@ def test_skip_nonfinite_skips_what_apply_if_finite_applies(inner, grads, loss):
     ids=["schedule", "rate set in each step", "MultiSteps", "clips inside"],
 )
 def test_cause_of_a_skip_that_is_in_the_optimizer_state_comes_back(inner, applied):
-    """Step 2 has a huge gradient or a NaN rate. The last flag holds for ever."""
+    """Step 2 has a huge gradient or a NaN rate. The last flag is repeated."""
     tx = ls.skip_nonfinite(inner, check_updates=True)
     params, flags = jnp.ones(2), []
     state, update = tx.init(params), jax.jit(tx.update)
