@@ -177,32 +177,101 @@ def test_run_of_weeks_never_saves_nan_in_weights(train_from):
     assert train_from(start, error) is None
 
 
-def test_run_of_weeks_saves_an_infinite_moment(train_from):
+def test_run_of_weeks_never_saves_an_infinite_moment(train_from):
     start = run("guides/nan_guard")["create"]()
     moments = start[1].opt_state.inner_state.inner_opt_state[1][0].nu
     moments.out.bias[...] += np.inf
-    assert train_from(start) == 20
+    error = pytest.raises(FloatingPointError, match=r"step 19: .*'nu'\]\['out'\]")
+    assert train_from(start, error) is None
+
+
+@pytest.mark.parametrize("check_updates", [False, True])
+def test_one_gradient_of_1e20_stops_adam_unless_updates_are_checked(check_updates):
+    tx = ls.skip_nonfinite(optax.adam(1.0), check_updates=check_updates)
+    update, ones = jax.jit(tx.update), np.ones(1, np.float32)
+    _, state = update(1e20 * ones, tx.init(ones))
+    updates, state = update(ones, state)
+    assert (updates[0] == 0, np.isinf(optax.tree.get(state, "nu")[0])) == (
+        (False, False) if check_updates else (True, True)
+    )
+    assert ls.get_loss_scale_state(state).skipped_steps == check_updates
+    words = "gradient of 1e20 makes the second moment infinite"
+    assert words in page("guides/nan_guard")
+
+
+def spike_step(**changes):
+    """What the block of the page defines, before it trains, if some of it differs."""
+    blocks = code_blocks(page("guides/nan_guard"), "python")
+    (block,) = (x for x in blocks if "def spike_step" in x)
+    definition, guide = block.partition("state, running =")[0], dict(run("index"))
+    for ours, other in changes.items():
+        assert ours in definition
+        definition = definition.replace(ours, other)
+    exec(definition, guide)
+    return guide
+
+
+def test_overflow_is_no_spike_and_lowers_the_scale():
+    float16 = {"jax.value_and_grad": "ls.value_and_grad", "guarded": "tx"}
+    guide = spike_step(**float16, **{"jnp.bfloat16)": "jnp.float16), state"})
+    x, y = guide["batch"]
+    start = guide["params"], guide["tx"].init(guide["params"])
+    every_loss_is_a_spike = 20, np.zeros(2, np.float32), np.zeros(2, np.float32)
+    for labels, scale in ((y, 2.0**15), (spoiled(y, 1e37), 2.0**14)):
+        params, state, running, loss = guide["spike_step"](
+            *start, every_loss_is_a_spike, (x, labels)
+        )
+        assert np.isfinite(loss) and ls.get_loss_scale(state) == scale
+        assert not ls.was_applied(state)
+        assert_same_bits((params, running[1:]), (start[0], every_loss_is_a_spike[1:]))
+
+
+def test_loss_that_stays_high_ends_in_an_error():
+    guide = spike_step()
+    x, y = guide["batch"]
+    params, running = guide["params"], (20, np.zeros(2), np.zeros(2))
+    state = guide["guarded"].init(params)
+    for _ in range(101):
+        params, state, running, _ = guide["spike_step"](params, state, running, (x, y))
+    with pytest.raises(ls.LossScaleError, match="The last 101 steps were all"):
+        ls.check_loss_scale(state)
 
 
 def test_checkify_names_the_line_of_the_model_through_autocast():
     guide = run("guides/nan_guard")
-    checkify = guide["checkify"]
-    program = code_blocks(page("guides/nan_guard"), "python")[0].splitlines()
+    checkify, nnx = guide["checkify"], guide["nnx"]
+    blocks = code_blocks(page("guides/nan_guard"), "python")
+    programs = {
+        "index.md": code_blocks(page("index"), "python")[0],
+        "nan_guard.md": next(x for x in blocks if "class Net" in x),
+    }
+
+    def error_of(grad, x):
+        checked = checkify.checkify(jax.jit(grad), errors=checkify.float_checks)
+        return checked(x)[0]
 
     def root(x):
         return jnp.sqrt(0 * x).sum()  # its derivative is 1/0
 
-    grad = jax.jit(jax.grad(ls.autocast(root, jnp.bfloat16)))
-    checked = checkify.checkify(grad, errors=checkify.float_checks)
-    backward, _ = checked(np.ones(2, np.float32))
-    for error, line in ((guide["error"], "self.hidden(x)"), (backward, "jnp.sqrt")):
+    graphdef, state = nnx.split(guide["run"][0])
+
+    def of_a_model(state):
+        fun = nnx.grad(ls.autocast(guide["loss_fn"], jnp.bfloat16))
+        return fun(nnx.merge(graphdef, state), guide["batch"])
+
+    errors = {
+        "logits = x @": guide["error"],
+        "self.hidden(x)": error_of(of_a_model, state),
+        "jnp.sqrt": error_of(jax.grad(ls.autocast(root, jnp.bfloat16)), np.ones(2)),
+    }
+    for line, error in errors.items():
         with pytest.raises(checkify.JaxRuntimeError) as raised:
             error.throw()
         frames = traceback.extract_tb(raised.value.__cause__.__traceback__)
         lines = [
-            x.line or program[x.lineno - 1]
+            x.line or programs[x.filename].splitlines()[x.lineno - 1]
             for x in frames
-            if x.name in ("__call__", "root")
+            if x.name in ("__call__", "loss_fn", "root")
         ]
         assert any(line in x for x in lines)
 
