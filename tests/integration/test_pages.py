@@ -422,7 +422,7 @@ def test_small_updates_move_bfloat16_weights_that_have_master_weights(
 def test_average_of_bfloat16_weights_does_not_move():
     ones = np.ones(512, jnp.bfloat16)
     assert np.all(jax.jit(optax.incremental_update)(2 * ones, ones, 1e-3) == 1)
-    words = "nor a weight average has any effect"
+    words = "Weight decay and a weight average have no effect"
     assert words in page("guides/float16_parameters")
 
 
