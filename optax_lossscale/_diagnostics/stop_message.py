@@ -89,7 +89,7 @@ _OPTIMIZER = (
 _FLAG = "`grads_finite` is inverted: True means finite, unlike `found_inf` elsewhere"
 _GRADS_FINITE = (
     f"the `value` that `update` got is not finite; its {_FLAG}; or, {_OPTIMIZER}",
-    "guides/wrappers.md#what-else-can-skip-a-step",
+    "guides/wrappers.md#skip-a-step-yourself",
 )
 _ALL_FINITE = (
     f"{_OPTIMIZER}; or {_FLAG}",
