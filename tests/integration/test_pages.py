@@ -345,27 +345,75 @@ def test_skip_rate_after_a_hundred_skips_is_that_of_the_page(rule, rate):
 
 
 @pytest.mark.parametrize(
-    ("step", "states", "applied", "scale"),
+    ("step", "flag", "applied", "scale"),
     [
-        ("gan_step", "states", [True, False], 2.0**15),  # the loss is NaN, too
-        ("one_scale_step", "states_of_one_scale", [True, False], 2.0**14),
-        ("one_gradient_step", "states_of_one_scale", [False, False], 2.0**14),
+        ("gan_step", True, [True, False], 2.0**15),  # the loss is NaN, too
+        ("vjp_step", True, [True, False], 2.0**15),
+        ("one_gradient_step", True, [False, False], 2.0**14),
+        ("one_gradient_step", False, [True, False], 2.0**14),
     ],
-    ids=["a scale for each", "one scale for both", "one gradient"],
+    ids=["a scale for each", "one vjp", "one scale, one flag", "one scale"],
 )
 def test_bad_real_batch_skips_the_discriminator_alone_or_both(
-    step, states, applied, scale
+    step, flag, applied, scale
 ):
-    guide = run("guides/several_losses")
-    old = guide["generator"], guide["discriminator"], guide[states]
-    shared = [] if states == "states" else [guide["rule"].init()]
+    guide = dict(run("guides/several_losses"))
+    if not flag:
+        blocks = code_blocks(page("guides/several_losses"), "python")
+        (block,) = (x for x in blocks if "def one_gradient_step" in x)
+        assert block.count(", **flag") == 2
+        exec(block.replace(", **flag", ""), guide)
+    shared = step == "one_gradient_step"
+    tx = guide["skips" if shared else "gan_tx"]
+    networks = guide["generator"], guide["discriminator"]
+    old = *networks, tuple(map(tx.init, networks))
+    scale_state = [guide["rule"].init()] if shared else []
     batch = spoiled(guide["x"], np.nan), guide["noise"]
-    new = guide[step](*old, *shared, *batch)
+    new = guide[step](*old, *scale_state, *batch)
     assert [bool(ls.was_applied(state)) for state in new[2]] == applied
     for i in np.flatnonzero(np.invert(applied)):
         assert_same_bits(*((run[i], run[2][i].inner_state) for run in (new, old)))
     assert ls.get_loss_scale(*new[3:] or new[2][1:]) == scale
     assert ls.all_finite(new[:2])
+
+
+def test_one_vjp_takes_the_gradients_of_two_losses_each_at_its_scale():
+    guide = run("guides/several_losses")
+    networks, batch = (guide["generator"], guide["discriminator"]), (guide["x"],)
+    tx, batch = guide["gan_tx"], (*batch, guide["noise"])
+    g_state, d_state = map(tx.init, networks)
+    d_state = optax.tree.set(d_state, loss_scale=jnp.float32(2.0**8))
+    *_, states = guide["vjp_step"](*networks, (g_state, d_state), *batch)
+    losses = guide["two_losses"]
+    for i, state in enumerate(states):
+        grads = jax.grad(lambda *x, i=i: losses(*x)[i], argnums=i)(*networks, *batch)
+        moment = optax.tree.get(state, "mu")  # half of the first gradient
+        for x, y in zip(*map(jax.tree.leaves, (moment, grads)), strict=True):
+            np.testing.assert_allclose(2 * x, y, rtol=0.02, atol=1e-4)
+    assert [float(ls.get_loss_scale(x)) for x in states] == [2.0**15, 2.0**8]
+
+
+def test_two_losses_share_a_scale_that_an_overflow_of_either_lowers():
+    guide = run("guides/several_losses")
+    rule, skips = guide["rule"], guide["skips"]
+    networks, noise = (guide["generator"], guide["discriminator"]), guide["noise"]
+
+    @jax.jit
+    def step(g_state, d_state, scale_state, real):
+        generator, discriminator = networks
+        fun = ls.grad(guide["discriminator_loss"], scale_state)
+        d_grads = fun(discriminator, generator, real, noise)
+        fun = ls.grad(guide["generator_loss"], scale_state)
+        g_grads = fun(generator, discriminator, noise)
+        _, g_state = skips.update(g_grads, g_state, generator)
+        _, d_state = skips.update(d_grads, d_state, discriminator)
+        scale_state = rule.update(scale_state, ls.all_finite((d_grads, g_grads)))
+        return g_state, d_state, scale_state
+
+    real = spoiled(guide["x"], np.nan)
+    *states, scale_state = step(*map(skips.init, networks), rule.init(), real)
+    assert [bool(ls.was_applied(state)) for state in states] == [True, False]
+    assert scale_state.loss_scale == 2.0**14
 
 
 def test_one_gradient_of_a_good_batch_is_applied_to_both():
@@ -374,10 +422,10 @@ def test_one_gradient_of_a_good_batch_is_applied_to_both():
 
 def test_each_network_of_a_gan_lowers_its_own_scale():
     guide = run("guides/several_losses")
-    g_state, d_state = guide["states"]
-    d_state = optax.tree.set(d_state, loss_scale=jnp.float32(2.0**24))  # it overflows
     names = ("generator", "discriminator", "x", "noise")
     generator, discriminator, x, noise = (guide[name] for name in names)
+    g_state, d_state = map(guide["gan_tx"].init, (generator, discriminator))
+    d_state = optax.tree.set(d_state, loss_scale=jnp.float32(2.0**24))  # it overflows
     _, _, new = guide["gan_step"](
         generator, discriminator, (g_state, d_state), x, noise
     )
