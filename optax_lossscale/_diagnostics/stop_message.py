@@ -1,4 +1,4 @@
-"""Say what has happened, its likeliest causes, and where the way out is written."""
+"""The messages of the guard: what has happened, likely causes, the page with a fix."""
 
 import enum
 import textwrap
@@ -27,21 +27,24 @@ class Event(enum.Enum):
 
 
 class _Message(NamedTuple):
-    """What has happened, its likeliest causes, and the page that has the way out."""
+    """What has happened, its likely causes, and the page with the fix."""
 
     text: str
     causes: str
     page: str
-    # If the scale is fixed at 1, as in bfloat16 and float32, no scale and no float16 is
-    # to blame.
+    # If the scale is fixed at 1, as in bfloat16 and float32, neither the scale nor
+    # float16 is a cause.
     unscaled_causes: str = ""
     unscaled_page: str = "guides/nan_guard.md#why-a-step-is-skipped"
 
 
-_DATA = "the batch, the parameters or a carried state hold NaN or inf"
+_DATA = "the batch, the parameters or a carried state contain NaN or inf"
 _FORWARD = "an activation is above 65504 (`autocast_report` finds it)"
-_DERIVATIVE = "`sqrt`, a norm or `log` has an infinite derivative at 0"
-_STATE = "`value_and_grad` gets an earlier state than `update`, or another one"
+_DERIVATIVE = (
+    "a derivative is infinite (`sqrt`, `x ** 0.5`, `log`, a norm or `arctan2` at 0, "
+    "`std` of equal values, `eigh` with equal eigenvalues, `exp` before a clip)"
+)
+_STATE = "`value_and_grad` gets another state than `update`, or an earlier one"
 _BACKWARD = f"{_STATE}; or one layer overflows in the backward pass"
 _LABEL = "a label is out of range, or a mean over nothing is 0/0"
 _NAN_LOSS = (
@@ -50,10 +53,10 @@ _NAN_LOSS = (
 )
 _DIVERGES = "training diverges (clip the gradients, or lower the learning rate)"
 _MORE = "Pass `grads=grads` and `value=loss` to `check_loss_scale` to learn more"
-_STOP_GRADIENT = "the loss does not reach the parameters, as behind a `stop_gradient`"
+_STOP_GRADIENT = "the loss does not reach the parameters (`stop_gradient`)"
 
-# The causes, page and unscaled causes of skips in a row, by what is known of the loss
-# and the gradients.
+# The causes, page and unscaled causes of skips in a row. They depend on what is known
+# about the loss and the gradients.
 _LOSS_UNKNOWN = (
     f"{_DATA}; {_FORWARD}; {_STATE}; or the gradients overflow. {_MORE}",
     "troubleshooting.md#the-loss-is-nan-from-the-first-step",
@@ -69,7 +72,7 @@ _ONLY_LOSS_NOT_FINITE = (
     "troubleshooting.md#a-label-out-of-range",
     f"{_NAN_LOSS}; or {_DIVERGES}",
 )
-# inf and NaN have the same causes: after a float16 product, an overflow may be
+# inf and NaN have the same causes: after a float16 matmul, an overflow may be
 # inf - inf, which is NaN.
 _GRADS_NOT_FINITE = (
     "the scale is too high, if it is fixed or still falling (`suggest_loss_scale` "
@@ -77,8 +80,8 @@ _GRADS_NOT_FINITE = (
     "troubleshooting.md#the-scale-falls-to-1",
 )
 _GRADS_NOT_FINITE_AT_LOW_SCALE = (
-    f"{_DERIVATIVE}; the gradients overflow at this scale and above, as those of a sum "
-    f"or of large targets do; {_BACKWARD}",
+    f"{_DERIVATIVE}; the gradients overflow even at this scale, as they can for a sum "
+    f"instead of a mean or for large targets; {_BACKWARD}",
     "troubleshooting.md#the-scale-falls-to-1",
     f"{_DERIVATIVE}; or {_DIVERGES}",
 )
@@ -96,10 +99,11 @@ _ALL_FINITE = (
     "start/guarantees.md#what-is-guaranteed",
 )
 _SOME_STEPS = (
-    f"some batches hold NaN, inf or no label; in the forward pass of some, {_FORWARD}; "
-    "or the scale grows too soon and overflows again (raise `growth_interval`)",
+    "some batches contain NaN, inf or no label; in the forward pass of some, "
+    f"{_FORWARD}; or the scale grows too soon and overflows again (raise "
+    "`growth_interval`)",
     "troubleshooting.md#some-steps-are-skipped",
-    f"some batches hold NaN, inf or no label; {_DERIVATIVE}",
+    f"some batches contain NaN, inf or no label; {_DERIVATIVE}",
 )
 
 WARNINGS = {
@@ -107,7 +111,7 @@ WARNINGS = {
         "The loss scale is 2**24 or more. None of the steps was skipped.",
         "the step calls `jax.value_and_grad` instead of `ls.value_and_grad`; nothing "
         "is computed in float16 (use `skip_nonfinite`); or all gradients are below "
-        "0.004, and all is well",
+        "0.004, which is fine",
         "troubleshooting.md#the-scale-climbs-to-the-ceiling",
     ),
     Event.OFTEN_SKIPPED: _Message(
@@ -115,17 +119,16 @@ WARNINGS = {
     ),
     Event.UPDATE_UNDONE: _Message(
         "The gradients or the loss are not finite, but the step counts as applied.",
-        "`update` does not get `value=loss`; the step leaves `update` out, by an `if` "
-        "or `lax.cond`, or puts the old state back; NaN is replaced before `update`, "
-        "as by `nan_to_num`; the rule never skips; or `grads` are not those of this "
+        "`update` does not get `value=loss`; an `if` or `lax.cond` leaves `update` "
+        "out; the step restores the old state; NaN is replaced before `update`, for "
+        "example with `nan_to_num`; the rule never skips; or `grads` belong to another "
         "step",
         "troubleshooting.md#the-update-is-left-out",
     ),
     Event.ALL_ZERO: _Message(
         "All gradients are exactly 0.",
-        f"{_STOP_GRADIENT}; no label of the batch counts; a count or a norm in "
-        "a denominator is inf in float16; or the scale is too low, and all "
-        "gradients underflow",
+        f"{_STOP_GRADIENT}; no label of the batch counts; a divisor is inf in float16 "
+        "(a count or a norm); or the scale is too low, so that all gradients underflow",
         "troubleshooting.md#all-gradients-are-0",
         f"{_STOP_GRADIENT}; no label of the batch counts; or the loss is computed in "
         "float16, which needs `with_loss_scaling` and `value_and_grad`",
@@ -138,9 +141,8 @@ _IN_A_ROW = "The last {skips} skipped, more than `max_consecutive_skips`={limit}
 _ERRORS = {
     Event.INVALID_SCALE: _Message(
         "The loss scale{member} is not a positive number." + _NUMBERS,
-        "your own rule returned it; or the state was restored from a run that had "
-        "failed, or was set by hand (set a "
-        "scale: `optax.tree.set(opt_state, loss_scale=2.0**15)`)",
+        "your own rule returned it; or the state was set by hand or restored from a "
+        "failed run (set a scale: `optax.tree.set(opt_state, loss_scale=2.0**15)`)",
         "guides/checkpoints.md#restored-scales-and-another-rule",
     ),
     Event.HIGH_SKIP_RATE: _Message(
@@ -155,7 +157,8 @@ def message(
 ) -> str:
     """Return what has happened, its causes, their page, and for an error the arrays.
 
-    ``arrays`` are a report of the gradients or None, and which of the state are finite.
+    ``arrays`` is a pair: a report of the gradients or None, and which leaves of the
+    state are finite.
     """
     report, finite = arrays
     # In an ensemble, the first member for which the event is due.

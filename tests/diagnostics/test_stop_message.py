@@ -1,4 +1,4 @@
-"""The message of the guard names the fault that a program has, and the way out."""
+"""The message of the guard names the fault that a program has, and the fix."""
 
 import functools
 import re
@@ -16,11 +16,14 @@ from training import normal
 import optax_lossscale as ls
 
 DATA, FORWARD = "the batch, the parameters", "an activation is above 65504"
-LOW, HIGH = "overflow at this scale and above", "the scale is too high, if it is fixed"
-DERIVATIVE, EMPTY = "has an infinite derivative at 0", "a mean over nothing is 0/0"
+LOW, HIGH = (
+    "gradients overflow even at this scale",
+    "the scale is too high, if it is fixed",
+)
+DERIVATIVE, EMPTY = "a derivative is infinite (`sqrt`", "a mean over nothing is 0/0"
 OVERFLOW, MORE = "or the gradients overflow. ", "Pass `grads=grads` and"
-LAYER, OLD_STATE = "one layer overflows in the backward", "gets an earlier state than"
-LABEL, BATCHES = "a label is out of range", "some batches hold NaN"
+LAYER, OLD_STATE = "one layer overflows in the backward", "gets another state than"
+LABEL, BATCHES = "a label is out of range", "some batches contain NaN"
 LOSS = "the loss itself is above 65504"
 WRONG_WAY, CHECKED = "`grads_finite` is inverted", "with `check_updates=True`"
 
@@ -64,6 +67,7 @@ LOSSES = {
     "sum": lambda w, x: 1e9 * jnp.sum(jnp.float32(half(x) @ half(w))),
     "norm": lambda w, x: jnp.linalg.norm(w @ x[0]),
     "root": lambda w, x: jnp.sqrt(w[0, 0]),
+    "k3": lambda w, x: jnp.mean(jnp.minimum(jnp.exp(w + 100) - w - 101, 10)),
     "mean": lambda w, mask: jnp.sum(X @ w[0] * mask) / jnp.sum(mask),
     "label": label_loss,
     "classes": masked_classes,
@@ -81,7 +85,8 @@ FAULTS = {
     "high scale": ("float16", W, X, HIGH_RULE, HIGH),
     "norm of 0, NaN": ("norm", 0 * W, X, DEFAULT, DERIVATIVE),
     "root of 0, inf": ("root", 0 * W, X, DEFAULT, DERIVATIVE),
-    # Without a scale, no scale and no float16 is to blame.
+    "clip after exp": ("k3", W, X, DEFAULT, "`exp` before a clip"),
+    # Without a scale, neither the scale nor float16 is a cause.
     "unscaled, NaN in the batch": ("float32", W, X * NAN, UNIT, DATA),
     "unscaled, divergence": ("float32", 1e30 * W, X, UNIT, "training diverges (clip"),
     "unscaled, mean over nothing": ("mean", W, NO_ROW, UNIT, EMPTY),
@@ -121,7 +126,7 @@ ZEROS = ["All gradients are exactly 0. Likely", "does not reach"]
 NO_LABEL = "no label of the batch counts"
 INVALID, UNDONE = "The loss scale is not a", "The gradients or the loss are not finite"
 VALUE = "the `value` that `update` got"
-INFINITE = "a count or a norm in a denominator is inf in float16"
+INFINITE = "a divisor is inf in float16"
 # What differs in the state; what is known; the words, in their order.
 KNOWN = {
     "nothing": ({}, {}, [ROW + DATA, FORWARD, OVERFLOW, MORE]),
@@ -131,12 +136,20 @@ KNOWN = {
     "finite gradients": ({}, {"grads": ONE}, [ROW + VALUE, WRONG_WAY, CHECKED]),
     "all finite": ({}, {"grads": ONE, "value": ONE}, [ROW + CHECKED, WRONG_WAY]),
     "high rate": (SHARE, {}, [SHARES + BATCHES, FORWARD, "raise `growth_interval`"]),
-    "scale of NaN": ({"loss_scale": NAN}, {}, [INVALID, "was restored", "set a"]),
-    "bad gradients, applied": (APPLIED, {"grads": BAD}, [UNDONE, "out, by an `if`"]),
+    "scale of NaN": ({"loss_scale": NAN}, {}, [INVALID, "restored from a", "(set a"]),
+    "bad gradients, applied": (
+        APPLIED,
+        {"grads": BAD},
+        [UNDONE, "an `if` or `lax.cond`"],
+    ),
     "zeros": (APPLIED, {"grads": 0 * ONE}, [*ZEROS, NO_LABEL, INFINITE, "is too low"]),
     "zeros, unscaled": (UNSCALED, {"grads": 0 * ONE}, [*ZEROS, NO_LABEL, "in float16"]),
     "2**24": (TOP, {}, ["The loss scale is 2**24 or more. None", "jax.value_and_grad"]),
-    "often, unscaled": (OFTEN, {}, ["More than 5%", BATCHES, f"{DERIVATIVE}. https"]),
+    "often, unscaled": (
+        OFTEN,
+        {},
+        ["More than 5%", BATCHES, DERIVATIVE, "`exp` before a clip). https"],
+    ),
 }
 
 
