@@ -29,11 +29,31 @@ WHOLE = [name for name in GUIDES if name not in MPX]
 slow = pytest.mark.slow
 
 
+def programs(guide, language="python"):
+    """The blocks of a guide. A diff shows both programs, TensorFlow's is Keras's."""
+    blocks = code_blocks(GUIDES[guide], language)
+    if guide in ("flax", "jmp"):
+        side = "+" if language == "python" else "-"
+        return [side_of(code_blocks(GUIDES[guide], "diff")[0], side), *blocks]
+    if guide == "tensorflow" and language == "python":
+        rule, *blocks = blocks
+        whole = programs("keras")[0]
+        blocks = [re.sub(r"^rule = .*\n", rule, whole, flags=re.M), *blocks]
+        assert blocks[0] != whole
+    return blocks
+
+
+def side_of(diff, side):
+    """The lines of one side of a diff."""
+    lines = [x for x in diff.splitlines() if x[:1] in ("", " ", side)]
+    return "".join(f"{x[1:]}\n" for x in lines)
+
+
 @functools.cache
 def run(guide, language="python"):
     if guide in MPX:
         return run_mpx(guide)
-    return run_blocks(code_blocks(GUIDES[guide], language), guide, {})
+    return run_blocks(programs(guide, language), guide, {})
 
 
 def run_mpx(guide):
@@ -67,7 +87,9 @@ def run_mpx(guide):
 
 @pytest.mark.parametrize("guide", WHOLE)
 def test_programs_of_other_systems_are_python(guide):
-    compile("".join(code_blocks(GUIDES[guide], "python theirs")), guide, "exec")
+    program = "".join(programs(guide, "python theirs"))
+    assert program
+    compile(program, guide, "exec")
 
 
 @slow
@@ -112,7 +134,7 @@ TRAININGS = [
 def test_bad_batch_changes_nothing_but_perhaps_the_scale(
     guide, step, state, batch, backoff
 ):
-    page, index = run(guide), slice(64) if guide == "keras" else 0
+    page, index = run(guide), slice(64) if guide in ("keras", "tensorflow") else 0
     x, *labels = (jnp.asarray(page[name][index]) for name in batch)
     before = tuple(page[name] for name in state)
 
@@ -142,7 +164,7 @@ def test_run_of_another_system_continues_here(guide):
 def resumed_from(guide, *names):
     """What the page defines if it resumes a run of the other system."""
     ours, theirs = run(guide), run(guide, "python theirs")
-    block = code_blocks(GUIDES[guide], "python")[1]
+    block = programs(guide)[1]
     # The page makes an old state of its own, which has no other inside.
     block, count = re.subn(r"(old_opt_state = .*?)\.inner_state", r"\1", block)
     assert count == 1
@@ -204,8 +226,7 @@ class Norm(nn.Module):
 
 def after_imagenet_steps(side, batches):
     """The state on 8 devices after the lines of one side of the page's diff."""
-    (diff,) = code_blocks(GUIDES["flax"], "diff")
-    lines = "\n".join(x[1:] for x in diff.splitlines() if x[0] in f" {side}")
+    lines = side_of(code_blocks(GUIDES["flax"], "diff")[1], side)
     names = run("flax", "python theirs" if side == "-" else "python")
 
     class State(names["TrainState"]):
@@ -253,8 +274,8 @@ SCALED = "(lambda *x: loss_fn(*x) * ls.get_loss_scale(opt_state),"
 DIVIDED = "grads = jax.tree.map(lambda x: x / ls.get_loss_scale(opt_state), grads)"
 SELECTED = "opt_state = ls.select(jnp.isfinite(loss), opt_state, old)"
 OLD_LINES = [
-    ("`scale`, `unscale`", "(loss_fn,", SCALED),
-    ("and a division of your own", "    updates", f"    {DIVIDED}\n    updates"),
+    ("`scale`, `unscale`,", "(loss_fn,", SCALED),
+    ("and a division by the scale", "    updates", f"    {DIVIDED}\n    updates"),
     ("`jmp.select_tree` of `opt_state`,", "    return", f"    {SELECTED}\n    return"),
 ]
 
@@ -263,10 +284,10 @@ OLD_LINES = [
 @pytest.mark.parametrize(
     ("words", "line", "old_line"), OLD_LINES, ids=["scale", "division", "select"]
 )
-def test_page_of_jmp_names_old_lines_that_harm_in_silence(words, line, old_line):
+def test_page_names_old_lines_of_jmp_that_harm_in_silence(words, line, old_line):
     """An old line, put back, changes the loss or the scale, and nothing warns."""
-    (block, _), harmed = code_blocks(GUIDES["jmp"], "python"), []
-    head, step = block.split("@jax.jit\n")
+    harmed = []
+    head, step = programs("jmp")[0].split("@jax.jit\n")
     step = f"@jax.jit\n{step}".replace("x):\n", "x):\n    old = opt_state\n", 1)
     for lines in (step, step.replace(line, old_line, 1)):
         names = run_blocks([head, lines], "jmp", {})
@@ -275,11 +296,12 @@ def test_page_of_jmp_names_old_lines_that_harm_in_silence(words, line, old_line)
         harmed.append((names["losses"][-1], ls.get_loss_scale(state)))
     right, wrong = harmed
     assert not np.allclose(right, wrong, rtol=0.01)
-    assert words in GUIDES["jmp"]
+    removed = page("coming_from/flax_and_jmp").split("## Lines to remove")[1]
+    assert words in removed.split("\n## ")[0]
 
 
 def test_gradients_are_sent_in_float16_while_they_are_scaled():
-    """As in Haiku's imagenet program; true gradients near 1e-8 become 0."""
+    """As in Haiku's imagenet program; unscaled gradients near 1e-8 become 0."""
     state, x = ls.FixedLossScale(2.0**15).init(), np.linspace(1e-8, 2e-8, 8)
 
     def sent(grads):
