@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from asserts import assert_same_bits
 from flax import nnx
@@ -151,3 +152,54 @@ def test_loss_of_an_equinox_module_may_return_a_function(make):
     )
     (_, activation), grads, *_ = eqx.filter_jit(fun)(holding())
     assert activation is jax.nn.tanh and grads.activation is None
+
+
+class Adapted(nnx.Module):
+    def __init__(self):
+        self.hidden = nnx.LoRALinear(8, 4, lora_rank=2, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.hidden(jnp.tanh(x))
+
+
+def test_adapters_of_lora_are_trained_alone():
+    @nnx.jit
+    def step(model, optimizer):
+        fun = ls.value_and_grad(
+            lambda model: jnp.sum(jnp.square(model(X) - 1)),
+            optimizer,
+            argnums=nnx.DiffState(0, nnx.LoRAParam),
+            value_and_grad=nnx.value_and_grad,
+        )
+        loss, grads = fun(model)
+        optimizer.update(model, grads, value=loss)
+        return loss
+
+    model, tx = nnx.jit(Adapted)(), ls.with_loss_scaling(optax.adam(1e-2))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
+    before = jax.tree.map(jnp.copy, nnx.state(model))
+    losses = [step(model, optimizer) for _ in range(3)]
+    after = nnx.state(model)
+    for path, x in nnx.to_flat_state(after):
+        moved = not np.array_equal(x[...], dict(nnx.to_flat_state(before))[path][...])
+        assert moved == ("lora" in path[-1])
+    assert losses[-1] < losses[0] and ls.was_applied(optimizer)
+
+
+@pytest.mark.parametrize("differentiate", [jax.value_and_grad, nnx.value_and_grad])
+def test_state_of_nnx_may_be_an_argument(differentiate):
+    graphdef, params = nnx.split(unchanged())
+
+    @jax.jit
+    def gradients(params):
+        fun = ls.value_and_grad(
+            lambda params: loss_fn(nnx.merge(graphdef, params)),
+            STATE,
+            value_and_grad=differentiate,
+        )
+        return fun(params)
+
+    loss, grads = gradients(params)
+    expected, their_grads, _ = ran(unscaled, "NNX, linear")
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    chex.assert_trees_all_close(grads, their_grads, rtol=1e-5, atol=2.0**-50)

@@ -21,8 +21,17 @@ slow = pytest.mark.slow
 
 def block(name, language):
     """The program of a framework, or how it differs from one without loss scaling."""
+    if name == "haiku" and language == "diff":
+        return block("plain_jax", "diff")
     blocks = code_blocks(page(f"frameworks/{PAGE_OF[name]}"), language)
     assert len(blocks) == [*PAGE_OF.values()].count(PAGE_OF[name])
+    if name == "haiku":
+        # It replaces two functions of plain JAX.
+        start, replaced, end = re.split(
+            r"^def init|(?=^def loss_fn)", block("plain_jax", "python"), flags=re.M
+        )
+        assert re.findall(r"^def (\w+)", f"def init{replaced}", re.M)[1:] == ["forward"]
+        return f"{start}{blocks[0]}\n\n{end}"
     return blocks[name == "flax_nnx"]
 
 
