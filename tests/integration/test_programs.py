@@ -151,10 +151,44 @@ def test_drawn_run_equals_the_unscaled_run_of_its_good_batches(name, seed, tmp_p
     assert ls.get_loss_scale_state(state_in(ours)).skipped_steps == len(bad)
 
 
+@pytest.fixture(scope="module")
+def ppo():
+    return run_page(PAGES / "frameworks/reinforcement_learning.md")
+
+
 @slow
-def test_ppo_learns_and_skips_no_step():
-    ppo = run_page(PAGES / "frameworks/reinforcement_learning.md")
+def test_ppo_learns_and_skips_no_step(ppo):
     lengths = np.asarray(ppo["lengths"])
     assert lengths[0] < 40 and np.mean(lengths[-40:]) > 400
     assert int(ppo["scale_state"].skipped_steps) == 0
     assert ls.all_finite(ppo["params"])
+
+
+@slow
+def test_program_for_llms_prints_the_output_that_is_shown(ppo):
+    (shown,) = code_blocks(page("frameworks/reinforcement_learning"), "text")
+    assert shown in ppo["printed"]
+
+
+def changed_step(ppo, old, new):
+    """The step for LLMs after a change of its program, compiled."""
+    block = code_blocks(page("frameworks/reinforcement_learning"), "python")[1]
+    assert block.count(old) == 1
+    functions = block.replace(old, new).split("all_rewards = ")[0]
+    return jax.jit(run_blocks([functions], "LLMs", dict(ppo))["grpo_step"])
+
+
+@slow
+def test_scale_that_grows_as_seldom_as_by_default_applies_every_signal(ppo):
+    step = changed_step(ppo, "growth_interval=20", "")
+    run = ppo["start"], ppo["tx"].init(ppo["start"])
+    _, applied = jax.lax.scan(step, run, ppo["all_rewards"])
+    assert np.all(applied)
+
+
+@slow
+def test_ratio_that_is_clipped_only_after_exp_is_nan_in_the_gradient(ppo):
+    step = changed_step(ppo, "jnp.clip(log_ratio, -10, 10)", "log_ratio")
+    run = ppo["start"], ppo["tx"].init(ppo["start"])
+    assert step(run, ppo["signal"])[1]
+    assert not step(run, ppo["signal"], old=ppo["far"])[1]
