@@ -329,6 +329,19 @@ def test_negative_label_in_range_gives_a_finite_loss():
     assert "ignore label, -100" in text and words in text
 
 
+@pytest.mark.parametrize(
+    ("eps", "is_finite"), [(1e-6, False), (6e-5, False), (1e-3, True)]
+)
+def test_eps_of_a_float16_norm_must_be_large(eps, is_finite):
+    def layer_norm(x):
+        x = x.astype(jnp.float16) - x.mean().astype(jnp.float16)
+        return (x / jnp.sqrt((x**2).mean() + jnp.float16(eps))).astype(jnp.float32)
+
+    slope = jax.jit(jax.grad(lambda x: layer_norm(x) @ jnp.arange(8.0)))(jnp.ones(8))
+    assert ls.all_finite(slope) == is_finite
+    assert "float16 norm needs an `eps` of 1e-3" in page("troubleshooting")
+
+
 def test_every_16th_batch_that_overflows_after_growth_is_always_skipped():
     """The scale grows again before the next one."""
     rule = ls.DynamicLossScale(growth_interval=10)

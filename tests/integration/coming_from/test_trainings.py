@@ -85,10 +85,9 @@ def run_mpx(guide):
     return {**names, "model": model, "opt_state": opt_state}
 
 
-@pytest.mark.parametrize("guide", WHOLE)
+@pytest.mark.parametrize("guide", ["pytorch", "keras", "flax", "jmp"])
 def test_programs_of_other_systems_are_python(guide):
-    program = "".join(programs(guide, "python theirs"))
-    assert program
+    (program,) = programs(guide, "python theirs")
     compile(program, guide, "exec")
 
 
