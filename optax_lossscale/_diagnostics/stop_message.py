@@ -137,7 +137,7 @@ WARNINGS = {
 }
 _NUMBERS = "\nLoss scale: {loss_scale:g}. Skipped in all: {skipped_steps}."
 _IN_A_ROW = "The last {skips} skipped, more than `max_consecutive_skips`={limit}."
-# The third error is that of skips in a row.
+# The third error, for skips in a row, depends on the loss and the gradients.
 _ERRORS = {
     Event.INVALID_SCALE: _Message(
         "The loss scale{member} is not a positive number." + _NUMBERS,

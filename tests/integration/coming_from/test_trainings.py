@@ -57,7 +57,7 @@ def run(guide, language="python"):
 
 
 def run_mpx(guide):
-    """The step of the page, with a loss and a model."""
+    """A step of Equinox with the rule of mpx, and perhaps with its casts."""
 
     def loss_fn(model, x):
         out = jax.vmap(model)(x).astype(jnp.float32)
@@ -67,13 +67,18 @@ def run_mpx(guide):
         mpx = pytest.importorskip("mpx")
         return loss_fn(*mpx.cast_to_half_precision((model, x)))
 
-    (block,) = code_blocks(GUIDES["mpx"], "python")
     tx = ls.with_loss_scaling(optax.adam(1e-2), ls.presets.mpx_dynamic(2.0**15))
-    names = {"eqx": eqx, "jnp": jnp, "ls": ls, "loss_fn": loss_fn, "tx": tx}
-    if guide != "mpx":
-        block = block.replace("ls.autocast(loss_fn, jnp.float16)", "loss_fn")
-        names["loss_fn"] = half_loss
-    step = run_blocks([block], "mpx", names)["train_step"]
+    loss_here = ls.autocast(loss_fn, jnp.float16) if guide == "mpx" else half_loss
+
+    @eqx.filter_jit
+    def step(model, opt_state, x):
+        differentiate = eqx.filter_value_and_grad
+        fun = ls.value_and_grad(loss_here, opt_state, value_and_grad=differentiate)
+        loss, grads = fun(model, x)
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, opt_state = tx.update(grads, opt_state, params, value=loss)
+        return eqx.apply_updates(model, updates), opt_state, loss
+
     model, losses = eqx.nn.MLP(8, 1, 32, depth=1, key=jax.random.key(0)), []
     x = jax.random.normal(jax.random.key(1), (1, 64, 8))
     state = model, tx.init(eqx.filter(model, eqx.is_inexact_array))
