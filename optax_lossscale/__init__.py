@@ -17,23 +17,25 @@ A train step changes in three places::
 `autocast` computes the matmuls of a float32 loss in float16; leave it out if
 you cast by hand. `value_and_grad` multiplies the loss by a scale before the backward
 pass and divides the gradients by it afterward. `with_loss_scaling` skips a step whose
-gradients are not finite, and lets a rule change the scale. With ``value=loss``, a loss
-that is not finite only skips the step; gradients that overflow also lower the scale.
+gradients are NaN or inf, and changes the scale by a rule. With ``value=loss``, a NaN or
+inf loss skips the step and leaves the scale alone. Gradients that overflow also lower
+the scale.
 
-bfloat16 needs no scale. There, as in float32, `skip_nonfinite` is the guard::
+bfloat16 and float32 need no scale. Use `skip_nonfinite` as a guard against NaN::
 
     tx = ls.skip_nonfinite(optax.adamw(3e-4))
     loss, grads = jax.value_and_grad(ls.autocast(loss_fn, jnp.bfloat16))(params, batch)
 
-Several losses of one optimizer share its state: add up their gradients. To accumulate
-gradients in a ``scan``, call `value_and_grad` in its body with the state from outside,
-and ``update`` once, behind it. A checkpoint holds all of ``opt_state``: restore it with
-that of ``tx.init(params)`` as the target; `WithLossScalingState` shows how to wrap the
-optimizer of a run that exists. Under ``pmap``, or ``shard_map`` with
-``check_vma=False``, pass ``axis_name``, or devices drift apart without an error.
-Otherwise, ``shard_map`` raises one.
+For several losses with one optimizer, pass its state to each `value_and_grad`, and add
+up the gradients. To accumulate gradients in a ``scan``, call `value_and_grad` in its
+body with the state from before the loop, and call ``update`` once after the loop. Save
+all of ``opt_state`` in a checkpoint, and restore it with ``tx.init(params)`` as the
+target. `WithLossScalingState` shows how to add loss scaling to an existing run. Under
+``pmap`` and ``shard_map``, pass ``axis_name``. If you forget it, ``shard_map`` raises
+an error, but under ``pmap`` and ``shard_map(check_vma=False)`` the weights of the
+devices diverge silently.
 
-- Rules decide how the scale changes: `DynamicLossScale` (the default),
+- Rules, which compute the next scale after each step: `DynamicLossScale` (the default),
   `FixedLossScale`, `HeadroomLossScale`, the rules of other systems in `presets`, and
   your own, derived from `LossScale`.
 - For float16 parameters: `with_master_weights`.
@@ -41,10 +43,11 @@ Otherwise, ``shard_map`` raises one.
   `LossScaleState`.
 - To differentiate with ``jax.grad`` yourself: `scale_loss`, `unscale_grads`.
 - For a trainer that differentiates your loss: `scale_backward`.
-- Beyond one scale: `scale_block` gives each block of a network its own scale, and
-  `value_and_grad_with_retries` retries a step at a lower scale instead of skipping it.
-- For what the optimizer does not see, such as BatchNorm statistics: `keep_if_applied`,
-  `all_finite`, `select`.
+- For a scale per block of a network: `scale_block`.
+- To retry a step at a lower scale instead of skipping it:
+  `value_and_grad_with_retries`.
+- To protect other state in a skipped step, such as BatchNorm statistics:
+  `keep_if_applied`, `all_finite`, `select`.
 - To find out what went wrong: `autocast_report`, `gradient_report`, `format_report`,
   `suggest_loss_scale`, `check_loss_scale`, and figures in `plots`.
 """

@@ -23,7 +23,7 @@ def check_agreement(
 ) -> None:
     """Raise if devices of a ``shard_map`` that share a scale could decide differently.
 
-    With ``check_vma=False``, jax does not know, and nothing is raised.
+    With ``check_vma=False``, jax does not report it, so this raises no error.
     """
     axes = varying_axes(decision) - varying_axes(scale)
     if axes:
@@ -31,10 +31,11 @@ def check_agreement(
             "`axis_name` must name every mapped axis along which the loss or gradients "
             "differ (with `check_updates`, parameters and state as well), here "
             f"{sorted(axes, key=str)}, got {axis_name!r}. Otherwise some devices would "
-            "skip or retry a step that others do not, and drift apart or wait for each "
-            "other forever. Add the axis, or average the loss and its gradients. If "
-            "each device trains its own model, it needs its own state, too: "
-            "`jax.vmap(tx.init)` makes one for each, to be sharded along the axis."
+            "skip or retry a step that others apply. Their parameters would then "
+            "differ, or they would wait for each other forever. Add the axis, or "
+            "average the loss and its gradients. If each device trains its own model, "
+            "each needs its own state: `jax.vmap(tx.init)` makes one for each, to be "
+            "sharded along the axis."
         )
 
 
@@ -66,5 +67,6 @@ def check_axis_name(axis_name: AxisName | None) -> None:
     raise ValueError(
         "`axis_name` must name an axis of the surrounding `shard_map`, `pmap` or "
         f"`vmap(axis_name=...)`, or a tuple of them, got {axis_name!r}. "
-        "Under plain `jit`, leave it out: arrays are global there, and so is the check."
+        "Under plain `jit`, leave it out: arrays are global, so the check covers all "
+        "devices."
     ) from unbound

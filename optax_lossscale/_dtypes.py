@@ -27,9 +27,9 @@ def limits_of(name: str) -> Limits:
     """Return the limits of a type, by its name."""
     dtype, info = jnp.dtype(name), jnp.finfo(name)
     largest, least = float(info.max), float(info.smallest_subnormal)
-    # The tie is half a unit in the last place above the largest number. It rounds to
+    # The tie is half a unit in the last place above the largest value. It rounds to
     # the even neighbor. Usually that is the one above, which overflows, but in
-    # float8_e4m3fn it is the largest number.
+    # float8_e4m3fn it is the largest value.
     tie = largest + 2.0 ** (math.frexp(largest)[1] - 2 - info.nmant)
     with np.errstate(over="ignore"):
         holds_tie = math.isfinite(np.float64(tie).astype(dtype))
@@ -44,7 +44,7 @@ def exact_power(exponent: jax.Array) -> jax.Array:
 
 
 def grad_dtype(dtype: Any) -> Any:
-    """Return the type of true gradients: float32 for float16 and float8.
+    """Return the dtype of unscaled gradients: float32 for float16 and float8.
 
     bfloat16 has the range of float32, so its gradients stay bfloat16.
     """
@@ -85,7 +85,7 @@ def is_inexact(x: Any) -> bool:
 
 
 def dtype_of(x: Any) -> Any:
-    """Return a leaf's dtype in JAX, also that of PRNG keys and of ``float0``."""
+    """Return a leaf's dtype in JAX, which may be a PRNG key's or ``float0``."""
     if not hasattr(x, "dtype"):
         return jnp.result_type(x)
     # Unless float64 is enabled, JAX converts float64 arrays of NumPy to float32.

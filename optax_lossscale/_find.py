@@ -14,19 +14,19 @@ _STATES = (WithLossScalingState, LossScaleState)
 
 
 def get_loss_scale_state(state: Any) -> LossScaleState:
-    """Return the `LossScaleState` of an optimizer state, for example to log counters.
+    """Return the loss scale and its counters from an optimizer state, to log them.
 
     Args:
-        state: what the ``init(params)`` of `with_loss_scaling` or `skip_nonfinite`
-            returned, a `LossScaleState`, or an object whose ``opt_state`` is one of
-            these, such as Flax's ``TrainState`` and ``nnx.Optimizer``.
+        state: the optimizer state of `with_loss_scaling` or `skip_nonfinite`, a
+            `LossScaleState`, or an object whose ``opt_state`` is one of these, such as
+            Flax's ``TrainState`` and ``nnx.Optimizer``.
 
     Returns:
         The `LossScaleState`, with arrays on the device.
 
     Raises:
-        ValueError: if ``state`` is anything else. It is not searched: a chain around
-            the wrapper could change the updates of a skipped step.
+        ValueError: if ``state`` is anything else, such as the state of a chain around
+            the wrapper. Such a chain could change the updates of a skipped step.
 
     Examples:
         >>> import optax
@@ -61,7 +61,7 @@ def get_loss_scale(state: Any) -> jax.Array:
 def find_state(
     state: Any, call: str = "", name: str = "state"
 ) -> WithLossScalingState | LossScaleState:
-    """Return a state, or that of an object with an ``opt_state``, or raise.
+    """Return a state, or the ``opt_state`` of an object that has one, or raise.
 
     An error names the argument and, if it is given, the right ``call``.
     """
@@ -114,9 +114,9 @@ def _scale_state(state: Any) -> LossScaleState:
 
 def _advice(found: Any) -> str:
     if isinstance(found, optax.GradientTransformation):
-        return "It is the optimizer: pass what its `init(params)` returns."
+        return "It is the optimizer: pass the result of its `init(params)`."
     if callable(getattr(found, "init", None)):
-        return "It is not a state yet: pass what its `init()` returns."
+        return "It is not a state yet: pass the result of its `init()`."
     if is_array(found):
         return "The state of a scale of 1024 is `FixedLossScale(1024.0).init()`."
     # A chain's state is a tuple of named ones; in optax 0.2.5, a named chain's a dict.
@@ -127,11 +127,11 @@ def _advice(found: Any) -> str:
     elif type(found) in (dict, list, tuple) and not any(named):
         put = (
             "If it was restored from a checkpoint, pass `init(params)` to the "
-            "checkpointer as the target, so that it has its types. Else put"
+            "checkpointer as the target, so that it keeps its classes. Else put"
         )
     rest = "If a trainer adds `optax.MultiSteps`, turn off its accumulation."
     if not find_nodes(found, LossScaleState):
-        rest = "With the state of the unwrapped optimizer, train on from "
+        rest = "To continue from the state of the unwrapped optimizer, use "
         rest += "`init(params)._replace(inner_state=...)`."
     return (
         f"{put} `with_loss_scaling` or `skip_nonfinite` around the whole optimizer, as "

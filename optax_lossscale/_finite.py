@@ -10,7 +10,7 @@ import numpy as np
 from ._axes import AxisName, all_along, check_axis_name, reduce_along
 from ._dtypes import dtype_of, is_inexact, wide_dtype
 
-# The scope of the product in a check, by which a report of products leaves it out.
+# The scope of the matmul in a check, by which a report leaves that matmul out.
 CHECK_SCOPE = "optax_lossscale_check"
 INF_BITS = int(np.float32(np.inf).view(np.int32))
 
@@ -23,7 +23,8 @@ def all_finite(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
 
     Args:
         tree: any pytree. Leaves that cannot hold a NaN, such as integers, are finite.
-        axis_name: the mapped axis, or a tuple of them, along which flags are combined.
+        axis_name: the mapped axis, or a tuple of axes. The result is then True only if
+            the elements are finite everywhere along it.
 
     Returns:
         A boolean array of shape ``()``.
@@ -118,8 +119,8 @@ def max_magnitude(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
         axis_name: as for `all_finite`.
 
     Returns:
-        A float32 array of shape ``()``: 0 without elements, NaN if any element is,
-        finite if all are.
+        A float32 array of shape ``()``: 0 if there are no elements, NaN if any element
+        is NaN, finite if all elements are finite.
 
     Raises:
         ValueError: as `all_finite`.

@@ -12,8 +12,8 @@ from jax.interpreters import ad
 def is_staging() -> bool:
     """Return whether operations are staged into a program, as under ``jax.jit``.
 
-    Eager ``jax.vmap`` and derivatives trace too, but there, only operations on mapped
-    or differentiated arrays are traced.
+    Eager ``jax.vmap`` and derivatives also trace, but only operations on mapped or
+    differentiated arrays.
     """
     return issubclass(type_of_new_arrays(), jax.core.Tracer)
 
@@ -56,7 +56,7 @@ def varying_like(x: jax.Array, like: jax.Array) -> jax.Array:
 def after(x: jax.Array, other: jax.Array) -> jax.Array:
     """Return ``x`` behind a barrier: XLA uses it only after computing ``other``."""
     if varying_axes(other) - varying_axes(x):
-        return x  # behind the barrier, it would vary along these axes, too
+        return x  # behind the barrier, it would also vary along these axes
     return jax.lax.optimization_barrier((x, varying_like(other, x)))[0]
 
 
@@ -69,7 +69,7 @@ def in_memory_of(x: jax.Array, other: Any) -> jax.Array:
 
 def is_computed(x: Any) -> bool:
     """Return whether the function that is being traced has computed an array."""
-    # Derivatives and `jax.vmap` wrap what they trace, perhaps each other.
+    # Derivatives and `jax.vmap` wrap the arrays that they trace, perhaps each other.
     while isinstance(
         inner := getattr(x, "primal", getattr(x, "val", None)), jax.core.Tracer
     ):
@@ -83,7 +83,7 @@ def is_ref(x: jax.Array) -> bool:
 
 
 def inputs_of_scan(params: dict[str, Any], inputs: Sequence[Any]) -> list[list[Any]]:
-    """Split the inputs of a ``scan``: constants, the carry, what it scans over."""
+    """Split the inputs of a ``scan``: constants, the carry, the scanned arrays."""
     if "num_consts" in params:
         first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
         return [[*inputs[:first]], [*inputs[first:last]], [*inputs[last:]]]
@@ -113,7 +113,7 @@ def inside_of_shard_map(params: dict[str, Any], fun: Callable[[], Any]) -> Any:
 
 
 def no_tangent(zeros: jax.Array) -> Any:
-    """Return what a rule of a ``custom_jvp`` may return instead of zeros."""
+    """Return a value that a rule of a ``custom_jvp`` may return instead of zeros."""
     return SymbolicZero(jax.typeof(zeros))
 
 

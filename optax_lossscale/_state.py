@@ -12,32 +12,32 @@ from ._validation import check_flag, describe
 
 # How many skips in a row the recent share of skips counts, unless the scale is fixed.
 MOST_COUNTED_SKIPS = 25
-# The types of all fields of a state except `rule_state`.
+# The dtypes of all fields of a state except `rule_state`.
 _INT = jnp.int32
 _DTYPES = (jnp.float32, _INT, _INT, jnp.bool_, _INT, _INT, jnp.float32)
 
 
 class LossScaleState(NamedTuple):
-    """The loss scale and its counters.
+    """The loss scale and its counters, as a part of the optimizer state.
 
-    Every rule returns one. Every field except ``rule_state`` is a strongly typed array
-    of shape ``()``. The names are unique among optax states, so
+    Every field except ``rule_state`` is a strongly typed array of shape ``()``. The
+    names of the fields are unique among Optax states, so
     ``optax.tree.get(opt_state, "loss_scale")`` works in any chain.
 
     Attributes:
         loss_scale: float32, the scale that multiplies the next loss.
         growth_tracker: int32, the number of finite steps in a row that count toward the
             next growth.
-        hysteresis_tracker: int32, the number of non-finite steps until the scale backs
-            off.
+        hysteresis_tracker: int32, the number of non-finite steps until the scale is
+            lowered.
         is_fixed: bool, whether the rule never changes the scale.
-        skipped_steps: int32, the number of skipped steps in total; saturates.
+        skipped_steps: int32, the number of skipped steps in total, up to 2**31 - 1.
         consecutive_skips: int32, the number of skipped steps since the last applied
-            one; saturates.
+            one, up to 2**31 - 1.
         skip_rate: float32, the recent share of skipped steps, an exponential moving
             average over about 100 steps.
-        rule_state: what else a rule remembers, a ``NamedTuple`` of strongly typed
-            arrays. It is an empty tuple, which adds no leaf, for most rules.
+        rule_state: other values that a rule remembers, a ``NamedTuple`` of strongly
+            typed arrays. For most rules it is an empty tuple, which adds no leaf.
 
     Examples:
         >>> import optax_lossscale as ls
@@ -75,7 +75,7 @@ class LossScaleState(NamedTuple):
         Args:
             loss_scale: the first scale.
             hysteresis: the first ``hysteresis_tracker``.
-            rule_state: what else the rule remembers.
+            rule_state: other values that the rule remembers.
             is_fixed: whether the rule never changes the scale.
 
         Returns:
@@ -90,7 +90,7 @@ class LossScaleState(NamedTuple):
         return cls._make([*map(jnp.asarray, numbers, _DTYPES), rule_state])
 
     def record(self, applied: "jax.typing.ArrayLike") -> "LossScaleState":
-        """Record whether the last step was applied, in a rule that is used alone.
+        """Count a step as applied or skipped, for a rule without `with_loss_scaling`.
 
         Args:
             applied: one boolean; False if the step is skipped.
@@ -113,7 +113,7 @@ class LossScaleState(NamedTuple):
         skipped_steps = optax.safe_increment(self.skipped_steps)
         consecutive_skips = optax.safe_increment(self.consecutive_skips)
         decayed = 0.99 * self.skip_rate
-        # A first scale that is far too high is no fault, and comes down unless it is
+        # A first scale that is far too high is no mistake, and falls unless it is
         # fixed. It raises the rate to 1 - 0.99**25, or 0.22, and the guard raises at
         # 0.25.
         counts = self.is_fixed | (consecutive_skips <= MOST_COUNTED_SKIPS)
@@ -132,7 +132,7 @@ def with_counts(state: LossScaleState, counted: LossScaleState) -> LossScaleStat
 
 
 class WithLossScalingState(NamedTuple):
-    """State of `with_loss_scaling`.
+    """The optimizer state of `with_loss_scaling` and `skip_nonfinite`.
 
     Attributes:
         scale_state: the loss scale and its counters.
@@ -155,11 +155,11 @@ class WithLossScalingState(NamedTuple):
 
 
 class MasterWeightsState(NamedTuple):
-    """State of `with_master_weights`.
+    """The optimizer state of `with_master_weights`.
 
     Attributes:
-        master_weights: a copy in ``dtype`` of each parameter that is narrower, and an
-            ``optax.MaskedNode`` for each of the others.
+        master_weights: a copy in ``dtype`` of each parameter with a narrower dtype, and
+            an ``optax.MaskedNode`` for each other parameter.
         inner_state: the state of the wrapped transformation.
 
     Examples:
@@ -182,7 +182,7 @@ class MasterWeightsState(NamedTuple):
 
 
 def check_state(state: Any) -> LossScaleState:
-    """Return the state of one run in its own types, or raise."""
+    """Return the state of one run in its own dtypes, or raise."""
     if not isinstance(state, LossScaleState):
         raise TypeError(
             "`state` must be a LossScaleState, as the rule's `init` returns it, got "
@@ -201,7 +201,7 @@ def check_state(state: Any) -> LossScaleState:
 
 
 def canonical(state: LossScaleState) -> LossScaleState:
-    """Return a state in which each field has the type that it is declared with.
+    """Return a state in which each field has the dtype that it is declared with.
 
     ``optax.tree.set`` puts Python numbers into a state. Casting a whole optimizer state
     to float16 makes the scale float16, in which 2**16 is infinite.

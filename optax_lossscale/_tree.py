@@ -53,7 +53,7 @@ def select_each(preds: Iterator[Any], on_true: Tree, on_false: Tree) -> Tree:
             "`on_true` and `on_false` must have the same structure, got "
             f"{jax.tree.structure(on_true)} and {jax.tree.structure(on_false)}. "
             "Select before adding or removing entries, and between containers of one "
-            "type: a FrozenDict is no dict."
+            "class: a FrozenDict is not a dict."
         )
 
     def leaf(path: Any, t: Any, f: Any) -> Any:
@@ -96,7 +96,7 @@ def is_array(x: Any) -> bool:
 def cast_like(tree: Any, like: Any) -> Any:
     """Return a tree in the dtypes of another, never weakly typed.
 
-    Unlike ``optax.tree.cast_like``, it leaves alone what is not an array.
+    Unlike ``optax.tree.cast_like``, it leaves alone leaves that are not arrays.
     """
 
     # ``optax.tree.cast_like`` takes no Python numbers.
@@ -136,7 +136,7 @@ def mismatch(
     """Return where two trees differ in structure or shapes, or None if nowhere.
 
     With ``only_shapes``, the arrays have the same paths and shapes, and containers may
-    be of other types.
+    be of other classes.
     """
     if not only_shapes and same_structure(tree, other):
         pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)

@@ -1,4 +1,4 @@
-"""Checks of the arguments that users pass, and warnings. Each says what to do."""
+"""Checks of the arguments that users pass, and warnings. Each names the fix."""
 
 import functools
 import inspect
@@ -15,7 +15,7 @@ import numpy as np
 
 from ._dtypes import LARGEST_SCALE, SMALLEST_SCALE
 
-# The only place in the package that knows where the book is.
+# The only place in the package with the address of the documentation.
 BOOK = "https://github.com/optax-lossscale/optax_lossscale/blob/main/notebooks/"
 
 _POWERS = {SMALLEST_SCALE: "2**-126", LARGEST_SCALE: "2**126"}
@@ -28,7 +28,7 @@ FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
 def advise_if_left_out(advice: str) -> Callable[[FunctionT], FunctionT]:
-    """Say what to do if a call of a function leaves out an argument."""
+    """Add advice to the error if a call of a function leaves out an argument."""
 
     def decorated(fun: FunctionT) -> FunctionT:
         signature = inspect.signature(fun)
@@ -57,7 +57,7 @@ def check_number(
 ) -> float:
     """Return a number within bounds as a Python float, or raise.
 
-    Open bounds are excluded, also after rounding to float32, in which rules compute.
+    Open bounds are excluded, even after rounding to float32, in which rules compute.
     """
     number = _as_python_number(name, value)
     low, high = (_POWERS.get(x, f"{x:g}") for x in (least, largest))
@@ -108,7 +108,7 @@ def check_function(name: str, value: Any, advice: str) -> None:
 
 
 def check_dtype(name: str, value: Any) -> str:
-    """Return the name of a floating-point type, passed as a type or as its name."""
+    """Return the name of a floating-point dtype, passed as a dtype or as its name."""
     try:
         dtype = jnp.dtype("" if value is None else value)  # None means float64
         if jnp.issubdtype(dtype, jnp.floating):
@@ -117,7 +117,7 @@ def check_dtype(name: str, value: Any) -> str:
         pass
     like = "bfloat16" if "bf" in str(value) else "float16"
     raise ValueError(
-        f'`{name}` must be a floating-point type or its name, such as "{like}", got '
+        f'`{name}` must be a floating-point dtype or its name, such as "{like}", got '
         f"{value!r}."
     )
 
@@ -182,9 +182,9 @@ def is_traced(tree: Any) -> bool:
 
 
 def warn(message: str, page: str = "") -> None:
-    """Warn at the line of the user, outside of this package and those that call it.
+    """Warn at the line of the user, outside of this package and of its callers.
 
-    ``page`` is the place in the book that says more.
+    ``page`` is the place in the documentation that explains more.
     """
     if page:
         message += f" {BOOK}{page}"

@@ -86,13 +86,13 @@ def test_state_around_the_scale_is_refused(tx):
 RESTORE = r"pass `init\(params\)` to the checkpointer as the target"
 UPDATED = f"of type tuple. If `update` returned it, pass the second .*p{WRAP}"
 SAVED = {"scale_state": {"loss_scale": 1.0}, "inner_state": []}
-UNWRAPPED = rf"{NO_STATE}.*{WRAP} .*from `init\(params\)._replace\(inner_state="
+UNWRAPPED = rf"{NO_STATE}.*{WRAP} .*use `init\(params\)._replace\(inner_state="
 OTHERS = {
     "unwrapped": (ADAM.init, UNWRAPPED),
     "number": (lambda _: 1024.0, r"got 1024.0. .* is `FixedLossScale\(1024.0\).init"),
-    "optimizer": (lambda _: TX, r"It is the optimizer: pass what its `init\(params\)`"),
-    "rule": (lambda _: RULE, r"It is not a state yet: pass what its `init\(\)` return"),
-    "tuple": (lambda _: (64.0, ()), f"{RESTORE}, so that it has .* Else p{WRAP}"),
+    "optimizer": (lambda _: TX, r"It is the optimizer: pass the result of its `init"),
+    "rule": (lambda _: RULE, r"It is not a state yet: pass the result of its `init"),
+    "tuple": (lambda _: (64.0, ()), f"{RESTORE}, so that it keeps .* Else p{WRAP}"),
     "restored": (lambda _: SAVED, RESTORE),
     "restored in a trainer": (lambda _: Trainer(SAVED), RESTORE),
     "results of update": (lambda x: (x, TX.init(x)), UPDATED),

@@ -94,7 +94,7 @@ def test_argument_is_refused_by_name_and_value(call, name, good, bad):
 
 @pytest.mark.parametrize("rule", [type(x) for x in DEFAULTS.values()])
 def test_rule_refuses_a_traced_number_and_offers_another_rule(rule):
-    words = "must hold concrete numbers, got a traced value.* continue with another one"
+    words = "must hold concrete numbers, got a traced value.* build another one"
     for name, value in rule().get_config().items():
         if type(value) in (int, float):
             with pytest.raises(ValueError, match=f"^`{name}` {words}"):

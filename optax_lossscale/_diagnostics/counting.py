@@ -1,4 +1,4 @@
-"""Count, on the device, the elements of gradients that a narrow type would lose."""
+"""Count, on the device, the elements of gradients that a narrow dtype would lose."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""Report, per leaf, the elements of gradients that a narrow type would lose."""
+"""Report, per leaf, the elements of gradients that a narrow dtype would lose."""
 
 from typing import Any
 
@@ -20,16 +20,19 @@ def gradient_report(
     dtype: Any = jnp.float16,
     axis_name: AxisName | None = None,
 ) -> GradientReport:
-    """Count, per leaf, the elements that underflow, become subnormal or overflow.
+    """Count, per gradient array, the elements that underflow or overflow in float16.
 
-    The counts show which parameter overflowed, and what float16 loses. `format_report`
-    prints them as a table. It can be jitted, and does not wait for the device.
+    The counts show which parameter overflowed, and how many elements float16 loses.
+    `format_report` prints them as a table. `gradient_report` can be jitted, and does
+    not wait for the device.
 
     Args:
-        grads: true (unscaled) gradients, any pytree of arrays. Compute them in float32,
-            or at a high scale: elements that are already zero count as zero.
-        loss_scale: what multiplies the gradients, a number or an array of shape ``()``.
-        dtype: the floating-point type to which the products are rounded, or its name.
+        grads: unscaled gradients, any pytree of arrays. Compute them in float32, or at
+            a high scale: elements that are already zero count as zero.
+        loss_scale: the scale that multiplies the gradients before they are counted, a
+            number or an array of shape ``()``.
+        dtype: the floating-point dtype, or its name, to which the scaled gradients are
+            rounded.
         axis_name: the mapped axis, or a tuple of them, along which the counts of all
             devices (``shard_map``, ``pmap``) or members (``vmap``) are summed.
 
@@ -65,8 +68,8 @@ def check_gradients(grads: Any) -> None:
     package, _, _ = __name__.partition(".")
     if type(grads).__module__.startswith(package):  # a report, a suggestion, a state
         raise ValueError(
-            f"`grads` must be gradients, got a {type(grads).__name__}. Pass what "
-            "`value_and_grad` returns."
+            f"`grads` must be gradients, got a {type(grads).__name__}. Pass the "
+            "gradients that `value_and_grad` returns."
         )
     arrays = jax.Array | np.ndarray | np.generic | int | float | complex
     leaves = jax.tree_util.tree_leaves_with_path(grads)
@@ -74,8 +77,8 @@ def check_gradients(grads: Any) -> None:
         if not isinstance(leaf, arrays):
             raise ValueError(
                 f"`grads` must hold only arrays, got {describe(leaf)} at "
-                f"{jax.tree_util.keystr(path) or 'its root'}. Leave out what is not "
-                "differentiated, or replace it with None."
+                f"{jax.tree_util.keystr(path) or 'its root'}. Leave out leaves that "
+                "are not differentiated, or replace them with None."
             )
     if leaves and not any(is_inexact(leaf) for _, leaf in leaves):
         raise ValueError(

@@ -24,8 +24,8 @@ _HIGHEST_SCALE, _LONG = 2.0**24, 500
 # smallest, and raises the rate to 0.22. If the rule then grows every 20 steps, it skips
 # 22 more until the rate has fallen again.
 _FIRST_SKIPS = 60
-# After a skip, the average is up to 0.005 above the share of skipped steps. A healthy
-# rule that grows every 20 steps skips 1/21.
+# After a skip, the average is up to 0.005 above the share of skipped steps. A rule
+# that works well and grows every 20 steps skips 1/21.
 _WARNING_RATE, _ERROR_RATE = 0.055, 0.25
 # Gradients that have become 2**10 times as large raise the rate by this much while the
 # rule finds its scale again.
@@ -33,7 +33,9 @@ _SEARCH_RATE = 0.1
 
 
 class LossScaleError(RuntimeError):
-    """Raised by `check_loss_scale` if too many steps are skipped; names the causes.
+    """Raised by `check_loss_scale` if too many steps are skipped.
+
+    The message lists likely causes, and links to the page that shows how to fix them.
 
     Examples:
         >>> import optax_lossscale as ls
@@ -54,31 +56,33 @@ def check_loss_scale(
 ) -> None:
     """Raise an error if training has stopped, because too many steps are skipped.
 
-    Call this where you log, where it waits for the device, or in a compiled loop. An
-    error ends the compiled program with a ``jax.errors.JaxRuntimeError`` that quotes
-    the `LossScaleError`, and its results are lost, unless ``on_error`` takes the error.
+    The error lists likely causes. Call this where you log: it waits for the device. Or
+    call it in a compiled loop. In compiled code, an error ends the program with a
+    ``jax.errors.JaxRuntimeError`` that quotes the `LossScaleError`, and the results of
+    the program are lost. To keep them, pass ``on_error``.
 
     It warns
 
     - if no step was ever skipped, the scale is 2**24 or more, and ``growth_tracker`` is
       500 or more;
     - if more than 5% of the recent steps are skipped, and more than 60 in all. While
-      the rule may be looking for its scale, only if they are more than 10%;
-    - if ``grads`` or ``value`` are not finite, but the step counts as applied: the step
-      does not use the update, or ``update`` did not get ``value``. With a fixed scale,
-      ``grads`` count only after a first skip;
+      the rule may be searching for its scale, the limit is 10%;
+    - if ``grads`` or ``value`` are not finite, but the step counts as applied. This
+      means that the step ignores the result of ``update``, or that ``update`` did not
+      get ``value``. With a fixed scale, ``grads`` are checked only after a first skip;
     - if ``grads`` are all exactly 0, but ``value`` is not.
 
     Args:
         state: the optimizer state after the update, as for `get_loss_scale_state`. An
-            error names its arrays that are not finite.
+            error names the arrays in it that are not finite.
         max_consecutive_skips: how many steps in a row may be skipped; with 0, the first
             skip is an error.
         every: the number of skipped steps between two errors, 1 or more.
-        grads: the gradients of this step, whose `gradient_report` an error shows.
-        value: the unscaled loss of this step. If it is finite, the forward pass is not
-            to blame.
-        on_error: called on the host with the `LossScaleError` instead of raising it.
+        grads: the gradients of this step. An error shows their `gradient_report`.
+        value: the unscaled loss of this step, which narrows down the causes: if the
+            loss is finite, the forward pass is not the cause.
+        on_error: a function that is called on the host with the `LossScaleError`,
+            instead of raising it.
         axis_name: the mapped axis, or a tuple of them, along which the state is the
             same everywhere. Only the first device along it calls the host.
 
@@ -108,7 +112,7 @@ def check_loss_scale(
     scale_state = get_loss_scale_state(state)
     advice = "It is how many steps in a row may be skipped."
     limit = check_count("max_consecutive_skips", max_consecutive_skips, advice, 0)
-    every = check_count("every", every, "It is the skipped steps between two errors.")
+    every = check_count("every", every, "It is how many skips lie between two errors.")
     check_gradients(grads)
     if on_error is not None:
         check_function("on_error", on_error, "Leave it out to raise the error.")
@@ -116,7 +120,7 @@ def check_loss_scale(
     check_axis_name(axis_name)
     handle = functools.partial(_raise_or_warn, limit, on_error)
     scale_state, grads, value = jax.lax.stop_gradient((scale_state, grads, value))
-    # In a traced function, this traces a state that the function closes over, too.
+    # In a traced function, this also traces a state that the function closes over.
     eager = not is_traced((scale_state, grads, value))
 
     def arrays() -> Any:
@@ -143,7 +147,7 @@ def check_loss_scale(
 
 def _raise_or_warn(limit: int, on_error: Any, due: Any, *seen: Any) -> None:
     """Raise or report, on the host, the events that are due."""
-    # Under ``jax.vmap``, the host is called for each member, also if nothing is due:
+    # Under ``jax.vmap``, the host is called for each member, even if nothing is due:
     # https://github.com/jax-ml/jax/issues/19314
     for event, flags in zip(Event, due, strict=True):
         if not np.any(flags):
@@ -178,7 +182,7 @@ def _is_due(
     is_all_zero &= any(map(jnp.size, grads))
     if value is not None:
         is_undone |= jnp.all(state.applied) & ~all_finite(value)
-        is_all_zero &= value != 0  # if the loss is 0, gradients of 0 are no fault
+        is_all_zero &= value != 0  # if the loss is 0, gradients of 0 are right
     # Whether the event is so, and whether a compiled loop, which sees every step,
     # reports it in this one: each skip once, what lasts every 500 steps.
     events: dict[Event, tuple[Any, Any]] = {
@@ -201,8 +205,8 @@ def _is_often_skipped(state: LossScaleState) -> jax.Array:
     rate, skips = state.skip_rate, state.consecutive_skips
     is_often = (rate > _WARNING_RATE) & (rate <= _ERROR_RATE) & (skips <= 1)
     is_often &= state.skipped_steps > _FIRST_SKIPS
-    # No scale cures a skip that leaves the tracker alone, or skips at a low scale.
+    # No scale prevents a skip that leaves the tracker alone, or one at a low scale.
     is_found = (skips == 1) & (state.growth_tracker > 0) | (state.loss_scale <= 1)
-    # Each skip of a search resets the tracker. What the rate was then has decayed.
+    # Each skip of a search resets the tracker. The rate of that time has decayed.
     is_found |= rate > _WARNING_RATE + _ERROR_RATE * 0.99**state.growth_tracker
     return is_often & (is_found | state.is_fixed | (rate > _SEARCH_RATE))

@@ -22,8 +22,8 @@ class SuggestedLossScale(NamedTuple):
         rescued: float32, the share of the finite nonzero elements that underflow
             without a scale, but not with this one.
         lost: float32, the share that underflows even with this scale.
-        informative: bool, whether any element is finite and not zero. If not,
-            ``loss_scale`` is 2**15, or the nearest number within the bounds.
+        informative: bool, whether any element is finite and not zero. If none is,
+            ``loss_scale`` is 2**15, or the nearest value within the bounds.
 
     Examples:
         >>> import optax_lossscale as ls
@@ -55,15 +55,16 @@ def suggest_loss_scale(
 ) -> SuggestedLossScale:
     """Suggest the power of two that brings the largest gradient safely below overflow.
 
-    Use it for the scale of `FixedLossScale`, or the first scale of another rule. It can
-    be jitted, and does not wait for the device.
+    Use the suggested loss scale for `FixedLossScale`, or as the first scale of another
+    rule. `suggest_loss_scale` can be jitted, and does not wait for the device.
 
     Args:
-        grads: true (unscaled) gradients, computed in float32, of a few typical batches
-            from early and late in training, as a list of trees.
-        dtype: the floating-point type in which gradients are computed, or its name.
-        headroom: how many octaves (factors of two) to leave free between the largest
-            gradient and the type's maximum, from 0 to 126.
+        grads: unscaled gradients, computed in float32, of a few typical batches from
+            early and late in training, as a list of pytrees.
+        dtype: the floating-point dtype, or its name, in which training computes
+            gradients.
+        headroom: how many powers of two to leave free between the largest gradient and
+            the largest value of ``dtype``, from 0 to 126.
         min_scale: the smallest scale to suggest, from 2**-126.
         max_scale: the largest scale to suggest, up to 2**126. Use powers of two.
 

@@ -9,11 +9,11 @@ import numpy as np
 from .._validation import check_concrete, check_count, describe
 from .counting import add_up
 
-# The kinds of elements, each a column. A narrow type has the last three.
+# The kinds of elements, each a column. A narrow dtype has the last three.
 ALL_KINDS = ("nan", "inf", "zero", "underflow", "subnormal", "overflow")
 FINITE_KINDS = ALL_KINDS[:3]
 
-# The path of an array, and its numbers by the fields of the report.
+# The path of an array, and its counts by the fields of the report.
 _Row = dict[str, Any]
 
 
@@ -25,13 +25,14 @@ class GradientReport(NamedTuple):
     `format_report`.
 
     Attributes:
-        nan: elements that are NaN.
+        nan: the number of elements that are NaN.
         inf: infinite elements.
         zero: zeros.
         underflow: nonzero elements that round to zero in ``dtype`` after scaling.
-        subnormal: elements that become subnormal there, and so lose digits.
-        overflow: finite elements that become infinite or NaN there.
-        max_abs: the largest finite absolute value before scaling; 0 if there is none.
+        subnormal: elements that become subnormal in ``dtype``, and so lose digits.
+        overflow: finite elements that become infinite or NaN in ``dtype``.
+        max_abs: the largest finite absolute value before scaling; 0 if no element is
+            finite.
         size: all elements; 0 for leaves that are not floating-point.
 
     Examples:
@@ -54,7 +55,7 @@ class GradientReport(NamedTuple):
     def __repr__(self) -> str:
         try:
             return format_report(self)
-        except Exception:  # it is traced or abstract, or that of an ensemble
+        except Exception:  # it is traced or abstract, or belongs to an ensemble
             fields = (f"{name}={x!r}" for name, x in self._asdict().items())
             return f"GradientReport({', '.join(fields)})"
 
@@ -75,14 +76,14 @@ class Table(str):
 
 
 def format_report(report: GradientReport, *, limit: int = 20) -> str:
-    """Format a report as a table with one row per array, the worst array first.
+    """Format a `gradient_report` as a table, one row per array, the worst one first.
 
     Arrays are sorted by their share of NaN and inf, then of overflow, underflow,
-    subnormal numbers and zeros. Each count is followed by its share of the elements;
-    ``-`` means none. It waits for the device.
+    subnormal values and zeros. Each count is followed by its share of the elements;
+    ``-`` means 0. `format_report` waits for the device.
 
     Args:
-        report: what `gradient_report` returned.
+        report: the result of `gradient_report`.
         limit: the largest number of arrays to show, 1 or more.
 
     Returns:

@@ -1,1 +1,1 @@
-"""Support of Flax and Haiku, for programs that import them: nothing here does."""
+"""Support of Flax and Haiku, for programs that import them; it imports neither."""

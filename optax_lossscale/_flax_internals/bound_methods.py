@@ -13,7 +13,7 @@ def wraps(fun: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
     """Return ``functools.wraps(fun)``, after which a method of an NNX object stays one.
 
     Since Flax 0.12.1, NNX refuses to transform a bound method, because it would not see
-    the module. It must see what we wrap, too. See
+    the module. It must also see the method that we wrap. See
     https://github.com/google/flax/issues/5053.
     """
     method = fun

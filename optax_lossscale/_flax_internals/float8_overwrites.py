@@ -1,4 +1,4 @@
-"""Leaves whose new value comes in the place of a gradient, as Flax's float8 scales."""
+"""Leaves whose new value replaces their gradient, such as Flax's float8 scales."""
 
 from typing import Any
 

@@ -70,7 +70,7 @@ def contents(x: Any) -> tuple[Any, list[Any]]:
 
 
 def is_same(x: Any, before: tuple[Any, list[Any]]) -> bool:
-    """Return whether an object holds what it held before."""
+    """Return whether an object still has the same contents."""
     structure, arrays = contents(x)
     return structure == before[0] and all(map(operator.is_, arrays, before[1]))
 

@@ -1,4 +1,4 @@
-"""What the layers of a Linen or Haiku model change while it runs."""
+"""The variables that layers of a Linen or Haiku model change while it runs."""
 
 import contextlib
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 def is_initializing() -> bool:
     """Return whether a Linen or Haiku model is making its parameters.
 
-    They must not be traced apart: the model would keep the tracers.
+    They must not be traced separately: the model would keep the tracers.
     """
     scope, haiku = _linen_scope(), _haiku()
     if scope is not None and scope.get_flag("initializing", False):
@@ -17,9 +17,9 @@ def is_initializing() -> bool:
 
 
 def model_state() -> tuple[Any, Any]:
-    """Return what the layers of a Linen or Haiku model that runs now may change.
+    """Return the variables that layers of a running Linen or Haiku model may change.
 
-    These are the variables of Linen, and the state and the random keys of Haiku.
+    In Haiku, these are the state and the random keys.
     """
     scope, haiku = _linen_scope(), _haiku()
     return (
@@ -37,7 +37,7 @@ def set_model_state(state: tuple[Any, Any]) -> None:
 
 
 def traced() -> Any:
-    """Tell Haiku of the trace that follows, as its ``hk.remat`` does."""
+    """Announce the trace that follows to Haiku, like its ``hk.remat``."""
     base = sys.modules["haiku._src.base"] if _haiku() else contextlib
     return getattr(base, "push_jax_trace_level", contextlib.nullcontext)()
 

@@ -41,15 +41,16 @@ ScaleFrom = Callable[[Any, Sequence[Any], Callable[..., Any]], jax.Array]
 def scale_backward(
     fun: Callable[Arguments, Output], scale: Any = None
 ) -> Callable[Arguments, Output]:
-    """Create a function whose backward pass runs at a loss scale.
+    """Create a function whose gradients, by ``jax.grad``, are computed at a loss scale.
 
     Use it if a trainer takes your loss and differentiates it itself, with ``jax.grad``,
     ``nnx.value_and_grad`` or ``eqx.filter_value_and_grad``::
 
         jax.value_and_grad(ls.scale_backward(loss_fn, opt_state))(params, batch)
 
-    Values and gradients stay true. For a block that chooses its own scale, use
-    `scale_block`.
+    The scale multiplies the gradients only inside the backward pass. The gradients that
+    it returns are unscaled, and the value is never multiplied. For a block that chooses
+    its own scale, use `scale_block`.
 
     Args:
         fun: a function of pytrees, traced as under ``jax.jit``. It must not change its
@@ -59,9 +60,9 @@ def scale_backward(
             number above 0.
 
     Returns:
-        A function with the values and the derivatives of ``fun``. Its gradients are
-        those of `value_and_grad` bit for bit, but each has the type of its parameter,
-        float16 as well. It has no derivative in forward mode.
+        A function with the values and the derivatives of ``fun``. It has the same
+        gradients as `value_and_grad`, bit for bit, but each in the dtype of its
+        parameter, even if that is float16. Forward mode is not supported.
 
     Raises:
         TypeError: if ``fun`` is not a function, or ``scale`` is left out; when called,
@@ -106,33 +107,34 @@ def scale_block(
     headroom: float = 6.0,
     axis_name: AxisName | None = None,
 ) -> Callable[Arguments, Output]:
-    """Create a function that chooses a loss scale of its own in each backward pass.
+    """Create a function that chooses its own loss scale in each backward pass.
 
-    Put it around each block of a network, for example each layer, if the gradients span
-    more octaves than float16 has, so that one scale for all of them is a compromise::
+    Wrap each block of a network, for example each layer, if the gradients span a wider
+    range than float16 has, so that no single loss scale fits all of them::
 
         @ls.scale_block
         def layer(params, x):  # float32 in, float32 out, float16 inside
             params, x = jax.tree.map(lambda a: a.astype(jnp.float16), (params, x))
             return nn.relu(x @ params["w"] + params["b"]).astype(jnp.float32)
 
-    The cotangent that arrives at a block is multiplied by a power of two that suits it,
-    and the gradients that leave the block are divided by it. Values and gradients stay
-    true. There is no state. Wrap the optimizer with ``FixedLossScale(1.0)`` to skip a
-    step if a block overflows.
+    The backward pass multiplies the cotangent of the block's output by a power of two
+    that suits this cotangent, and divides the gradients of the block's inputs by the
+    same power. Values and gradients are unscaled, and there is no state. To skip a step
+    if a block overflows, wrap the optimizer with `skip_nonfinite`.
 
     Args:
         fun: a function, as for `scale_backward`.
-        dtype: the floating-point type in which ``fun`` computes, or its name. Narrower
+        dtype: the floating-point dtype in which ``fun`` computes, or its name. Narrower
             inputs and outputs lower the scale.
-        headroom: how many octaves (factors of two) to leave free for gradients that
-            grow inside ``fun``, from 0 to 126.
-        axis_name: the mapped axis, or a tuple of them, along which all share one scale.
-            It is needed if ``fun`` or its gradient communicates along an axis.
+        headroom: how many powers of two to leave free for gradients that grow inside
+            ``fun``, from 0 to 126.
+        axis_name: the mapped axis, or a tuple of axes, along which all devices use the
+            same scale. It is needed if ``fun`` or its gradient communicates along an
+            axis.
 
     Returns:
-        A function with the values and, up to rounding, the derivatives of ``fun``. It
-        has no derivative in forward mode.
+        A function with the values and, up to rounding, the derivatives of ``fun``.
+        Forward mode is not supported.
 
     Raises:
         TypeError: as `scale_backward`.
@@ -167,7 +169,7 @@ def scale_block(
         dtypes = [x.aval.dtype for x in borders if is_inexact(x.aval)]
         bound = min([largest, *(float(jnp.finfo(x).max) for x in dtypes)])
         largest_sum = _largest_sum(cotangents, axis_name)
-        return exact_power(_octaves_below(largest_sum, bound / 2.0**headroom))
+        return exact_power(_exponent_below(largest_sum, bound / 2.0**headroom))
 
     def run(call: TracedCall) -> Sequence[jax.Array]:
         return _run_scaled("scale_block", call, None, scale_from)
@@ -244,7 +246,7 @@ def _run_scaled(
 
 
 def _warn_of_underflow(function: str, verb: str, arrays: Sequence[Any]) -> None:
-    """Warn if gradients cross the border of a block in a type that needs a scale."""
+    """Warn if gradients cross the border of a block in a dtype that needs a scale."""
     narrow = list(filter(loses_range, arrays))
     if narrow:
         warn(
@@ -268,10 +270,10 @@ def _largest_sum(cotangents: Sequence[Any], axis_name: AxisName | None) -> jax.A
     return reduce_along(jax.lax.pmax, devices * largest, axis_name)
 
 
-def _octaves_below(magnitude: jax.Array, bound: float) -> jax.Array:
-    """Return how many whole octaves a magnitude is below a bound; 0 for NaN and inf."""
+def _exponent_below(magnitude: jax.Array, bound: float) -> jax.Array:
+    """Return how many powers of two a magnitude is below a bound; 0 for NaN and inf."""
     # The exponent of a positive float32 is in its bits from the 24th on. The mantissa
-    # is below it, so that a difference of bits rounds down to whole octaves.
+    # is below it, so that a difference of bits rounds down to a whole exponent.
     bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32)
-    octaves = (int(np.float32(bound).view(np.int32)) - bits) >> 23
-    return jnp.where(jnp.isfinite(magnitude), jnp.clip(octaves, -126, 126), 0)
+    exponent = (int(np.float32(bound).view(np.int32)) - bits) >> 23
+    return jnp.where(jnp.isfinite(magnitude), jnp.clip(exponent, -126, 126), 0)

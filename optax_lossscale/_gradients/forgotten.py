@@ -24,7 +24,7 @@ from .._validation import is_traced, warn
 
 
 class Note(enum.Enum):
-    """What is remembered of an array or a tracer, or of the owner of a scale."""
+    """A fact that is remembered of an array or a tracer, or of the owner of a scale."""
 
     SCALES = enum.auto()  # a scale or an owner: a loss was multiplied
     DIVIDES = enum.auto()  # a scale or an owner: the gradients of a loss were divided
@@ -51,7 +51,7 @@ def note(what: Note, tree: Any, value: Any = True) -> None:
 
 
 def noted(what: Note, tree: Any) -> Any:
-    """Return what is remembered of the first such leaf in a tree, or None."""
+    """Return the value noted for the first such leaf in a tree, or None."""
     for x in jax.tree.leaves(tree):
         ref, value = notes.get((what, id(x)), (None, None))
         if ref and ref() is x:
@@ -76,7 +76,7 @@ def note_uses(scale: Any, uses: tuple[Note, ...], owner: int | None = None) -> N
     if Note.SCALES in uses or noted(Note.SCALES, scale):
         for use in uses:
             note(use, scale)
-    # The loss was scaled apart, or, if `update` has just returned the scale, never.
+    # The loss was scaled separately, or never, if `update` just returned the scale.
     elif not noted(Note.RETURNED, scale):
         note(Note.DIVIDES, scale)
         notes[Note.DIVIDES, owner] = None, True
@@ -110,11 +110,11 @@ def warn_if_scaled_twice(loss: Any) -> None:
 def warn_if_divided_twice(grads: Any, state: Any) -> None:
     scale = raw_scale_state(state).loss_scale
     inside = noted(Note.DIVIDED_INSIDE, grads)
-    # What has divided inside of the loss may have had another scale.
+    # A division inside of the loss may have been by another scale.
     if noted(Note.DIVIDED, grads) or inside and inside[0].loss_scale is scale:
         warn(
             "The gradients are divided by the loss scale twice: `value_and_grad`, "
-            "`scale_backward` and `unscale_grads` return true gradients, ready for "
+            "`scale_backward` and `unscale_grads` return unscaled gradients, ready for "
             "clipping and for `update`. Leave out this `unscale_grads`."
         )
 
@@ -133,8 +133,9 @@ def warn_if_forgotten(state: WithLossScalingState, rule: Any, grads: Any) -> Non
     scale = state.scale_state.loss_scale
     if noted(Note.SCALED_GRADS, grads):
         warn(
-            "`update` gets the gradients that `unscale_grads` was given, not what it "
-            "returned. Write `grads = unscale_grads(grads, opt_state)`."
+            "`update` gets the gradients that `unscale_grads` was given, not the "
+            "gradients that it returned. Write "
+            "`grads = unscale_grads(grads, opt_state)`."
         )
         return
     owners = [_owner(state), None]
@@ -170,17 +171,17 @@ def _warn_of_another_scale(used: LossScaleState, is_of_another: bool) -> None:
     if is_traced((used.loss_scale, used.is_fixed)):
         if is_of_another:
             warn(
-                "The gradients were computed at the loss scale of another optimizer, "
-                "which their overflows do not lower. Pass the `opt_state` of this "
-                "`update` to `value_and_grad`.",
+                "The gradients were computed at the loss scale of another optimizer. "
+                "If they overflow, this scale is not lowered. Pass the `opt_state` of "
+                "this `update` to `value_and_grad`.",
                 "guides/several_losses.md",
             )
     elif not jax.device_get(used.is_fixed):
         warn(
             f"The loss scale, {jax.device_get(used.loss_scale):g}, is a constant of a "
             "compiled function, or of the body of a `scan`, so it never changes. Call "
-            "`value_and_grad(loss_fn, opt_state)` or `scale_backward` inside of it, "
-            "with an `opt_state` that is among its arguments.",
+            "`value_and_grad(loss_fn, opt_state)` or `scale_backward` inside that "
+            "function, with an `opt_state` that is one of the function's arguments.",
             "start/guarantees.md#call-it-inside-the-compiled-function",
         )
 
@@ -188,7 +189,7 @@ def _warn_of_another_scale(used: LossScaleState, is_of_another: bool) -> None:
 def _owner(state: WithLossScalingState | LossScaleState) -> int | None:
     """Return the structure of an optimizer state, without its names and static data.
 
-    None if only the scale is known, which may be that of any optimizer. The hash does
+    None if only the scale is known, which may belong to any optimizer. The hash does
     not keep the static data of a model alive.
     """
     if isinstance(state, LossScaleState):

@@ -1,4 +1,4 @@
-"""Compute overflowed gradients again at a lower scale, instead of skipping a step."""
+"""Compute gradients that overflow again at a lower scale, instead of skipping."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -41,10 +41,11 @@ def value_and_grad_with_retries(
     allow_int: bool = False,
     value_and_grad: Callable[..., Any] | None = None,
 ) -> Callable[Arguments, tuple[Output, Any, Any]]:
-    """Create a function that computes overflowed gradients again at a lower scale.
+    """Create a function that retries at a lower loss scale if the gradients overflow.
 
-    Use it instead of `value_and_grad` if every step is expensive, as in on-policy
-    reinforcement learning. It does not lose the step. On the device, it does this::
+    Use it instead of `value_and_grad` if every step is expensive, such as in on-policy
+    reinforcement learning: an overflow then costs time, but the step is applied. The
+    function does this on the device::
 
         value, gradients = value_and_grad(fun, state)(...)
         at most max_retries times, while the value is finite and a gradient is not:
@@ -53,15 +54,16 @@ def value_and_grad_with_retries(
 
     Call it inside a compiled function, and pass the state that it returns to
     ``update``. The program contains ``fun`` once, in a ``jax.lax.while_loop``, so it
-    has no derivative in reverse mode.
+    cannot be differentiated in reverse mode.
 
     Args:
         fun: the loss, as for `value_and_grad`.
         state: the state, as for `value_and_grad`.
         max_retries: how many times a step may be retried, 0 or more.
         backoff_factor: the factor that lowers the scale before each retry, in (0, 1).
-        axis_name: the mapped axis, or a tuple of them, along which all retry together.
-            It is needed if ``fun`` or its gradient communicates along an axis.
+        axis_name: the mapped axis, or a tuple of axes, along which all devices retry
+            together. It is needed if ``fun`` or its gradient communicates along an
+            axis.
         argnums: which positional arguments to differentiate.
         has_aux: whether ``fun`` returns a pair.
         holomorphic: whether ``fun`` is promised to be holomorphic.
@@ -131,7 +133,7 @@ def value_and_grad_with_retries(
 
 class _Carry(NamedTuple):
     attempts: jax.Array
-    scale: jax.Array  # of the last attempt; before the first, that of the state
+    scale: jax.Array  # of the last attempt; before the first, the scale of the state
     result: Sequence[jax.Array]  # whether the last attempt overflowed, and its outputs
 
 

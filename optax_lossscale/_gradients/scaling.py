@@ -56,22 +56,22 @@ def scale_loss(loss: Any, state: Any) -> Any:
 def unscale_grads(grads: Tree, state: Any) -> Tree:
     """Divide the gradients of a scaled loss by the loss scale, before ``update``.
 
-    Call it before clipping, too, and use what it returns.
+    Call it also before clipping, and use the gradients that it returns.
 
     Args:
         grads: a pytree of gradients of ``scale_loss(loss, state)``.
         state: the state that scaled this loss, from before the optimizer's ``update``.
 
     Returns:
-        The true gradients, float16 and float8 in float32, others in their own type.
-        Integers, ``float0`` and None are returned unchanged.
+        The unscaled gradients. float16 and float8 gradients are returned as float32,
+        others in their own dtype. Integers, ``float0`` and None are unchanged.
 
     Raises:
         ValueError: as `value_and_grad`.
 
     Warns:
-        UserWarning: as `value_and_grad`; if ``grads`` are true already, as far as that
-            can be seen.
+        UserWarning: as `value_and_grad`; if ``grads`` are already unscaled, as far as
+            this can be detected.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -82,9 +82,9 @@ def unscale_grads(grads: Tree, state: Any) -> Tree:
     call = "unscale_grads(grads, opt_state)"
     with using_scale(state, Note.DIVIDES, call=call) as scale_state:
         warn_if_divided_twice(grads, state)
-        true_grads = unscale(grads, scale_state.loss_scale)
-    note_divided(true_grads, state, grads)
-    return true_grads
+        unscaled = unscale(grads, scale_state.loss_scale)
+    note_divided(unscaled, state, grads)
+    return unscaled
 
 
 def scale_loss_by(loss: Any, scale: jax.Array) -> jax.Array:
@@ -102,14 +102,14 @@ def scale_loss_by(loss: Any, scale: jax.Array) -> jax.Array:
 
 
 def _warn_if_narrow(loss: Any) -> None:
-    """Warn if a scale above 65504 is infinite in the type of the loss."""
+    """Warn if a scale above 65504 is infinite in the dtype of the loss."""
     dtype = dtype_of(loss)
     if float(jnp.finfo(dtype).max) <= 65504.0:
         warn(
-            f"The loss is {dtype}. A loss scale of 2**16, to which the default grows "
-            "first, is infinite in that type, and then so are all gradients. Cast what "
-            "goes into the loss, as in `loss_fn(logits.astype(jnp.float32), labels)`. "
-            "A cast of the loss itself is too late."
+            f"The loss is {dtype}. The default loss scale grows to 2**16, which is "
+            "infinite in this dtype. The gradients are then inf or NaN. Cast the "
+            "inputs of the loss: `loss_fn(logits.astype(jnp.float32), labels)`. A cast "
+            "of the loss itself is too late."
         )
 
 
@@ -131,7 +131,7 @@ def rescale(
 ) -> Any:
     """Multiply a leaf by a power of the scale, 1 or -1, in float32 or wider.
 
-    It is rounded once, to the type of the result.
+    It is rounded once, to the dtype of the result.
     """
     if not is_inexact(x):
         return x
@@ -139,7 +139,7 @@ def rescale(
     wide, result = wide_dtype(dtype), result_dtype(dtype)
     x = jnp.asarray(x, wide)
     if jnp.iscomplexobj(x):
-        # A complex product would compute 0 * inf, and turn inf into NaN.
+        # Multiplied as complex numbers, they would compute 0 * inf, which is NaN.
         parts = (rescale(part, scale, power) for part in (x.real, x.imag))
         return jax.lax.complex(*parts)
     factor = scale.astype(wide)

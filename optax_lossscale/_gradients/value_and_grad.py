@@ -17,7 +17,7 @@ from .scaling import scale_loss_by, unscale
 
 
 class _Output(NamedTuple):
-    """What the loss returned, beside the scaled loss."""
+    """The output of the loss function, beside the scaled loss."""
 
     output: Any
 
@@ -38,8 +38,9 @@ def value_and_grad(
     small gradients underflow. The gradients are multiplied by the loss scale during the
     backward pass, and divided by it afterward. The value is never multiplied.
 
-    Call it inside the compiled function, with the state that is passed to that
-    function. The scale of a state from outside never changes.
+    Call it inside the compiled function, with a state that is an argument of that
+    function. A state from outside is compiled in as a constant, so its scale never
+    changes.
 
     Gradients are not averaged over devices. In ``shard_map``, return
     ``jax.lax.pmean(loss, axis)`` from ``fun``: JAX then averages them. Under ``pmap``
@@ -53,13 +54,14 @@ def value_and_grad(
         has_aux: whether ``fun`` returns a pair.
         holomorphic: whether ``fun`` is promised to be holomorphic.
         allow_int: whether to allow integer arguments. Their gradients are ``float0``.
-        value_and_grad: what differentiates instead of ``jax.value_and_grad``, such as
-            ``flax.nnx.value_and_grad`` or ``equinox.filter_value_and_grad``.
+        value_and_grad: the function that differentiates instead of
+            ``jax.value_and_grad``, such as ``flax.nnx.value_and_grad`` or
+            ``equinox.filter_value_and_grad``.
 
     Returns:
-        A function with the arguments of ``fun`` that returns the value and the true
-        gradients. Each has the dtype of its parameter, or float32 if the parameter is
-        float16 or float8. Elements that overflowed are still NaN or inf.
+        A function with the arguments of ``fun`` that returns the value and the unscaled
+        gradients. Each gradient has the dtype of its parameter, or float32 if the
+        parameter is float16 or float8. Elements that overflowed are still NaN or inf.
 
     Raises:
         ValueError: when called, as `get_loss_scale_state`.
@@ -68,7 +70,7 @@ def value_and_grad(
 
     Warns:
         UserWarning: if the loss is float16, in which a scale above 65504 is infinite;
-            if ``fun`` returns what `scale_loss` has scaled.
+            if ``fun`` returns a loss that `scale_loss` has already scaled.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -155,7 +157,7 @@ def differentiate(
 ) -> Callable[..., tuple[Any, Any]]:
     """Create a function of a scale and the loss's arguments that differentiates it.
 
-    It returns the output of the loss, a tuple if ``has_aux``, and its true gradients.
+    It returns the output of the loss, a tuple if ``has_aux``, and unscaled gradients.
     """
     check_function("fun", fun, "It comes first: `value_and_grad(loss_fn, opt_state)`.")
     value_and_grad = value_and_grad or jax.value_and_grad
@@ -175,7 +177,7 @@ def differentiate(
         @wraps(fun)
         def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
             output = fun(*with_finite_overwrites(args), **kwargs)
-            # Nothing uses the product, only its derivative, so XLA removes it.
+            # Nothing uses the scaled loss, only its derivative, so XLA removes it.
             if not has_aux:
                 return scale_loss_by(output, scale), _Output(output)
             if not (isinstance(output, tuple | list) and len(output) == 2):
@@ -209,7 +211,7 @@ def _check_arguments(argnums: Any, args: Sequence[Any], kwargs: Any) -> None:
     for path, x in jax.tree.leaves_with_path(differentiated):
         if callable(x):
             raise TypeError(
-                "`value_and_grad` must be a function that leaves out what is no array, "
+                "`value_and_grad` must be a function that differentiates only arrays, "
                 f"got `jax.value_and_grad` for {describe(x)} at "
                 f"{jax.tree_util.keystr(path[1:])}. For an Equinox module, pass "
                 "`value_and_grad=eqx.filter_value_and_grad`."

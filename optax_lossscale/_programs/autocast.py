@@ -1,4 +1,4 @@
-"""Compute the products of a function in a narrower type, and nothing else."""
+"""Compute only the matmuls and convolutions of a function in a narrower dtype."""
 
 import collections
 import functools
@@ -54,45 +54,49 @@ def autocast(
         grad_fn = ls.value_and_grad(ls.autocast(loss_fn, jnp.float16), opt_state)
         loss, grads = grad_fn(params, batch)
 
-    A matrix product or convolution of two float32 arrays, or of one and an array in
-    ``dtype``, is computed in ``dtype``: its operands are rounded, and its result is
-    converted back to float32. The products of its backward pass are cast, too, which is
-    why float16 needs a loss scale. bfloat16 needs none. Sums, norms, softmax,
-    exponentials, lookups and losses stay in float32.
+    A matmul or convolution is computed in ``dtype`` if both operands are float32, or if
+    one is float32 and the other is already in ``dtype``. Its operands are rounded, and
+    its result is converted back to float32. The matmuls of the backward pass are also
+    cast, which is why float16 needs a loss scale. bfloat16 does not. Sums, norms,
+    softmax, exponentials, lookups and losses stay in float32.
 
-    A product counts as a matrix product if each element of its result sums 8 numbers or
-    more. These are left as they are:
+    `autocast` leaves the following as they are:
 
-    - sums of products as in ``jnp.vdot``, outer and elementwise products, and products
-      that sum fewer numbers, such as rotations;
-    - products of other types than float32;
-    - with a ``precision`` other than the default. So the context
-      ``jax.default_matmul_precision("highest")`` keeps a part of ``fun`` in float32;
-    - in functions with a derivative or a batch rule of their own (``jax.custom_jvp``,
+    - vector, outer and elementwise products, such as ``jnp.vdot``, and matmuls whose
+      elements sum fewer than 8 numbers, such as rotations;
+    - matmuls and convolutions in other dtypes than float32;
+    - matmuls and convolutions with a ``precision`` other than the default. To keep a
+      part of ``fun`` in float32, use ``jax.default_matmul_precision("highest")``;
+    - functions with their own derivative or batch rule (``jax.custom_jvp``,
       ``jax.custom_vjp``, ``jax.custom_batching.custom_vmap``, Pallas). Put `autocast`
-      inside of these, as in ``scale_backward(autocast(fun, dtype), scale)``.
+      inside these, for example ``scale_backward(autocast(fun, dtype), scale)``.
 
-    Call the result under ``jax.jit``. Outside of it, every call traces ``fun`` again.
+    Call the result under ``jax.jit``. Otherwise, every call traces ``fun`` again.
 
-    In a ``scan``, it computes cheap operations again in the backward pass where that
-    keeps fewer bytes. JAX alone decides in a body with a ``jax.checkpoint``, a
-    ``while`` loop, or an effect such as ``jax.debug.print``.
+    In a ``scan``, the backward pass computes cheap operations again if this saves
+    memory. If the body contains a ``jax.checkpoint``, a ``while`` loop, or an effect
+    such as ``jax.debug.print``, `autocast` leaves this choice to JAX.
 
     Args:
         fun: a function of pytrees, traced as under ``jax.jit``. It must not change its
             arguments, except for Flax NNX modules, or use a ``jax.Ref`` from outside.
-        dtype: the type of the products, float16 or bfloat16, or its name.
+        dtype: the dtype of the matmuls and convolutions: float16, bfloat16, or the name
+            of one of these.
 
     Returns:
-        A function with the arguments of ``fun``, whose results and gradients have the
-        types of those of ``fun``. It can be differentiated, vectorized and compiled as
-        ``fun`` can.
+        A function with the arguments of ``fun``. Its results and gradients have the
+        same dtypes as without `autocast`. It can be differentiated, vectorized and
+        compiled like ``fun``.
 
     Raises:
-        TypeError: if an argument is left out, or ``fun`` is no function; when called,
-            if it uses a ``jax.Ref``.
-        ValueError: if ``dtype`` is neither float16 nor bfloat16; when called, if
-            ``fun`` changes an array in its arguments.
+        TypeError: if an argument is left out, or ``fun`` is not a function; when
+            called, if ``fun`` uses a ``jax.Ref``.
+        ValueError: if ``dtype`` is not float16 or bfloat16; when called, if ``fun``
+            changes an array in its arguments.
+
+    Warns:
+        UserWarning: when called, if ``fun`` has matmuls or convolutions, but none of
+            them is cast, by `autocast` or by hand.
 
     Examples:
         >>> import jax
@@ -113,8 +117,8 @@ def autocast(
     name = check_dtype("dtype", dtype)
     if name not in ("float16", "bfloat16"):
         raise ValueError(
-            f"`dtype` must be float16 or bfloat16, got {name}. Wider types are no "
-            "cast, and float8 needs a scale for each array, as in Flax's "
+            f"`dtype` must be float16 or bfloat16, got {name}. A wider dtype "
+            "casts nothing, and float8 needs a scale for each array: see Flax's "
             "`Fp8DotGeneral`."
         )
 
@@ -143,7 +147,7 @@ def _warn_if_nothing_is_cast(program: Jaxpr, dtype: str) -> None:
         return  # some are cast, here or by hand
     [(most, count)] = advice.most_common(1)
     warn(
-        f"`autocast` casts no matrix product or convolution of `fun`, 0 of "
+        f"`autocast` casts no matmul or convolution of `fun`, 0 of "
         f"{advice.total()}. The reason, for {count} of them, is {most} "
         "`autocast_report` lists them."
     )
@@ -151,11 +155,11 @@ def _warn_if_nothing_is_cast(program: Jaxpr, dtype: str) -> None:
 
 @remembered
 def _cast(program: Any, dtype: str) -> Any:
-    """Return a program with cast products."""
+    """Return a program with cast products, which ``products.py`` defines."""
     # By identity: literals have no hash.
     used = [x for eqn in program.eqns for x in eqn.invars] + jaxpr_of(program).outvars
     uses = collections.Counter(map(id, used))
-    # What has a name, perhaps after a reshape.
+    # The variables that have a name, perhaps after a reshape.
     named: set[int] = set()
     for eqn in reversed(program.eqns):
         name, results = eqn.primitive.name, {*map(id, eqn.outvars)}
@@ -171,7 +175,7 @@ def _cast(program: Any, dtype: str) -> Any:
         elif name in PRODUCTS and reason_to_leave(eqn, dtype) is None:
             yield from _cast_product(eqn, dtype, narrow)
         elif name in MOVES and (x := id(eqn.invars[0])) in named & narrow.keys():
-            # A policy of `jax.checkpoint` keeps what a `name` returns.
+            # A policy of `jax.checkpoint` keeps the result of a `name`.
             yield from _converted_behind(eqn, [narrow[x]], dtype, narrow)
         else:
             yield eqn
@@ -182,7 +186,7 @@ def _cast(program: Any, dtype: str) -> Any:
 def _cast_product(
     eqn: JaxprEqn, dtype: str, narrow: dict[int, Var]
 ) -> Iterator[JaxprEqn]:
-    """Yield equations that replace a product. The result has the same type."""
+    """Yield equations that replace a product. The result has the same dtype."""
     operands: list[Any] = list(eqn.invars)
     for i, x in enumerate(operands[:2]):
         if x.aval.dtype == jnp.float32:

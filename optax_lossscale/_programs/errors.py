@@ -24,8 +24,8 @@ from .rewrite import (
 def errors_of_lines(jaxpr: Jaxpr, inputs: list[jax.Array]) -> dict[str, list[float]]:
     """Return the relative change of the results in float16 and bfloat16, by line.
 
-    The program is compiled once: its products ask the host for the type of their line.
-    A type that is an input would need a path into every loop.
+    The program is compiled once: its products ask the host for the dtype of their line.
+    A dtype that is an input would need a path into every loop.
     """
     refuse_effects(effect_names(jaxpr) - DEBUGGING)
     types: dict[str, int] = {}  # 0 is float32, 1 float16, 2 bfloat16
@@ -36,15 +36,16 @@ def errors_of_lines(jaxpr: Jaxpr, inputs: list[jax.Array]) -> dict[str, list[flo
             types[site.line] = 0
             yield from _rounded(eqn, lambda: np.int32(types[site.line]))
         elif eqn.outvars or effect_names(eqn) - DEBUGGING:
-            yield eqn  # what is left out would print in every run
+            yield eqn  # the others, which are left out, would print in every run
 
     # In a `jit`, JAX does not trace a `shard_map` again. Its types would be others.
     inner = jax.jit(functools.partial(evaluate_with_nan, jaxpr))
     program = with_eqns_inside(jax.make_jaxpr(inner)(*inputs).jaxpr, change)
     if not types:
         raise ValueError(
-            "`fun` must have float32 products that `autocast` casts if errors=True, "
-            "got none. Pass it without `autocast`: `ls.grad(loss_fn, opt_state)`."
+            "`fun` must have float32 matmuls or convolutions that `autocast` casts if "
+            "errors=True, got none. Pass `fun` without `autocast`: "
+            "`ls.grad(loss_fn, opt_state)`."
         )
     run = functools.partial(evaluate_with_nan, program)
     # Otherwise XLA leaves out some of the rounding.
@@ -61,13 +62,13 @@ def errors_of_lines(jaxpr: Jaxpr, inputs: list[jax.Array]) -> dict[str, list[flo
     if not size:
         raise ValueError(
             "`fun` must return a finite number other than 0 if errors=True, got none. "
-            "Without it, the report shows where NaN and inf begin."
+            "Without errors=True, the report shows where NaN and inf begin."
         )
     return {x: [_distance(exact, results(x, i)) / size for i in (1, 2)] for x in types}
 
 
 def _rounded(eqn: JaxprEqn, dtype: Callable[[], Any]) -> Iterator[JaxprEqn]:
-    """Yield equations that compute a product in the type that the host says."""
+    """Yield equations that compute a product in the dtype that the host returns."""
 
     def rounded(*arrays: jax.Array) -> list[jax.Array]:
         number = jax.pure_callback(dtype, jax.ShapeDtypeStruct((), jnp.int32))
@@ -75,7 +76,7 @@ def _rounded(eqn: JaxprEqn, dtype: Callable[[], Any]) -> Iterator[JaxprEqn]:
 
     operands: list[Any] = [new_var(x.aval) for x in eqn.invars]
     results: list[Any] = [new_var(x.aval) for x in eqn.outvars]
-    # By default, a GPU or a TPU rounds float32, too.
+    # By default, a GPU or a TPU also rounds float32.
     params = {**eqn.params, "precision": (jax.lax.Precision.HIGHEST,) * 2}
     yield eqn_of(rounded, eqn.invars, operands)
     yield eqn.replace(invars=operands, outvars=results, params=params)

@@ -5,8 +5,8 @@ float32, which could be computed again from the float16 result. So this pass put
 ``jax.checkpoint`` around the body of each ``scan`` that has such products. Of a few
 policies, it takes the one that keeps the fewest bytes.
 
-Computed again, numbers may round otherwise. Where that may change a result a lot, the
-forward pass has decided, and no policy decides again: see ``DECISIONS``.
+A value that is computed again may round differently. Operations that could turn this
+into a large change run only in the forward pass: see ``DECISIONS``.
 """
 
 import functools
@@ -57,7 +57,7 @@ Policy = Callable[..., bool]
 
 @remembered
 def with_less_kept(program: Any, dtype: str, inputs: Origins) -> Any:
-    """Return a program whose loops keep less, if they have products in a type."""
+    """Return a program whose loops keep less, if they have products in a dtype."""
     if "scan" not in operations(program):
         return program
     origin_of = origin_of_variables(program, inputs)
@@ -130,8 +130,9 @@ def _with_least_kept(body: Any, inputs: Origins, constants: int, length: int) ->
     # If only casts are computed again, a body keeps no more than in float32.
     casts = frozenset({"convert_element_type"})
     choices = [(casts, bytes_kept(needed, casts))]
-    # On a CPU, XLA up to jaxlib 0.11.0 may write the derivative of a product of many
-    # numbers over its factors before it has read them, mostly if these are recomputed.
+    # On a CPU, XLA up to jaxlib 0.11.0 may write the derivative of a ``jnp.prod`` of
+    # many numbers over its factors before it has read them, mostly if these are
+    # recomputed.
     if "reduce_prod" not in operations(body):
         cheap = ELEMENTWISE | RESHAPES
         # Keeping a reduction is cheap. But if its operand is kept anyway, computing it

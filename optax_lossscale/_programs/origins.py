@@ -1,4 +1,4 @@
-"""Where the values of a program come from: what is differentiated, what is given."""
+"""Where the values of a program come from: from arguments that are differentiated?"""
 
 import functools
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class Origin(NamedTuple):
     """Where a value comes from.
 
     Attributes:
-        has_tangent: whether it depends on what is differentiated.
+        has_tangent: whether it depends on an argument that is differentiated.
         is_argument: whether it is in memory anyway, as an argument of the function.
     """
 
@@ -76,7 +76,7 @@ def origin_of_variables(program: Program, inputs: Origins) -> Any:
 
 
 def _origins_of_results(eqn: JaxprEqn, known: Sequence[Origin]) -> Sequence[Origin]:
-    """Return the origins of what an equation returns."""
+    """Return the origins of the results of an equation."""
     name = eqn.primitive.name
     if name not in ONE_PROGRAM | {"scan", "cond"}:
         moves = name != "stop_gradient" and any(x.has_tangent for x in known)

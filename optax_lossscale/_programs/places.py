@@ -40,7 +40,7 @@ class Site(NamedTuple):
 
 
 class Place(NamedTuple):
-    """What is around an equation, and how the products before it are cast."""
+    """The surroundings of an equation, and how the products before it are cast."""
 
     scopes: str
     reason: Left | None
@@ -73,14 +73,14 @@ class Place(NamedTuple):
         elif self.lefts.setdefault(line, left):
             self.lefts[line] = left
         # Without transformations, as in `transpose(jvp(decoder))/layers_3/vmap()`, and
-        # without what ``jax.checkpoint`` adds.
+        # without the scope that ``jax.checkpoint`` adds.
         scopes = scopes.replace("rematted_computation", "")
         names = re.findall(r"[^/()]+(?=[/)]|$)", scopes)
         return Site(line, "/".join(names), is_backward, left)
 
 
 def with_eqns_inside(program: Any, change: Callable[..., Iterable[JaxprEqn]]) -> Any:
-    """Replace each equation by those of ``change(eqn, place)``, also those inside."""
+    """Replace each equation, at any depth, by those of ``change(eqn, place)``."""
 
     def rewritten(program: Any, place: Place) -> Any:
         def new(eqn: JaxprEqn) -> Iterable[JaxprEqn]:
@@ -112,5 +112,5 @@ def _frames(eqn: JaxprEqn) -> Iterator[Any]:
     traceback: Any = eqn.source_info.traceback
     for frame in traceback.frames if traceback else ():
         if frame.file_name.startswith(_THIS_PACKAGE):
-            break  # what is outside has called this package
+            break  # the frames outside have called this package
         yield frame

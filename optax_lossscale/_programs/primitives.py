@@ -1,4 +1,4 @@
-"""The names of JAX's primitives, by what the package asks of them.
+"""The names of JAX's primitives, in groups that this package handles alike.
 
 A primitive that is in no list is left as it is, kept by loops, and not run on NaN. To
 leave an operation of its own out of `autocast`, take its name out of ``PRODUCTS``, or
@@ -36,9 +36,9 @@ REDUCTIONS = _names("""
     reduce reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
 """)
 CHOICES = _names("argmax argmin")
-# Loops compute none of these again from floats, which may then round otherwise: they
-# jump somewhere, or end, or are vertical. The forward pass decides. Of the conversions,
-# those to other types than floats jump. Quotients stay out, since softmax needs them.
+# Loops do not compute these again from floats, because the floats may then round
+# differently, and these functions jump somewhere, or end, or are vertical. Conversions
+# from floats to other dtypes jump. Quotients stay out, since softmax needs them.
 DECISIONS = _names("""
     acos acosh asin atan2 atanh bitcast_convert_type cbrt ceil convert_element_type
     digamma eq eq_to erf_inv floor ge gt is_finite le le_to lgamma log log1p log2 lt
@@ -48,7 +48,7 @@ DECISIONS = _names("""
 # Equations that run a program inside.
 CHECKPOINTS = _names("checkpoint remat2")
 CALLS = CHECKPOINTS | _names("call closed_call eval_jaxpr jit pjit")
-# The results are those of the one program inside.
+# Their results are the results of the one program inside.
 ONE_PROGRAM = CALLS | {"shard_map"}
 # The programs in these are evaluated and differentiated as they stand. Others, such as
 # ``custom_vmap_call``, have a derivative or a batch rule that was written for their

@@ -1,4 +1,8 @@
-"""Which products are computed in a narrower type, and why the others are not."""
+"""Which products are computed in a narrower dtype, and why the others are not.
+
+A product, in the code of this package, is an equation with a primitive of ``PRODUCTS``:
+a matmul, a convolution, or a ``dot_general`` that is no matmul, such as ``jnp.vdot``.
+"""
 
 import math
 from collections.abc import Iterator
@@ -10,7 +14,7 @@ from jax.extend.core import JaxprEqn
 from .primitives import CUSTOM, PRODUCTS, TRANSPARENT
 from .rewrite import Program, programs_in
 
-# How many numbers a matrix product sums up at least.
+# How many numbers an element of a matmul sums at least, to be cast.
 FEWEST = 8
 
 
@@ -18,16 +22,16 @@ class Left(NamedTuple):
     """Why a product is left as it is."""
 
     reason: str  # a few words for the report
-    advice: str = ""  # a sentence with the way out, or nothing if none is needed
+    advice: str = ""  # its part of a warning, with the fix; empty without one
 
 
 DERIVATIVE = Left(
     "own derivative",
-    "a function with a derivative of its own. Put `autocast` inside of it.",
+    "a function with its own derivative. Put `autocast` inside this function.",
 )
 _BATCH_RULE = Left(
     "own batch rule",
-    "a function with a batch rule of its own. Put `autocast` inside of it.",
+    "a function with its own batch rule. Put `autocast` inside this function.",
 )
 _PRECISION = Left(
     "precision",
@@ -40,8 +44,8 @@ _FEW = Left(
     f"that each sums fewer than {FEWEST} numbers, which is no faster in float16. Leave "
     "out `autocast`.",
 )
-VECTORS = Left("no matrix product")
-# A derivative of what is cast may have such shapes, and is cast, too.
+VECTORS = Left("no matmul")
+# A derivative of a product that is cast may have such shapes, and is also cast.
 BY_SHAPE = (None, _FEW, VECTORS)
 # These are cast by hand.
 NARROW = Left("")
@@ -61,7 +65,7 @@ def reasons_to_leave(
 
 
 def is_looked_into(eqn: JaxprEqn) -> bool:
-    """Return whether the products inside are listed. Those of kernels are not."""
+    """Return whether the products inside are listed. A kernel's products are not."""
     return eqn.primitive.name in TRANSPARENT | CUSTOM
 
 
@@ -77,17 +81,17 @@ def reason_to_leave(
 ) -> Left | None:
     """Return why a product is left as it is, or None if it is cast.
 
-    ``outside`` is a reason that comes from what the product is inside of.
+    ``outside`` is a reason that comes from a function around the product.
 
-    No matrix unit computes sums of products, as in ``jnp.vdot``, and outer and
-    elementwise products. A rotation and the like would lose digits for nothing.
+    No matrix unit computes vector products, such as ``jnp.vdot``, and outer and
+    elementwise products. A rotation would lose digits without being faster.
     """
     avals: list[Any] = [x.aval for x in (*eqn.invars[:2], *eqn.outvars)]
     *operands, result = (x.dtype.name for x in avals)
-    # One operand may have the narrower type already, such as a float16 parameter.
+    # One operand may have the narrower dtype already, such as a float16 parameter.
     if other := {*operands, result} - {"float32", dtype}:
         name = min(other)
-        return Left(name, f"the type {name}. Give `autocast` a float32 program.")
+        return Left(name, f"the dtype {name}. Give `autocast` a float32 program.")
     if result == dtype:
         return NARROW
     if "float32" not in operands:

@@ -1,4 +1,4 @@
-"""Report the products of a function: where, how large, and whether they are cast."""
+"""Report the matmuls of a function: where, how large, and whether they are cast."""
 
 import functools
 import math
@@ -41,7 +41,7 @@ class Product(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether nothing overflows or is NaN, and no operand rounds to zero whole."""
+        """Whether no value overflows or is NaN, and no operand rounds to zero whole."""
         return all(x <= _LARGEST for x in self.largest) and not self._underflows
 
     @property
@@ -68,25 +68,25 @@ class Product(NamedTuple):
 
 
 class AutocastReport(tuple[Product, ...]):
-    """The result of `autocast_report`: a row for each product.
+    """The result of `autocast_report`: a row for each matmul and convolution.
 
-    Products of one line and shape share a row if float16 can hold their numbers.
-    First come float16 products whose operands or result float16 cannot hold, then the
-    others, in the order of the program. With ``errors=True``, the largest error in
-    either type comes first. An interactive session shows a table. Each row has
+    An interactive session shows a table. Matmuls of one line and shape share a row if
+    float16 can hold their values. Matmuls that `autocast` casts, but whose values
+    float16 cannot hold, come first. The others follow in the order of the program. With
+    ``errors=True``, rows with larger errors come first. Each row has
 
     - ``line``: the innermost line outside of installed packages, or else outside of
-      JAX, its function, and whether it is the backward pass of that;
+      JAX, with its function, and "backward" if the row is its backward pass;
     - ``scope``: the path of the module or of ``jax.named_scope``, such as
       "decoder/layers_3/mlp", or an empty string;
-    - ``operands``: the types and shapes of both operands;
+    - ``operands``: the dtypes and shapes of both operands;
     - ``times``: how often it was computed, on all devices together;
-    - ``left``: why it is not float16, or an empty string if it is;
+    - ``left``: why it is not in float16, or an empty string if it is;
     - ``largest``: the largest absolute values of both operands and of the result;
-    - ``fits``: whether float16 can hold them;
+    - ``fits``: whether float16 can hold these values;
     - ``float16_error``, ``bfloat16_error``: with ``errors=True``, how much the results
-      change if only the products of this line are in this type: the Euclidean norm of
-      the change, relative to that of the results. It is None for what is not rounded.
+      change if only the matmuls of this line are in this dtype: the Euclidean norm of
+      the change, relative to the norm of the results. None if ``left`` has a reason.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -98,7 +98,7 @@ class AutocastReport(tuple[Product, ...]):
 
     def __repr__(self) -> str:
         narrow = [x for x in self if not x.left]
-        head = f"{len(self)} products, {len(narrow)} in float16"
+        head = f"{len(self)} matmuls and convolutions, {len(narrow)} in float16"
         if bad := sum(not x.fits for x in narrow):
             head += f", {bad} beyond its range"
         is_measured = any(x.float16_error is not None for x in self)
@@ -115,32 +115,33 @@ class AutocastReport(tuple[Product, ...]):
 def autocast_report(
     fun: Callable[..., Any], /, *args: Any, errors: bool = False, **kwargs: Any
 ) -> AutocastReport:
-    """Report what `autocast` makes of each matrix product and convolution of a call.
+    """Report which matmuls of a call `autocast` casts, and which overflow in float16.
 
-    It runs the function once and measures the operands and the result of each product:
-    which one overflows in float16, which ones stay float32, and why.
+    It runs the function once and measures the operands and the result of each matmul
+    and convolution. For those that stay in float32, the report shows the reason.
 
-    Pass what you pass to `autocast`: then it measures in float32. Or pass the gradient
-    function of your step, ``ls.grad(ls.autocast(loss_fn, jnp.float16), opt_state)``:
-    then it lists the products of the backward pass, too. What overflows there is inf,
-    and makes later products NaN.
+    Pass the function that you pass to `autocast`, to measure it in float32. Or pass the
+    gradient function of your step, ``ls.grad(ls.autocast(loss_fn, jnp.float16),
+    opt_state)``, to include the backward pass. This function computes in float16, so
+    values that overflow are inf, and later values may be NaN.
 
-    A product may fit and cost accuracy, because float16 and bfloat16 round. With
-    ``errors=True``, the report names the line that does. Pass the gradient function of
-    the float32 program, ``ls.grad(loss_fn, opt_state)``, because gradients change more
-    than the loss does. The products of a line are rounded together, in both passes, as
-    ``precision="highest"`` at this line would keep them in float32 together. Compare
-    the lines with each other: near a minimum of the loss the gradients are small, and
-    all errors are large.
+    A matmul whose values fit may still cost accuracy, because float16 and bfloat16
+    round. With ``errors=True``, the report measures this for each line of code. Pass
+    the gradient function of the float32 program, ``ls.grad(loss_fn, opt_state)``,
+    because gradients change more than the loss. All matmuls of a line are rounded
+    together, forward and backward, because ``precision="highest"`` also applies to the
+    whole line. Compare the errors only with each other: near a minimum of the loss, the
+    gradients are small, so all errors are large.
 
-    Operands and results are rounded, and sums are float32, as on an accelerator. The
-    program is compiled once more, and runs twice for each line. A ``while`` loop that
-    waits for convergence may never end in float16. In a ``shard_map``, all axes of the
-    mesh must be manual. Integer results are not compared.
+    With ``errors=True``, operands and results are rounded, and sums are in float32, as
+    on an accelerator. The program is compiled once more, and runs twice for each line.
+    A ``while`` loop that waits for convergence may never end in float16. In a
+    ``shard_map``, all axes of the mesh must be manual. Integer results are not
+    compared.
 
     Args:
         fun: a function.
-        args: its arguments, which are concrete. Flax NNX modules do not change.
+        args: its arguments, which must be concrete. Flax NNX modules are not changed.
         errors: whether to measure how much each line changes the results in float16 and
             in bfloat16. It is not passed on to ``fun``.
         kwargs: its other keyword arguments.
@@ -152,7 +153,7 @@ def autocast_report(
         TypeError: if ``fun`` is not a function; with ``errors=True``, if it has effects
             other than ``jax.debug.print`` and the like.
         ValueError: if an argument, or an array that ``fun`` closes over, is being
-            traced. With ``errors=True``, if ``fun`` has no float32 products that
+            traced. With ``errors=True``, if ``fun`` has no float32 matmuls that
             `autocast` casts, or returns no finite number other than 0.
 
     Examples:
@@ -168,10 +169,10 @@ def autocast_report(
     """
     check_function("fun", fun, "Pass it as in `autocast_report(loss_fn, params)`.")
     check_concrete("args", (args, kwargs), "Call it outside of `jax.jit`.")
-    check_switch("errors", errors, "`fun` does not get it.")
+    check_switch("errors", errors, "It is not passed on to `fun`.")
     seen: _Seen = []
-    # Loops are counted as loops, and NaN is what one looks for. What measures a product
-    # inside of a `shard_map` is not of its types.
+    # Loops are counted as loops, and NaN must not raise, since the report shows it. The
+    # operations that measure a product in a `shard_map` would fail JAX's own checks.
     with jax.disable_jit(False), jax.debug_nans(False), jax.enable_checks(False):
         with traced_call(fun, args, kwargs) as call:
             check_concrete("fun", call.inputs, "Call it outside of `jax.jit`.")
@@ -192,12 +193,12 @@ def autocast_report(
     return AutocastReport(sorted(_rows(seen), key=Product._rank))
 
 
-# The products of a program, and the numbers of each time that one is computed.
+# The products of a program, and the largest values each time that one is computed.
 _Seen = list[tuple[Product, list[list[float]]]]
 
 
 def _rows(seen: _Seen) -> Iterator[Product]:
-    """Yield a row for each product. Those of a line that are alike and fit share it."""
+    """Yield a row for each product, or for all of a line that are alike and fit."""
     rows: dict[Any, Product] = {}
     for i, (product, numbers) in enumerate(seen):
         if not numbers:
@@ -222,7 +223,7 @@ def _row(eqn: JaxprEqn, site: Site, errors: dict[str, list[float]]) -> Product:
 
 
 def _noting(eqn: JaxprEqn, numbers: list[list[float]]) -> JaxprEqn:
-    """Return an equation that notes the numbers of a product each time it runs."""
+    """Return an equation that notes the values of a product each time it runs."""
 
     def note(*largest: Any) -> None:
         numbers.append([float(x) for x in largest])

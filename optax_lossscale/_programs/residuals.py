@@ -1,8 +1,8 @@
-"""Count what a program keeps for its backward pass, in bytes, under any policy.
+"""Count the bytes that a program keeps for its backward pass, under any policy.
 
-A policy of ``jax.checkpoint`` says which operations are computed again. JAX is asked
-once what a program keeps without one. The program that computes these arrays, the
-residuals, shows what would be kept in their place.
+The policy of a ``jax.checkpoint`` chooses which operations are computed again. This
+module asks JAX once which arrays, the residuals, a program keeps without a checkpoint.
+The program that computes the residuals shows which arrays could be kept instead.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ class Value:
 
     Attributes:
         size: in bytes, over all iterations of the loops inside of the program.
-        operations: what computes it from its operands. Nothing, if it is one of these.
-        operands: what it is computed from.
+        operations: the operations that compute it; empty if it is one of its operands.
+        operands: the values that it is computed from.
     """
 
     size: int = 0
@@ -41,7 +41,7 @@ _FREE = Value()  # a constant
 
 
 def residuals(program: Any, differentiated: Sequence[bool]) -> Any:
-    """Return the program that computes what another keeps for its backward pass."""
+    """Return the program that computes the residuals of another."""
     if not isinstance(program, ClosedJaxpr):
         program = ClosedJaxpr(program, [])
 
@@ -88,7 +88,7 @@ def _results_as_values(eqn: JaxprEqn, inputs: list[Value], times: int) -> list[V
 def operations_of(
     primitive: Any, operands: Sequence[Any], params: dict[str, Any]
 ) -> frozenset[str]:
-    """Return the names of what an equation computes, such as those in a function."""
+    """Return the names of an equation's operations, such as those in a function."""
     names = {_operation(primitive, operands, params)}
     for program in programs_in(params):
         for eqn in equations(program):

@@ -5,8 +5,8 @@ and return it with some equations replaced. A pass gets one equation at a time a
 yields those that take its place; the variables between them stay. It works on equations
 and does not run the program on other values, because a part of a program, such as the
 body of a loop, cannot be traced again by itself: a collective needs its mapped axis,
-and a ``shard_map`` its mesh. What a pass leaves alone also keeps its scopes, its line
-and its effects.
+and a ``shard_map`` its mesh. An equation that a pass leaves alone also keeps its
+scopes, its line and its effects.
 """
 
 import functools
@@ -62,10 +62,10 @@ def walked(
     rule: Callable[[JaxprEqn, list[Any]], Sequence[Any]],
     default: Any,
 ) -> Callable[[Any], Any]:
-    """Follow what is known of the inputs of a program to each of its variables.
+    """Follow facts about the inputs of a program to each of its variables.
 
-    ``rule`` takes an equation and what is known of its operands, and returns that of
-    its results. ``default`` is known of constants. The result takes a variable.
+    ``rule`` takes an equation and the facts about its operands, and returns the facts
+    about its results. ``default`` holds for constants. The result takes a variable.
     """
     jaxpr = jaxpr_of(program)
     known = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -103,7 +103,7 @@ def refuse_effects(effects: set[str]) -> None:
     if effects:
         raise TypeError(
             f"`fun` must be free of effects such as {sorted(effects)}. Move callbacks "
-            "and mutable arrays (`jax.Ref`) out of it, and return what they would hold."
+            "and mutable arrays (`jax.Ref`) out of it, and return their values instead."
         )
 
 
@@ -128,7 +128,7 @@ def evaluate(jaxpr: Jaxpr, *inputs: jax.Array) -> Sequence[jax.Array]:
 
 
 def evaluate_with_nan(jaxpr: Jaxpr, *inputs: jax.Array) -> Sequence[jax.Array]:
-    """Run a program that may compute with NaN, also with ``jax_debug_nans``."""
+    """Run a program that may compute with NaN, even with ``jax_debug_nans``."""
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, []))(*inputs)
 
 
@@ -150,7 +150,7 @@ def with_calls(program: Jaxpr) -> Jaxpr:
 
     JAX differentiates a program once, but an operation each time that it occurs. This
     takes half of the time to trace the gradient of a model without loops. `jax.numpy`
-    makes such calls, too. A trace takes only their operations.
+    also makes such calls. A trace takes only their operations.
     """
 
     def as_call(eqn: JaxprEqn) -> Any:

@@ -1,4 +1,4 @@
-"""Trace a call into a program of arrays, and keep everything else apart."""
+"""Trace a call into a program of arrays, and keep everything else outside."""
 
 import contextlib
 import inspect
@@ -78,7 +78,7 @@ def traced_call(
         inputs = [*first, *arrays.values(), *closed_jaxpr.consts]
         before, behind = [False] * len(first), [False] * len(closed_jaxpr.consts)
         overwritten = [*before, *(is_overwritten(paths[i][0]) for i in arrays), *behind]
-        # What is not computed bypasses the program: inputs that are returned unchanged,
+        # Other results bypass the program: inputs that are returned unchanged,
         # such as parameters, and constant scalars. Of a jnp.array(True), for example,
         # `jax.core.eval_jaxpr` would return the Python number.
         known = dict(zip(map(id, jaxpr.invars), inputs, strict=True))
@@ -113,7 +113,7 @@ def on_traced_calls(
 
 
 class _Changes(NamedTuple):
-    """What a function has changed."""
+    """The changes that a function has made."""
 
     objects: list[tuple[Any, Any]]  # NNX objects in the arguments, and their originals
     unchanged: dict[int, Any]  # the originals of the others, by the ids of the copies
@@ -121,9 +121,9 @@ class _Changes(NamedTuple):
 
 
 def _watch(arguments: Any, originals: list[Any]) -> Callable[[], _Changes]:
-    """Return a function that tells what was changed in the meantime.
+    """Return a function that returns the changes made in the meantime.
 
-    It raises if that is anything but NNX objects and the model around the call.
+    It raises if anything but NNX objects and the model around the call has changed.
     """
     before = nnx_objects.leaves_with_objects(arguments)
     again = nnx_objects.leaves_with_objects(arguments)
@@ -138,7 +138,7 @@ def _watch(arguments: Any, originals: list[Any]) -> Callable[[], _Changes]:
         with contextlib.suppress(ValueError):  # raised by a used `eqx.nn.State`
             after = nnx_objects.leaves_with_objects(arguments)
         _check_unchanged(before, after, besides=computed)
-        # Those that are only read may be of a trace that forbids to write them.
+        # Objects that are only read may be of a trace that forbids to write them.
         is_same = map(nnx_objects.is_same, copies, contents)
         objects = [*zip(copies, originals, is_same, strict=True)]
         changed = [(x, original) for x, original, same in objects if not same]
@@ -167,14 +167,14 @@ def _check_unchanged(
 
 
 class _Output(NamedTuple):
-    """What a function returned and changed, without its arrays."""
+    """The output and the changes of a function, without their arrays."""
 
     structure: Any
     leaves: list[Any]  # in the place of an array, `_ARRAY`
     changed_objects: list[Any]  # the originals
 
     def put_back(self, arrays: Sequence[jax.Array]) -> Any:
-        """Return what the function returned, and change what it changed."""
+        """Return the output of the function, and make its changes."""
         if self.changed_objects:
             nnx_objects.check_writable(self.changed_objects)
         remaining = iter(arrays)
@@ -188,7 +188,7 @@ class _Output(NamedTuple):
 
 
 def _without_arrays(returned: Any, changes: _Changes) -> tuple[list[Any], _Output]:
-    """Take the arrays out of what a function returned and changed."""
+    """Take the arrays out of the output and the changes of a function."""
     everything = (returned, [x for x, _ in changes.objects], changes.model)
     given_back = nnx_objects.as_arrays(everything, changes.unchanged)
     leaves, structure = jax.tree.flatten(given_back)

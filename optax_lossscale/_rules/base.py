@@ -31,7 +31,7 @@ def check_fields(rule: Any) -> None:
     advice = (
         "Build a rule outside of compiled functions. To change it during training, "
     )
-    advice += "continue with another one: `opt_state` carries over."
+    advice += "build another one, and continue with the same `opt_state`."
     for field in dataclasses.fields(rule):
         check_concrete(field.name, getattr(rule, field.name), advice)
         value = check_field(field.name, getattr(rule, field.name))
@@ -63,20 +63,20 @@ def check_and_compile(update: UpdateT) -> UpdateT:
 
 
 class LossScale(abc.ABC):
-    """Decide how the loss scale starts and how it changes after each step.
+    """The base class of rules, which choose the first loss scale and each next one.
 
-    This is the base class of all rules. A rule is configuration: its numbers are Python
-    numbers, fixed when it is built. Whatever changes during training is in
-    `LossScaleState`.
+    A rule is configuration: its fields are Python numbers, fixed when it is built.
+    Whatever changes during training is in `LossScaleState`.
 
-    To write your own rule, derive from this class and make it a frozen dataclass. That
-    gives it a repr, equality, a hash and ``get_config``. It must not define
-    ``__call__``: ``optax.inject_hyperparams`` takes callables for schedules.
+    To write your own rule, derive from this class and make it a frozen dataclass, which
+    gives it a repr, equality, a hash and ``get_config``. Do not define ``__call__``,
+    because ``optax.inject_hyperparams`` would take the rule for a schedule.
 
-    Return ``state._replace(loss_scale=...)`` from ``update``. Skipped steps are counted
-    by `with_loss_scaling`. Limit the scale: one that has become 0 stays 0. What the
-    rule remembers beside the scale is its ``rule_state``. In a step whose ``value`` is
-    not finite, the result of ``update`` is not used.
+    Return ``state._replace(loss_scale=...)`` from ``update``. The wrapper
+    `with_loss_scaling` counts the skipped steps. Limit the scale: a scale that has
+    become 0 stays 0. Keep everything else that the rule must remember in
+    ``rule_state``. In a step whose ``value`` is not finite, the result of ``update`` is
+    not used.
 
     Attributes:
         skip_nonfinite: whether steps with non-finite gradients are skipped. If False,
@@ -121,8 +121,8 @@ class LossScale(abc.ABC):
         """Return the state after a step.
 
         Args:
-            state: the state whose ``loss_scale`` multiplied this step's loss. Numbers
-                of other types, as ``optax.tree.set`` puts them there, are converted.
+            state: the state whose ``loss_scale`` multiplied this step's loss. Its
+                fields may be Python numbers, as after ``optax.tree.set``.
             grads_finite: one boolean, whether all gradients were finite.
 
         Raises:
@@ -153,19 +153,19 @@ class LossScale(abc.ABC):
     def from_config(cls, config: Any) -> Self:
         """Build a rule from its configuration.
 
-        ``LossScale.from_config`` builds any rule that derives from `LossScale`, and
-        other classes their own.
+        ``LossScale.from_config`` builds any rule that derives from `LossScale`. On
+        another class, ``from_config`` builds only rules of this class.
 
         Args:
-            config: what ``get_config`` returned, as a dict or another object with
+            config: the result of ``get_config``, as a dict or another object with
                 ``keys`` and ``[]``, such as ``wandb.config``. Missing fields take their
                 defaults. Only ``LossScale.from_config`` needs the ``"class_name"``.
 
         Raises:
-            ValueError: if ``config`` names no rule or another one, or several classes
-                have the name, or a value is out of range.
-            TypeError: if ``config`` is no mapping, or the rule does not take an
-                argument.
+            ValueError: if ``config`` names an unknown rule or a rule of another class,
+                if several classes have the name, or if a value is out of range.
+            TypeError: if ``config`` is not a mapping, or has a field that the rule does
+                not take.
 
         Examples:
             >>> import optax_lossscale as ls
@@ -193,8 +193,8 @@ class LossScale(abc.ABC):
         if len(named) > 1 and cls not in named.values():
             raise ValueError(
                 "`config['class_name']` must be the name of one class, got "
-                f"{name!r}, which is that of {sorted(named)}. Call `from_config` of "
-                "the one that you mean."
+                f"{name!r}, which is the name of {sorted(named)}. Call `from_config` "
+                "of the one that you mean."
             )
         return named.get(_full_name(cls), [*named.values()][0])(**fields)
 
@@ -210,19 +210,19 @@ def _full_name(cls: type) -> str:
 
 def check_rule(rule: Any) -> None:
     if not isinstance(rule, LossScale):
-        way_out = "Pass one, such as `FixedLossScale(128.0)`, or one from `presets`."
+        advice = "Pass one, such as `FixedLossScale(128.0)`, or one from `presets`."
         is_rule = inspect.isclass(rule) and issubclass(rule, LossScale)
         if is_rule or inspect.isfunction(rule):
-            way_out = f"If this makes one, call it: `{rule.__name__}(...)`."
+            advice = f"If this makes one, call it: `{rule.__name__}(...)`."
         raise TypeError(
-            f"`rule` must be an instance of LossScale, got {describe(rule)}. {way_out}"
+            f"`rule` must be an instance of LossScale, got {describe(rule)}. {advice}"
         )
     try:
         hash(rule)
     except TypeError as error:
         raise TypeError(
-            f"`rule` must be hashable, got {describe(rule)}. Compiled functions are "
-            "kept by their rule. Make its class a `dataclasses.dataclass(frozen=True)` "
+            f"`rule` must be hashable, got {describe(rule)}. JAX caches compiled "
+            "functions by rule. Make its class a `dataclasses.dataclass(frozen=True)` "
             "whose fields are plain numbers."
         ) from error
 
@@ -230,8 +230,8 @@ def check_rule(rule: Any) -> None:
 def matching_state(rule: LossScale, state: Any) -> LossScaleState:
     """Return the state of one run in its types, or raise if the rule cannot use it.
 
-    A rule without a ``rule_state`` takes and returns that of any other rule, so that a
-    run may switch to it and back.
+    A rule without a ``rule_state`` takes and returns the ``rule_state`` of any other
+    rule, so that a run may switch to it and back.
     """
     state = check_state(state)
     own = jax.eval_shape(rule.init).rule_state
@@ -239,7 +239,7 @@ def matching_state(rule: LossScale, state: Any) -> LossScaleState:
         path, new, old = found
         raise ValueError(
             f"`state` must have the `rule_state` of {rule!r}, but has {new} at {path}, "
-            f"which needs {old}. To switch to another rule, start with its first "
+            f"where it needs {old}. To switch to another rule, start with its first "
             "state: `opt_state._replace(scale_state=rule.init())`."
         )
     return _take_over(rule, state)
@@ -286,9 +286,9 @@ def next_state(
 def _take_over(rule: LossScale, state: LossScaleState) -> LossScaleState:
     """Return the rule's first state if the scale is or was fixed, else the state.
 
-    A moving rule that follows a fixed one starts from its own first scale. So does one
-    that finds no positive number, as after a reset of the whole state to zeros. The
-    counters of skipped steps continue.
+    A moving rule starts from its own first scale if it follows a fixed rule, or if the
+    scale is not a positive number, for example after the whole state was set to zeros.
+    The counters of skipped steps continue.
     """
     own = rule.init()
     remembers = bool(jax.tree.leaves(own.rule_state))

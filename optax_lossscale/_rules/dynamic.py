@@ -36,12 +36,12 @@ class DynamicLossScale(LossScale):
         backoff_factor: the factor by which the scale backs off, between 0 and 1.
         growth_interval: how many finite steps in a row raise the scale, 1 or more.
         min_scale: the smallest scale to back off to, from 2**-126. The default is the
-            smallest normal number of float16. With ``min_scale=init_scale`` the scale
+            smallest normal value of float16. With ``min_scale=init_scale`` the scale
             never backs off.
         max_scale: the largest scale to grow to, up to 2**126. With
             ``max_scale=init_scale`` the scale never grows.
-        hysteresis: how many non-finite steps it takes to back off, 1 or more.
-        hysteresis_refill: what resets ``hysteresis_tracker`` to ``hysteresis``: any
+        hysteresis: how many non-finite steps it takes to lower the scale, 1 or more.
+        hysteresis_refill: the event that resets ``hysteresis_tracker``: any
             ``"finite"`` step; only a ``"growth"``; or any ``"change"`` of the scale, so
             that non-finite steps are counted across finite ones.
 

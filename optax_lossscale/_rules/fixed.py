@@ -16,13 +16,13 @@ class FixedLossScale(LossScale):
 
     Use it if you know a scale that works; `suggest_loss_scale` returns one for given
     gradients. ``FixedLossScale(1.0)`` scales nothing and only skips non-finite steps.
-    For this alone, in bfloat16 or float32, use `skip_nonfinite`.
+    `skip_nonfinite` is a wrapper with this rule, for bfloat16 and float32.
 
     Args:
         loss_scale: the scale, from 1 to 2**126. Use a power of two: scaling is then
             exact.
         skip_nonfinite: whether to skip steps with non-finite gradients. If False,
-            nothing is checked or masked, as with TensorFlow's ``FixedLossScale``.
+            nothing is checked or masked, like in TensorFlow's ``FixedLossScale``.
 
     Raises:
         ValueError: if an argument is out of range or traced.

@@ -14,7 +14,7 @@ from .base import LossScale, check_and_compile, check_fields
 
 
 class HeadroomState(NamedTuple):
-    """What `HeadroomLossScale` remembers, in ``LossScaleState.rule_state``.
+    """The ``rule_state`` of `HeadroomLossScale`: the largest recent gradient.
 
     Attributes:
         max_magnitude: float32 of shape ``()``, a decaying maximum of the largest
@@ -32,7 +32,7 @@ class HeadroomState(NamedTuple):
 @final
 @dataclasses.dataclass(frozen=True)
 class HeadroomLossScale(LossScale):
-    """Keep the largest gradient a fixed number of octaves below overflow.
+    """Keep the largest gradient a fixed factor below overflow.
 
     Use it if the scale should fall before a larger gradient overflows. After each step
     it does the following, and clips the scale to ``min_scale`` and ``max_scale``::
@@ -48,9 +48,9 @@ class HeadroomLossScale(LossScale):
 
     Args:
         init_scale: the first scale, from ``min_scale`` to ``max_scale``.
-        headroom: how many octaves (factors of two) to leave free between the largest
-            recent gradient and overflow, from 0 to 126.
-        dtype: the floating-point type in which gradients overflow, or its name.
+        headroom: how many powers of two to leave free between the largest recent
+            gradient and overflow, from 0 to 126.
+        dtype: the floating-point dtype in which gradients overflow, or its name.
         half_life: how many steps it takes for a remembered maximum to decay to half
             its value, 1 or more.
         backoff_factor: the factor by which a non-finite step lowers the scale, between
@@ -102,7 +102,7 @@ class HeadroomLossScale(LossScale):
         grads_finite: "jax.typing.ArrayLike",
         max_magnitude: "jax.typing.ArrayLike",
     ) -> LossScaleState:
-        """Return the state after a step, by the `max_magnitude` of true gradients.
+        """Return the state after a step, given `max_magnitude` of unscaled gradients.
 
         0 and NaN are ignored.
         """
@@ -111,10 +111,10 @@ class HeadroomLossScale(LossScale):
         seen = _finite_magnitude(max_magnitude)
         remembered = _finite_magnitude(state.rule_state.max_magnitude)
 
-        # The largest allowed scaled gradient, as a mantissa in [0.5, 1) and octaves.
+        # The largest allowed scaled gradient: a mantissa in [0.5, 1), and an exponent.
         largest = float(jnp.finfo(self.dtype).max) / 2.0**self.headroom
-        mantissa, octaves = math.frexp(largest)
-        # Without the margin, an inexact division could cost another octave.
+        mantissa, exponent = math.frexp(largest)
+        # Without the margin, an inexact division could halve the scale once more.
         margin = 1 - 2.0**-12
 
         def magnitude_for(scale: jax.Array) -> jax.Array:
@@ -124,14 +124,14 @@ class HeadroomLossScale(LossScale):
             return jnp.clip(scale, self.min_scale, self.max_scale)
 
         def scale_for(magnitude: jax.Array) -> jax.Array:
-            scale = clip(_scale_for(magnitude, mantissa, octaves))
+            scale = clip(_scale_for(magnitude, mantissa, exponent))
             return jnp.where(magnitude > 0, scale, self.init_scale)
 
         # If a retry lowered the scale, a larger gradient overflowed than is remembered.
         # Assume the one for which the rule chooses this scale.
         is_lower = scale < scale_for(remembered)
         remembered = jnp.where(is_lower, magnitude_for(scale), remembered)
-        # The magnitude of what overflowed is not known. Assume one that backs off.
+        # The magnitude that overflowed is not known. Assume one that backs off.
         unseen = magnitude_for(scale * self.backoff_factor)
         magnitude = jnp.where(
             new_state.applied,
@@ -149,15 +149,15 @@ class HeadroomLossScale(LossScale):
         )
 
 
-def _scale_for(magnitude: jax.Array, mantissa: float, octaves: int) -> jax.Array:
+def _scale_for(magnitude: jax.Array, mantissa: float, exponent: int) -> jax.Array:
     """Return the largest power of two for which scale * magnitude stays in bounds.
 
-    The bound is ``mantissa * 2**octaves``. Logarithms would round, mantissas are exact.
+    The bound is ``mantissa * 2**exponent``. Logarithms would round; mantissas do not.
     """
-    own_mantissa, own_octaves = jnp.frexp(jnp.maximum(magnitude, SMALLEST_SCALE))
+    own_mantissa, own_exponent = jnp.frexp(jnp.maximum(magnitude, SMALLEST_SCALE))
     above = (own_mantissa > mantissa).astype(jnp.int32)
     # From SMALLEST_SCALE to LARGEST_SCALE.
-    return exact_power(jnp.clip(octaves - own_octaves - above, -126, 126))
+    return exact_power(jnp.clip(exponent - own_exponent - above, -126, 126))
 
 
 def _finite_magnitude(x: jax.typing.ArrayLike) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Check the wrapped transformation, and give it only what its ``update`` takes."""
+"""Check the wrapped transformation, and pass it only the arguments that it takes."""
 
 import inspect
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def filter_for(
 ) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Return a function that drops the extra arguments that ``inner`` does not take.
 
-    If it ``warns``, it tells of those that were probably meant for `with_loss_scaling`.
+    If ``warns``, it reports those that were probably meant for `with_loss_scaling`.
 
     ``optax.with_extra_args_support`` looks at the type of a transformation instead. But
     optax.MultiSteps, which takes extra arguments, does not have that type, and

@@ -1,4 +1,4 @@
-"""Ask whether steps were applied, and protect what the optimizer does not see."""
+"""Ask whether steps were applied, and protect state outside of the optimizer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -42,19 +42,22 @@ def keep_if_applied(
 ) -> Tree:
     """Return ``old`` after a skipped step, else every leaf of ``new`` that is finite.
 
+    Use it for state that the optimizer does not protect in a skipped step, such as
+    BatchNorm statistics, counters and PRNG keys.
+
     Args:
         state: the optimizer state that ``update`` returned, as for
-            `get_loss_scale_state`. That before ``update`` tells of the previous step.
-        new: what the optimizer does not protect, such as BatchNorm statistics, counters
-            and PRNG keys, after the step; any pytree, as for `select`. It may be the
-            whole of Flax's ``TrainState``.
-        old: the values before the step, shaped like ``new``.
+            `get_loss_scale_state`. The state from before ``update`` is wrong here: it
+            records the previous step.
+        new: the values after the step, any pytree, as for `select`. It may be the whole
+            of Flax's ``TrainState``.
+        old: the values before the step, in the structure and shapes of ``new``.
         axis_name: the mapped axes, as for `all_finite`.
 
     Returns:
-        In an applied step, a leaf where NaN or inf is new is that of ``old``, every
-        other leaf is that of ``new``. A `LossScaleState` always comes from ``new``;
-        otherwise the scale that overflowed would return.
+        After a skipped step, ``old``. After an applied step, ``new``, except that a
+        leaf with a NaN or inf that ``old`` does not have is taken from ``old``. A
+        `LossScaleState` is always taken from ``new``, so that a lowered scale is kept.
 
     Raises:
         ValueError: as `get_loss_scale_state`, `select` and `all_finite`, or if
@@ -105,9 +108,9 @@ def _warn_of_the_same(new: Any, old: Any) -> None:
         place = same[0] if same else "the root"
         warn(
             f"`new` and `old` are the same object at {place}, "
-            "so a NaN in it would stay. If the step changes it in place, as Flax NNX "
-            "does, copy it before the step with `jax.tree.map(jnp.copy, old)`. If it "
-            "does not change it, leave it out."
+            "so a NaN in it would stay. If the step changes this object in place, like "
+            "Flax NNX, copy it before the step: `jax.tree.map(jnp.copy, old)`. If the "
+            "step does not change it, leave it out."
         )
 
 

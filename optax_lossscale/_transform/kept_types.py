@@ -1,4 +1,4 @@
-"""Keep the types of the wrapped transformation's state, so ``scan`` can carry it."""
+"""Keep the dtypes of the wrapped transformation's state, so ``scan`` can carry it."""
 
 from typing import Any
 
@@ -79,7 +79,8 @@ def with_kept_types(
             raise ValueError(
                 "`inner` must keep the structure and the shapes of its state, but "
                 f"returns {new} at {path}, where it was given {old}. Give it its final "
-                "shape in `init`. `optax.monitor` never has one: chain it outside."
+                "shape in `init`. The state of `optax.monitor` has no final shape: "
+                "chain `optax.monitor` outside."
             )
         _check_types(new_state, state)
         if has_narrow and same_structure(new_updates, updates):
@@ -91,7 +92,7 @@ def with_kept_types(
 
 
 def _as_narrow(update: Any, grad: Any, param: Any) -> Any:
-    """Return an update in the type of its gradient if its parameter is narrow, too."""
+    """Return an update in the dtype of its gradient if its parameter is also narrow."""
     both = loses_range(grad) and loses_range(param)
     return jnp.asarray(update, dtype_of(grad)) if both else update
 
@@ -104,9 +105,10 @@ def _check_belongs(
         path, given, own = found
         advice = (
             "Pass gradients, parameters and state of one model and one optimizer. If "
-            "either has changed, or what is frozen, call `init` again, and keep the "
-            "scale: `init(params)._replace(scale_state=old.scale_state)`. A parameter "
-            "without a gradient needs zeros, not None."
+            "the model, the optimizer or the set of frozen parameters has changed, "
+            "call `init` again, and keep the scale: "
+            "`init(params)._replace(scale_state=old.scale_state)`. For a parameter "
+            "without a gradient, pass zeros, not None."
         )
         is_pair = isinstance(tree, tuple) and len(tree) == 2
         is_pair = is_pair and not mismatch(tree[1], expected, only_shapes=True)
@@ -120,7 +122,7 @@ def _check_belongs(
 
 
 def _check_types(new_state: optax.OptState, state: optax.OptState) -> None:
-    """Raise if the old types cannot hold the new state; warn if they round it."""
+    """Raise if the old dtypes cannot hold the new state; warn if they round it."""
     rounded = ""
     pairs = jax.tree_util.tree_leaves_with_path(new_state)
     for (path, new), old in zip(pairs, jax.tree.leaves(state), strict=True):
@@ -132,9 +134,9 @@ def _check_types(new_state: optax.OptState, state: optax.OptState) -> None:
         where = jax.tree_util.keystr(path) or "its root"
         if _kind(dtype) > _kind(old_dtype):
             raise ValueError(
-                f"`inner` must keep the types of its state, but returns {dtype} at "
+                f"`inner` must keep the dtypes of its state, but returns {dtype} at "
                 f"{where}, where it was given {old_dtype}, which cannot hold it. Start "
-                "with the wider type in `init`, such as `jnp.zeros(())` instead of `0`."
+                "with the wider dtype in `init`: `jnp.zeros(())` instead of `0`."
             )
         if is_inexact(new):
             bits = min(32, jnp.finfo(dtype).bits)
@@ -143,8 +145,8 @@ def _check_types(new_state: optax.OptState, state: optax.OptState) -> None:
     if rounded:
         warn(
             f"Every update rounds the state of the wrapped optimizer at {rounded}. "
-            "Moments with so few digits may ruin the training. Pass gradients of the "
-            "narrower type, or cast the state to the wider one."
+            "Moments with so few digits may ruin the training. Pass gradients in the "
+            "narrower dtype, or cast the state to the wider dtype."
         )
 
 

@@ -23,11 +23,11 @@ from .in_place import call_with_derivatives_of, mask_in_place, trace_update
 
 
 class _Arrays(NamedTuple):
-    """What an update gets and a skipped step replaces: arrays of floating point."""
+    """The floating-point arrays that an update gets, and a skipped step replaces."""
 
     grads: list[jax.Array]
     value: list[jax.Array]  # the loss, given as the extra argument ``value``
-    others: list[jax.Array]  # those of the other extra arguments
+    others: list[jax.Array]  # the arrays in other extra arguments
 
 
 def masked_update(
@@ -81,8 +81,8 @@ def _select_at_end(
     usable, updates, new_state = update(_with_placeholders(finite, arrays))
     applied = finite & usable
     if runs_twice:
-        # If finite gradients lead to NaN, derivatives of this run are NaN. Those of a
-        # second one are not: it gets placeholders unless the step is applied.
+        # If finite gradients lead to NaN, derivatives of this run are NaN. A second run
+        # has none: it gets placeholders unless the step is applied.
         _, updates, new_state = update(_with_placeholders(applied, arrays))
     return applied, updates, select(applied, new_state, old_state)
 
@@ -92,7 +92,7 @@ def _arrays_of(
 ) -> tuple[_Arrays, Callable[[_Arrays], tuple[Any, dict[str, Any]]]]:
     """Return the arrays among the arguments, and a function that replaces them.
 
-    A line search takes the gradients as the extra argument ``grad``, too: the same
+    A line search also takes the gradients as the extra argument ``grad``: the same
     array is replaced in both places.
     """
     # While a step is compiled, Python code in the optimizer may read an array that is
@@ -123,9 +123,9 @@ def _arrays_of(
 
 
 def _with_placeholders(finite: jax.Array, arrays: _Arrays) -> _Arrays:
-    """Replace the arrays by finite numbers unless the step is finite."""
+    """Replace the arrays by finite values unless the step is finite."""
     grads = _finite_grads(finite, arrays.grads)
-    # The old loss becomes a quarter of the largest number, so that any new loss is an
+    # The old loss becomes a quarter of the largest value, so that any new loss is an
     # improvement, and a line search stops.
     value = [where(finite, x, jnp.full_like(x, _largest(x) / 4)) for x in arrays.value]
     others = [
@@ -145,10 +145,10 @@ def _largest(x: Any) -> float:
 
 
 def _placeholder(x: jax.Array) -> jax.Array:
-    """Return nonzero numbers whose deviations from their mean are nonzero, too.
+    """Return values that are nonzero and differ from their mean.
 
     The derivatives of a norm and of a square root are not finite at 0. The squares of
-    these numbers, and a thousandth of the squares, are nonzero in float16 as well.
+    these values, and a thousandth of the squares, are also nonzero in float16.
     """
     shape = jnp.shape(x)
     index = sum(

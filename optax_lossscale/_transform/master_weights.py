@@ -29,15 +29,15 @@ def with_master_weights(
     of a weight is lost. Put it directly inside `with_loss_scaling`, around everything
     else.
 
-    ``inner`` optimizes the master weights: copies, in ``dtype``, of all parameters that
-    are narrower. ``optax.apply_updates(params, updates)`` then sets the parameters to
-    the rounded master weights. Training is the same, bit for bit, as with float32
-    parameters that the loss casts once each, before use.
+    ``inner`` optimizes the master weights: copies, in ``dtype``, of all parameters with
+    a narrower dtype. ``optax.apply_updates(params, updates)`` then sets the parameters
+    to the rounded master weights. Training is the same, bit for bit, as with float32
+    parameters if the loss casts each parameter once, before use.
 
     Args:
         inner: the optimizer, any Optax transformation.
-        dtype: the type of the master weights. ``inner`` updates complex parameters,
-            and those that are at least as wide, directly.
+        dtype: the dtype of the master weights. Complex parameters, and parameters that
+            are at least as wide, have no copies: ``inner`` updates them directly.
 
     Returns:
         The transformation. Its ``update`` needs ``params``. Updates of parameters with
@@ -46,7 +46,7 @@ def with_master_weights(
 
     Raises:
         TypeError: if ``inner`` is not an Optax transformation.
-        ValueError: if ``dtype`` is not a floating-point type, or float64 without
+        ValueError: if ``dtype`` is not a floating-point dtype, or float64 without
             ``jax_enable_x64``; from ``init``, if a parameter is float8, which no update
             can set exactly; from ``update``, if ``params`` is None or differs from that
             of ``init``.
@@ -74,8 +74,8 @@ def with_master_weights(
     dtype = jnp.dtype(check_dtype("dtype", dtype))
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(
-            f"`dtype` must be a type that JAX has enabled, got {dtype}. Call "
-            "`jax.config.update('jax_enable_x64', True)` first, or leave it at float32."
+            f"`dtype` must be a dtype that JAX has enabled, got {dtype}. Call "
+            "`jax.config.update('jax_enable_x64', True)` first, or leave `dtype` out."
         )
 
     def wide(x: Any) -> Any:
@@ -135,18 +135,18 @@ def has_master_weights(state: Any) -> bool:
 
 
 def check_last(state: Any) -> None:
-    """Raise if a chain goes on after `with_master_weights`, which sets the updates."""
+    """Raise if a chain continues after `with_master_weights`, which sets updates."""
 
-    def goes_on(node: Any) -> bool:
+    def continues(node: Any) -> bool:
         if type(node) not in _CHAINS:
             return False
         members = jax.tree.leaves(node, is_leaf=lambda x: x is not node)
         places = [i for i, x in enumerate(members) if has_master_weights(x)]
         after = members[places[0] + 1 :] if places else []
-        # The states of Optax are tuples. A user's own may hold arrays, too.
+        # The states of Optax are tuples. A user's own may also hold arrays.
         return any(isinstance(x, tuple) for x in after)
 
-    if any(map(goes_on, jax.tree.leaves(state, is_leaf=goes_on))):
+    if any(map(continues, jax.tree.leaves(state, is_leaf=continues))):
         raise ValueError(
             "`with_master_weights` must come last in a chain, got transformations "
             "after it. They would move the parameters away from their float32 copies. "
@@ -178,7 +178,7 @@ def warn_of_float16(params: optax.Params, inner_state: optax.OptState) -> None:
 
 
 def warn_of_narrow_grads(grads: Any, params: Any) -> None:
-    """Warn if true gradients are float16 or float8, but their parameters are not."""
+    """Warn if the gradients are float16 or float8, but their parameters are not."""
     own = jax.tree.leaves(at_paths_of(grads, params))
     pairs = zip(jax.tree_util.tree_leaves_with_path(grads), own, strict=True)
     for (path, x), param in pairs:
@@ -186,11 +186,11 @@ def warn_of_narrow_grads(grads: Any, params: Any) -> None:
         if is_lost and not is_overwritten(path):
             where = jax.tree_util.keystr(path) or "the root"
             warn(
-                f"The true gradients are {dtype_of(x)} at {where}, but the parameter "
-                f"is {dtype_of(param)}. What the loss scale saved is lost again: small "
-                "gradients are 0. Pass on what `value_and_grad` or `unscale_grads` "
-                "returns, without a cast. To send float16 between devices, cast before "
-                "`unscale_grads`."
+                f"The unscaled gradients are {dtype_of(x)} at {where}, but the "
+                f"parameter is {dtype_of(param)}. Small gradients, which the loss "
+                "scale kept, are 0 in this dtype. Do not cast the gradients that "
+                "`value_and_grad` or `unscale_grads` returns. To send float16 between "
+                "devices, cast before `unscale_grads`."
             )
             return
 
@@ -215,8 +215,8 @@ def _refuse_float8(params: Any) -> None:
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         if is_inexact(x) and jnp.finfo(dtype_of(x)).bits < 16:
             raise ValueError(
-                "`params` must not be float8 for master weights, because a float8 "
-                f"update cannot lead to any float8 number, got {dtype_of(x)} at "
+                "`params` must not be float8 for master weights, because adding a "
+                f"float8 update cannot reach each float8 value, got {dtype_of(x)} at "
                 f"{jax.tree_util.keystr(path) or 'the root'}. Keep the parameters in "
                 "float32 and cast them inside the loss."
             )
@@ -228,10 +228,10 @@ def _check_params(params: Any, masters: Any, dtype: Any) -> None:
     if found := mismatch(expected, masters):
         path, new, old = found
         raise ValueError(
-            "`params` must have the structure, shapes and types that `init` was given, "
-            f"but the master weights of `params` have {new} at {path}, "
-            f"and those in `state` have {old}. Pass the parameters of this state, as "
-            "`optax.apply_updates(params, updates)` returns them: the parameters come "
-            "first, and keep their types. `eqx.apply_updates` makes float16 parameters "
-            "float32. If they are others now, call `init` again."
+            "`params` must have the structure, shapes and dtypes that `init` was "
+            f"given, but the master weights of `params` have {new} at {path}, "
+            f"and the master weights in `state` have {old}. Pass the result of "
+            "`optax.apply_updates(params, updates)`. Its first argument is `params`, "
+            "and it keeps the dtypes; `eqx.apply_updates` makes float16 parameters "
+            "float32. If you use other parameters now, call `init` again."
         )

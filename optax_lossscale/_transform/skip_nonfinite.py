@@ -14,23 +14,25 @@ def skip_nonfinite(
     axis_name: AxisName | None = None,
     check_updates: bool = False,
 ) -> LossScaling:
-    """Skip steps whose gradients or loss are not finite, in bfloat16 and float32.
+    """Wrap an optimizer to skip steps with NaN or inf, in bfloat16 and float32.
 
-    Nothing is scaled, and ``jax.value_and_grad`` stays. A skipped step is counted, and
-    leaves the parameters and the state of ``inner`` as they were, bit for bit. It is
-    ``with_loss_scaling(inner, FixedLossScale(1.0))``, with the same state.
+    A step is skipped if its gradients or its loss are not finite. Nothing is scaled:
+    keep calling ``jax.value_and_grad``. A skipped step is counted, and leaves the
+    parameters and the state of ``inner`` as they were, bit for bit. This is the same as
+    ``with_loss_scaling(inner, FixedLossScale(1.0))``, and has the same state.
 
-    Put it outermost. Gradients are always checked, the loss only as ``value=loss`` in
-    ``update``: a label out of range gives a NaN loss and finite gradients. The
-    optimizer does not see BatchNorm statistics and averages of the parameters: keep
-    those with `keep_if_applied`. `check_loss_scale` raises if steps are skipped, with
-    ``max_consecutive_skips=0`` at the first one.
+    Put `skip_nonfinite` outermost, around all other transformations. It always checks
+    the gradients. It checks the loss if you pass ``value=loss`` to ``update``. Do so,
+    because a label out of range gives a NaN loss with finite gradients. Protect
+    BatchNorm statistics and averages of the parameters with `keep_if_applied`. To stop
+    a run that skips steps, call `check_loss_scale`; with ``max_consecutive_skips=0``,
+    it raises an error at the first skip.
 
     Args:
         inner: the optimizer, any Optax transformation.
         axis_name: as for `with_loss_scaling`.
-        check_updates: whether to skip a step, too, if ``inner`` turns finite gradients
-            into NaN or inf. By default they go into the parameters.
+        check_updates: whether to also skip a step if ``inner`` turns finite gradients
+            into NaN or inf. By default, these reach the parameters.
 
     Returns:
         The transformation, with the state and the ``update`` of `with_loss_scaling`.
@@ -39,7 +41,7 @@ def skip_nonfinite(
         TypeError, ValueError: as `with_loss_scaling`.
 
     Warns:
-        UserWarning: as `with_loss_scaling`, but not of losses that are not scaled.
+        UserWarning: as `with_loss_scaling`, without the warnings about scaling.
 
     Examples:
         >>> import jax

@@ -54,7 +54,7 @@ else:
 
 
 class _Step(NamedTuple):
-    """What was finite in a step, on all devices: if all, the step was applied."""
+    """The parts of a step that were finite, on all devices, and whether it applies."""
 
     grads_finite: jax.Array
     loss_finite: jax.Array
@@ -74,19 +74,19 @@ def with_loss_scaling(
     axis_name: AxisName | None = None,
     check_updates: bool = False,
 ) -> LossScaling:
-    """Skip steps whose gradients are not finite, and update the loss scale.
+    """Wrap an optimizer to skip steps with NaN or inf, and to adapt the loss scale.
 
-    The state holds the scale that multiplies the loss. If the scale is too large,
-    gradients overflow to inf or NaN. ``update`` then skips the step: it returns updates
-    of -0.0, which change no number they are added to, and the old state of ``inner``,
-    bit for bit. After every step the rule decides the next scale.
+    The state holds the loss scale, by which `value_and_grad` multiplies the loss. If
+    the scale is too large, gradients overflow to inf or NaN. ``update`` then skips the
+    step: it returns updates of -0.0, which do not change the parameters, and the old
+    state of ``inner``, bit for bit. After every step, ``rule`` computes the next scale.
 
-    Pass true gradients to ``update``, as `value_and_grad` and `unscale_grads` return
-    them. Put it outermost: around clipping, weight decay, schedules,
+    Pass unscaled gradients to ``update``, which `value_and_grad` and `unscale_grads`
+    return. Put `with_loss_scaling` outermost: around clipping, weight decay, schedules,
     ``optax.MultiSteps``, ``optax.masked`` and ``optax.partition``, not inside them.
 
-    For float16 and float8 parameters, ``init`` makes the state that Optax makes for
-    float32 ones. float16 parameters lose small updates; to keep them, use
+    For float16 and float8 parameters, ``init`` makes the same state as for float32
+    parameters. float16 parameters lose small updates. To keep these updates, use
     `with_master_weights`.
 
     Args:
@@ -95,8 +95,8 @@ def with_loss_scaling(
             state.
         rule: how the loss scale changes; to skip steps alone, see `skip_nonfinite`.
         axis_name: inside ``shard_map``, ``pmap`` or ``vmap``, the mapped axis, or a
-            tuple of them, along which gradients or ``value`` differ. A step is applied
-            only if they are finite everywhere. ``jit`` alone does not need it.
+            tuple of axes, along which gradients or ``value`` differ. A step is applied
+            only if they are finite everywhere along it. Not needed under plain ``jit``.
         check_updates: whether to check the results of ``inner`` as well. A step is then
             skipped if it would put a new NaN or inf into the updates, the state or the
             parameters. The scale and its counters of growth and backoff do not change,
@@ -105,7 +105,7 @@ def with_loss_scaling(
 
     Returns:
         The transformation. Its ``update`` passes on the extra arguments that ``inner``
-        takes. Two of them also decide whether the step is applied, unless the rule
+        takes. Two extra arguments decide whether the step is applied, unless the rule
         never skips:
 
         - ``grads_finite``: one boolean, combined with the check of the gradients. False
@@ -132,8 +132,8 @@ def with_loss_scaling(
             - if ``unscale_grads`` was called, but its result is not used;
             - if a compiled step divides by the scale of another optimizer;
             - if gradients are float16 or float8, but their parameters are not;
-            - if the state of ``inner`` is rounded to narrower types in every step;
-            - if ``loss`` is passed, but not ``value``, and the like.
+            - if the state of ``inner`` is rounded to narrower dtypes in every step;
+            - if ``loss`` or a similar name is passed, but not ``value``.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -169,7 +169,7 @@ def with_loss_scaling(
             raise ValueError(
                 "`inner` must not scale losses itself, but its state contains a "
                 "LossScaleState. The outer check would hide overflows from the inner "
-                "rule. Wrap once, outermost."
+                "rule. Use one wrapper only, outermost."
             )
         check_last(inner_state)
         warn_of_float16(params, inner_state)
@@ -209,7 +209,7 @@ def with_loss_scaling(
         applied, new_updates, new = masked_update(
             checked_update, finite, updates, extra_args, old, is_checked=is_checked
         )
-        # Gradients that the optimizer takes may overflow, which a lower scale cures.
+        # Gradients that the optimizer takes may overflow, which a lower scale prevents.
         step = _Step(applied if takes_grads else grads_finite, loss_finite, applied)
         recorded = scale_state.record(applied)
         new_scale_state = select(
@@ -234,11 +234,11 @@ def _checked_scale_state(
     misplaced: tuple[Any, ...],
     extra_args: dict[str, Any],
 ) -> LossScaleState:
-    """Check what ``update`` gets, and return the state of the scale in its types."""
+    """Check the arguments of ``update``, and return the scale's state in its dtypes."""
     if misplaced:
         raise TypeError(
-            "`update` takes gradients, state and parameters, and all else by name, got "
-            f"{describe(misplaced[0])} behind them. Call "
+            "`update` must get all arguments after gradients, state and parameters by "
+            f"name, got {describe(misplaced[0])} by position. Call "
             "`tx.update(grads, state, params, value=loss)`."
         )
     if not isinstance(state, WithLossScalingState):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Colors that color-blind readers can tell apart: Okabe's and Ito's.
+# Colors that color-blind readers can distinguish: Okabe's and Ito's.
 GREY, BLUE, RED = "0.5", "#0072b2", "#d55e00"
 ORANGE, GREEN, PINK = "#e69f00", "#009e73", "#cc79a7"
 
@@ -14,9 +14,9 @@ TRACED = "Return it from the compiled function and plot it outside."
 
 
 def prepare(ax: "Axes | None") -> "Axes":
-    """Return axes, new ones by default, whose figure makes room for all labels."""
+    """Return axes, new ones by default, whose figure has space for all labels."""
     if ax is not None:
-        figure = ax.figure.canvas.figure  # also of axes in a subfigure
+        figure = ax.figure.canvas.figure  # even if the axes are in a subfigure
         if figure.get_layout_engine() is None and ax.get_subplotspec():
             figure.set_layout_engine("constrained")
         return ax
@@ -30,7 +30,7 @@ def prepare(ax: "Axes | None") -> "Axes":
 
 
 def legend_beside(ax: "Axes") -> None:
-    """Put a legend to the right of the axes, if there is anything to say."""
+    """Put a legend to the right of the axes, if anything has a label."""
     if ax.get_legend_handles_labels()[0]:
         ax.legend(
             loc="upper left",

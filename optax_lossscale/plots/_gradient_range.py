@@ -1,4 +1,4 @@
-"""Plot where gradients lie in the range of a type."""
+"""Plot where gradients lie in the range of a dtype."""
 
 import itertools
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from . import _common
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# From left to right. The hatches tell the zones apart in grayscale.
+# From left to right. The hatches distinguish the zones in grayscale.
 _ZONES = (
     ("lost", _common.RED, "////"),
     ("subnormal", _common.ORANGE, "...."),
@@ -33,18 +33,18 @@ def plot_gradient_range(
     dtype: Any = jnp.float16,
     ax: "Axes | None" = None,
 ) -> "Axes":
-    """Plot where gradients lie in the range of a type, before and after scaling.
+    """Plot where gradients lie in the range of a dtype, before and after scaling.
 
-    The plot is a histogram of the log2 of their absolute values, with one bar per
-    octave (factor of two). Behind the bars are four zones of the type: lost (rounded to
-    zero), subnormal (held with fewer digits), normal (held in full) and overflow. The
-    legend has the share of elements in each. The title counts zeros, NaN and inf.
+    The plot is a histogram of the log2 of their absolute values, with one bar per power
+    of two. Behind the bars are four zones of the dtype: lost (rounded to zero),
+    subnormal (held with fewer digits), normal (held in full) and overflow. The legend
+    lists the share of elements in each zone. The title counts zeros, NaN and inf.
 
     Args:
-        grads: true (unscaled) gradients, any pytree of arrays.
+        grads: unscaled gradients, any pytree of arrays.
         loss_scale: one number. With 1, only the unscaled gradients are drawn.
-        dtype: the floating-point type whose zones are drawn, or its name.
-        ax: the matplotlib ``Axes`` to draw on, by default those of a new figure.
+        dtype: the floating-point dtype whose zones are drawn, or its name.
+        ax: the matplotlib ``Axes`` to draw on. The default is a new figure.
 
     Returns:
         The ``Axes``.
@@ -69,20 +69,20 @@ def plot_gradient_range(
     scaled, unscaled = jax.device_get((scaled, unscaled))
     shift = float(np.log2(np.asarray(loss_scale, np.float64)))
     name = jnp.dtype(dtype).name
-    shares, octaves = _histogram(grads)
-    shifted = octaves + shift
+    shares, bins = _histogram(grads)
+    shifted = bins + shift
 
     ax = _common.prepare(ax)
     from matplotlib.ticker import PercentFormatter
 
     label = "unscaled" if shift else None
-    ax.stairs(shares, octaves, fill=True, color=_common.GREY, label=label)
+    ax.stairs(shares, bins, fill=True, color=_common.GREY, label=label)
     if shift:
         label = f"scaled by {_power_of_two(shift)}"
         ax.stairs(shares, shifted, color=_common.BLUE, linewidth=1.8, label=label)
     float64 = np.finfo(np.float64)
     edges = np.log2(np.clip(limits_of(name), float64.smallest_subnormal, float64.max))
-    span = [*edges, *octaves, *shifted]
+    span = [*edges, *bins, *shifted]
     margin = 0.1 * np.ptp(span)
     bounds = itertools.pairwise([min(span) - margin, *edges, max(span) + margin])
     totals = (unscaled, scaled) if shift else (unscaled,)
@@ -109,7 +109,7 @@ def plot_gradient_range(
 
 
 def _histogram(grads: Any) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Return the share of the finite nonzero elements in each octave, and its edges."""
+    """Return the share of the finite nonzero elements in each bin, and its edges."""
     lowest, highest = -1100, 1100  # of float64
     counts = np.zeros(highest - lowest, np.int64)
     for x in jax.tree.leaves(grads):

@@ -31,9 +31,9 @@ def plot_loss_scale(
     Args:
         scales: the scale that multiplied the loss of each step, above 0, of shape
             ``(steps,)``: `get_loss_scale` of the state before the update.
-        skipped: whether each step was skipped, as booleans or 0 and 1, in this shape:
+        skipped: whether each step was skipped, booleans or 0 and 1, in the same shape:
             ``~was_applied(state)`` of the state after the update.
-        ax: the matplotlib ``Axes`` to draw on, by default those of a new figure.
+        ax: the matplotlib ``Axes`` to draw on. The default is a new figure.
         style: passed on to ``Axes.step``, such as ``label`` or ``color``.
 
     Returns:

@@ -95,7 +95,7 @@ ERRORS = {
         (lambda: ls.unscale_grads(STATE, X), r"call is `unscale_grads\(grads, opt_"),
         (lambda: backward(jnp.sum, scale=0.0)(X), "`scale` must be a number from 2"),
         (lambda: backward(jnp.sum, scale=X)(X), "number from 2.* got array"),
-        (lambda: backward(jnp.sum, scale=TX)(X), "pass what its `init"),
+        (lambda: backward(jnp.sum, scale=TX)(X), "pass the result of its `init"),
         (lambda: jax.grad(by_axis)(X), "`axis_name` must name an axis"),
         (lambda: jax.grad(lambda x: retries(jnp.sum)(x)[0])(X), "Reverse-mode .* not"),
         *((lambda f=f: f(changes)(X, [X]), CHANGED) for f in (backward, retries)),

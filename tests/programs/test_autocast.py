@@ -135,7 +135,7 @@ def test_cast_function_takes_arrays_of_an_explicit_mesh(program, x, w):
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.filterwarnings("ignore:`autocast` casts no matrix product")
+@pytest.mark.filterwarnings("ignore:`autocast` casts no matmul")
 def test_operation_that_is_not_cast_keeps_its_types(name):
     def types(f):
         found = equations(jax.make_jaxpr(gradient(f))(X, W))
@@ -266,11 +266,11 @@ by_row = jax.custom_batching.sequential_vmap(jnp.matmul)
 NOT_CAST = {
     "highest precision": (jnp.matmul, "highest", "is a precision other than .*default"),
     "TF32": (jnp.matmul, "tensorfloat32", "is a precision other than"),
-    "own derivative": (OTHERS["own jvp"], None, "is a function with a derivative"),
-    "own batch rule": (by_row, None, "is a function with a batch rule"),
+    "own derivative": (OTHERS["own jvp"], None, "is a function with its own der"),
+    "own batch rule": (by_row, None, "is a function with its own batch rule"),
     "few": (OTHERS["few"], None, "sums fewer than 8 numbers"),
-    "float64": (by_hand(jnp.matmul, "float64"), None, "is the type float64. Give"),
-    "bfloat16": (by_hand(jnp.matmul, "bfloat16"), None, "is the type bfloat16"),
+    "float64": (by_hand(jnp.matmul, "float64"), None, "is the dtype float64. Give"),
+    "bfloat16": (by_hand(jnp.matmul, "bfloat16"), None, "is the dtype bfloat16"),
 }
 
 
@@ -278,7 +278,7 @@ NOT_CAST = {
     ("fun", "precision", "reason"), NOT_CAST.values(), ids=NOT_CAST
 )
 def test_autocast_warns_and_says_why_if_it_casts_nothing(fun, precision, reason):
-    message = f"casts no matrix product or convolution of `fun`, 0 of 1. .*{reason}"
+    message = f"casts no matmul or convolution of `fun`, 0 of 1. .*{reason}"
     with (
         enable_x64(True),
         jax.default_matmul_precision(precision),

@@ -44,8 +44,8 @@ def test_what_autocast_needs_is_named_if_it_is_left_out(call):
 BAD_TYPES = {
     jnp.float32: "must be float16 or bfloat16, got float32",
     "float8_e4m3fn": "float8 needs a scale for each",
-    jnp.int8: "`dtype` must be a floating-point type",
-    None: "`dtype` must be a floating-point type",
+    jnp.int8: "`dtype` must be a floating-point dtype",
+    None: "`dtype` must be a floating-point dtype",
     "bf16": 'such as "bfloat16", got .bf16',
 }
 
@@ -113,12 +113,12 @@ def in_part_of_a_mesh(x):
 UNMEASURED = {
     "cast": (
         ValueError,
-        "must have float32 products .*got none. Pass it without `au",
+        "must have float32 matmuls .*got none. Pass `fun` without `au",
         ls.autocast(jnp.matmul, "float16"),
     ),
     "highest": (
         ValueError,
-        "`fun` must have float32 products that `autocast` casts",
+        "`fun` must have float32 matmuls or convolutions that `autocast`",
         functools.partial(jnp.matmul, precision="highest"),
     ),
     "zero": (
@@ -153,6 +153,6 @@ def test_report_of_errors_that_cannot_be_measured_is_refused(error, words, fun):
 
 def test_errors_of_a_report_is_a_switch():
     with pytest.raises(
-        ValueError, match="`errors` must be True or False, got 1. `fun`"
+        ValueError, match="`errors` must be True or False, got 1. It is not passed"
     ):
         ls.autocast_report(jnp.matmul, X, X, errors=1)

@@ -83,7 +83,7 @@ def test_product_that_is_left_has_a_reason():
         ("own derivative", lambda x: own_jvp(x, x.T)),
         ("own derivative", lambda x: own_vjp(x, x.T)),
         ("own batch rule", lambda x: by_row(x, x.T)),
-        ("no matrix product", lambda x: jnp.vdot(x, x)),
+        ("no matmul", lambda x: jnp.vdot(x, x)),
         ("fewer than 8", lambda x: x[:, :3] @ x[:3]),
         ("bfloat16", lambda x: by_hand(jnp.matmul, "bfloat16")(x, x.T)),
         ("int32", lambda x: x.astype(int) @ x.T.astype(int)),
@@ -196,7 +196,7 @@ def test_products_that_float16_cannot_hold_come_first(of_all_kinds):
 
 def test_table_says_what_float16_does_to_each_product(of_all_kinds):
     lines = repr(of_all_kinds).splitlines()
-    assert lines[0] == "5 products, 4 in float16, 3 beyond its range"
+    assert lines[0] == "5 matmuls and convolutions, 4 in float16, 3 beyond its range"
     words = ["UNDER", "OVERFLOWS", "OVERFLOWS, UNDERFLOWS", "yes", "no: precision"]
     assert all(word in line for word, line in zip(words, lines[2:], strict=True))
 

@@ -78,7 +78,7 @@ def test_base_restores_a_class_as_last_defined_and_refuses_a_name_of_two():
     config = former().get_config()
     assert type(ls.LossScale.from_config(config)) is newest
     former.__qualname__ = "Other"
-    with pytest.raises(ValueError, match=r"'Twin', which is that of .*Other'.* Call"):
+    with pytest.raises(ValueError, match=r"'Twin', which is the name of .*Other'.*Cal"):
         ls.LossScale.from_config(config)
     assert {type(x.from_config(config)) for x in (former, newest)} == {former, newest}
 

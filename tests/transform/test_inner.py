@@ -16,7 +16,7 @@ import optax_lossscale as ls
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:. of . parameters are float16"),
-    pytest.mark.filterwarnings("ignore:The true gradients are float16"),
+    pytest.mark.filterwarnings("ignore:The unscaled gradients are float16"),
 ]
 
 

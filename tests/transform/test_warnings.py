@@ -24,7 +24,7 @@ ADAM, SGD, MOMENTUM = optax.adam(5e-3), optax.sgd(0.1), optax.sgd(0.1, momentum=
 NONE, RULE, UNIT = optax.identity(), ls.DynamicLossScale(), ls.FixedLossScale(1.0)
 COPIED = ls.with_master_weights(SGD)
 YES, OVERWRITTEN = np.bool_(True), "_overwrite_with_gradient"
-NARROW = r"The true gradients are float16 at \['w'\], but the parameter is float32"
+NARROW = r"The unscaled gradients are float16 at \['w'\], but the parameter is float32"
 FLOAT16 = "2 of 2 parameters are float16, .*put `with_master_weights` directly around"
 ROUNDED = r"rounds the state .*\].trace\['b'\], from float32 to float16.*cast the"
 
@@ -126,7 +126,7 @@ def test_compiled_update_warns_once_of_narrow_gradients_and_an_eager_one_each_ti
     args = params.astype(np.float16), tx.init(params), params
     compiled = jax.jit(tx.update)
     for step in (compiled, tx.update, tx.update):
-        warns_here("The true gradients are float16 at the root", step, *args)
+        warns_here("The unscaled gradients are float16 at the root", step, *args)
     compiled(*args)
 
 
