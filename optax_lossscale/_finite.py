@@ -30,7 +30,7 @@ def all_finite(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
         A boolean array of shape ``()``.
 
     Raises:
-        ValueError: if ``axis_name`` is not bound here.
+        ValueError: if ``axis_name`` is not an axis of a surrounding mapped function.
 
     Examples:
         >>> import jax.numpy as jnp

@@ -158,8 +158,8 @@ class MasterWeightsState(NamedTuple):
     """The optimizer state of `with_master_weights`.
 
     Attributes:
-        master_weights: a copy in ``dtype`` of each parameter with a narrower dtype, and
-            an ``optax.MaskedNode`` for each other parameter.
+        master_weights: a copy, in the ``dtype`` of `with_master_weights`, of each
+            parameter with a narrower dtype; an ``optax.MaskedNode`` for each other one.
         inner_state: the state of the wrapped transformation.
 
     Examples:

@@ -21,8 +21,8 @@ class GradientReport(NamedTuple):
     """The result of `gradient_report`: one number per leaf of the gradients.
 
     Each field is a tree with the structure of the gradients and float32 leaves of shape
-    ``()``. Counts are exact up to 2**24. An interactive session shows the table of
-    `format_report`.
+    ``()``. Counts are exact up to 2**24. Below, ``dtype`` is the argument of
+    `gradient_report`. An interactive session shows the table of `format_report`.
 
     Attributes:
         nan: the number of elements that are NaN.

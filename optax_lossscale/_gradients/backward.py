@@ -41,15 +41,15 @@ ScaleFrom = Callable[[Any, Sequence[Any], Callable[..., Any]], jax.Array]
 def scale_backward(
     fun: Callable[Arguments, Output], scale: Any = None
 ) -> Callable[Arguments, Output]:
-    """Create a function whose gradients, by ``jax.grad``, are computed at a loss scale.
+    """Create a function that applies loss scaling whenever it is differentiated.
 
     Use it if a trainer takes your loss and differentiates it itself, with ``jax.grad``,
     ``nnx.value_and_grad`` or ``eqx.filter_value_and_grad``::
 
         jax.value_and_grad(ls.scale_backward(loss_fn, opt_state))(params, batch)
 
-    The scale multiplies the gradients only inside the backward pass. The gradients that
-    it returns are unscaled, and the value is never multiplied. For a block that chooses
+    The scale multiplies the gradients only inside the backward pass. The resulting
+    gradients are unscaled, and the value is never multiplied. For a block that chooses
     its own scale, use `scale_block`.
 
     Args:

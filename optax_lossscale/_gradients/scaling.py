@@ -56,7 +56,7 @@ def scale_loss(loss: Any, state: Any) -> Any:
 def unscale_grads(grads: Tree, state: Any) -> Tree:
     """Divide the gradients of a scaled loss by the loss scale, before ``update``.
 
-    Call it also before clipping, and use the gradients that it returns.
+    Call it before clipping, and use the gradients that it returns.
 
     Args:
         grads: a pytree of gradients of ``scale_loss(loss, state)``.

@@ -18,7 +18,7 @@ from .._validation import warn
 
 
 def was_applied(state: Any) -> jax.Array:
-    """Return whether the last step was applied, for example to log skipped steps.
+    """Return whether the last step was applied and not skipped, for example to log it.
 
     Args:
         state: the optimizer state after the step, as for `get_loss_scale_state`.
@@ -40,7 +40,7 @@ def was_applied(state: Any) -> jax.Array:
 def keep_if_applied(
     state: Any, new: Tree, old: Tree, *, axis_name: AxisName | None = None
 ) -> Tree:
-    """Return ``old`` after a skipped step, else every leaf of ``new`` that is finite.
+    """Return ``new`` after an applied step, and ``old`` after a skipped step.
 
     Use it for state that the optimizer does not protect in a skipped step, such as
     BatchNorm statistics, counters and PRNG keys.

@@ -48,8 +48,8 @@ def with_master_weights(
         TypeError: if ``inner`` is not an Optax transformation.
         ValueError: if ``dtype`` is not a floating-point dtype, or float64 without
             ``jax_enable_x64``; from ``init``, if a parameter is float8, which no update
-            can set exactly; from ``update``, if ``params`` is None or differs from that
-            of ``init``.
+            can set exactly; from ``update``, if ``params`` is None or differs from
+            the parameters that ``init`` was given.
 
     Examples:
         >>> import jax.numpy as jnp

@@ -81,9 +81,10 @@ def with_loss_scaling(
     step: it returns updates of -0.0, which do not change the parameters, and the old
     state of ``inner``, bit for bit. After every step, ``rule`` computes the next scale.
 
-    Pass unscaled gradients to ``update``, which `value_and_grad` and `unscale_grads`
-    return. Put `with_loss_scaling` outermost: around clipping, weight decay, schedules,
-    ``optax.MultiSteps``, ``optax.masked`` and ``optax.partition``, not inside them.
+    Pass the unscaled gradients that `value_and_grad` or `unscale_grads` returns to
+    ``update``. Put `with_loss_scaling` outermost: around clipping, weight decay,
+    schedules, ``optax.MultiSteps``, ``optax.masked`` and ``optax.partition``, not
+    inside them.
 
     For float16 and float8 parameters, ``init`` makes the same state as for float32
     parameters. float16 parameters lose small updates. To keep these updates, use
