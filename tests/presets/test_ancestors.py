@@ -18,8 +18,8 @@ NAMES |= {"grads": PARAMS, "state": RULE.init(), "value": 8.0, "loss_fn": np.sum
 NAMES |= {"overflow": TRUE, "finite_grads": TRUE}
 
 
-PAGES = ["mindspore", "keras_and_tensorflow"]
-TABLES = [table(page(f"coming_from/{name}"), "there") for name in PAGES]
+PAGES = {"mindspore": "MindSpore", "keras_and_tensorflow": "TensorFlow"}
+TABLES = [table(page(f"coming_from/{name}"), PAGES[name]) for name in PAGES]
 of_classes = pytest.mark.parametrize("rows", TABLES, ids=PAGES)
 
 
