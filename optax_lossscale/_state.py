@@ -212,7 +212,7 @@ def canonical(state: LossScaleState) -> LossScaleState:
                 f"`state` must hold numbers, got {describe(x)} for `{name}`. Pass what "
                 "`init(params)` returns, or a state restored from a checkpoint."
             )
-    # Keep arrays that have their type: `forgotten` recognizes them by identity.
+    # Keep arrays that have their type: notes recognize them by identity.
     fields = [
         x if isinstance(x, jax.Array) and _is_of(x, dtype) else jnp.asarray(x, dtype)
         for x, dtype in zip(state, _DTYPES, strict=False)

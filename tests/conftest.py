@@ -61,7 +61,7 @@ def around(request):
 @pytest.fixture
 def new_process():
     """As if the package had just been imported."""
-    from optax_lossscale._gradients.forgotten import notes
+    from optax_lossscale._gradients.notes import notes
 
     notes.clear()
 

@@ -30,7 +30,7 @@ from .._validation import (
     describe,
     warn,
 )
-from .forgotten import Note, note_divided, note_uses, using_scale
+from .notes import Note, note_divided, note_uses, using_scale
 from .scaling import rescale
 
 # Takes the scale from outside or None, the cotangents and the pullback. Returns the

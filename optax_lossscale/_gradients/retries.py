@@ -24,7 +24,7 @@ from .._programs.rewrite import (
 from .._programs.traced_call import Arguments, Output, traced_call
 from .._rules.fields import check_field
 from .._validation import check_count
-from .forgotten import Note, note_divided, using_scale
+from .notes import Note, note_divided, using_scale
 from .value_and_grad import differentiate
 
 

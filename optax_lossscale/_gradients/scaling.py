@@ -10,14 +10,8 @@ from .._dtypes import dtype_of, grad_dtype, is_inexact, wide_dtype
 from .._flax_internals.float8_overwrites import is_overwritten
 from .._tree import Tree
 from .._validation import describe, warn
-from .forgotten import (
-    Note,
-    note,
-    note_divided,
-    using_scale,
-    warn_if_divided_twice,
-    warn_if_scaled_twice,
-)
+from .forgotten import warn_if_divided_twice, warn_if_scaled_twice
+from .notes import Note, note, note_divided, using_scale
 
 
 def scale_loss(loss: Any, state: Any) -> Any:

@@ -12,7 +12,7 @@ from .._flax_internals.float8_overwrites import with_finite_overwrites
 from .._flax_internals.nnx_objects import check_no_modules
 from .._programs.traced_call import Arguments, Output
 from .._validation import check_function, describe
-from .forgotten import Note, note_divided, using_scale
+from .notes import Note, note_divided, using_scale
 from .scaling import scale_loss_by, unscale
 
 

@@ -13,7 +13,7 @@ from .._flax_internals.float8_overwrites import is_overwritten
 from .._state import MasterWeightsState
 from .._tree import at_paths_of, mismatch, same_structure
 from .._validation import check_dtype, warn
-from .extra_args import check_inner, filter_for
+from .inner import check_inner, filter_for
 from .rounding import update_to
 
 # The types of the states of `optax.chain` and `optax.named_chain`.

@@ -4,7 +4,7 @@ import optax
 
 from .._axes import AxisName
 from .._rules.fixed import FixedLossScale
-from .extra_args import check_inner
+from .inner import check_inner
 from .with_loss_scaling import LossScaling, with_loss_scaling
 
 

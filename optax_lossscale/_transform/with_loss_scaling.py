@@ -10,12 +10,8 @@ import optax
 from .._axes import AxisName, all_along, check_agreement
 from .._find import find_nodes
 from .._finite import all_finite
-from .._gradients.forgotten import (
-    Note,
-    note,
-    refuse_gradients,
-    warn_if_forgotten,
-)
+from .._gradients.forgotten import refuse_gradients, warn_if_forgotten
+from .._gradients.notes import Note, note
 from .._jax_internals import in_memory_of
 from .._rules.base import LossScale, check_rule, matching_state, next_state
 from .._rules.dynamic import DynamicLossScale
@@ -28,10 +24,10 @@ from .._state import (
 from .._tree import select
 from .._validation import check_flag, check_loss, check_switch, describe
 from .check_updates import results_finite
-from .extra_args import check_inner
-from .kept_types import with_kept_types
+from .inner import check_inner
 from .mask import masked_update
 from .master_weights import check_last, warn_of_float16, warn_of_narrow_grads
+from .state_types import with_kept_types
 
 if TYPE_CHECKING:
 

@@ -17,7 +17,7 @@ from .._tree import (
     same_structure,
 )
 from .._validation import warn
-from .extra_args import filter_for
+from .inner import filter_for
 from .master_weights import has_master_weights
 
 _KINDS = (np.bool_, np.integer, np.floating, np.complexfloating)
