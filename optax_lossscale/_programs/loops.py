@@ -1,9 +1,10 @@
 """Let loops keep less for their backward pass: the second pass of `autocast`.
 
-JAX keeps what the derivative of each operation needs. After a float16 product, that is
+JAX keeps what the derivative of each operation needs. After a float16 matmul, that is
 float32, which could be computed again from the float16 result. So this pass puts a
-``jax.checkpoint`` around the body of each ``scan`` that has such products. Of a few
-policies, it takes the one that keeps the fewest bytes.
+``jax.checkpoint`` around the body of each ``scan`` that has such matmuls. The policy of
+a ``jax.checkpoint`` chooses which operations are recomputed. This pass takes the policy
+that keeps the fewest bytes, out of a few.
 
 A value that is computed again may round differently. Operations that could turn this
 into a large change run only in the forward pass: see ``DECISIONS``.
