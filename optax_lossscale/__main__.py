@@ -13,15 +13,19 @@ from ._demonstration import training
 from ._validation import BOOK
 from .plots import plot_loss_scale
 
+NO_PICTURE = """\
+matplotlib is not installed, so this run draws no picture. To get one, stop it and run
+`pip install -e '.[demo]'` in the clone, or `pip install matplotlib`."""
 ROW = "{:22}  {:>7}  {:>6}  {:>7}  {:>5}  {:>7}"
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m optax_lossscale",
-        description="Train a small network on Python's own manual five times from the "
-        "same seed: in float32, and in float16 without a loss scale, with a fixed "
-        "scale, with a dynamic scale, and with scale_block. Then compare the results.",
+        description="Train a small network on the list of Unicode's character names, "
+        "five times from the same seed: in float32, and in float16 without a loss "
+        "scale, with a fixed scale, with a dynamic scale, and with scale_block. Then "
+        "compare the results.",
     )
     add = parser.add_argument
     add("--steps", type=int, default=150, help="training steps per run (150)")
@@ -32,18 +36,22 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.steps < 10:
         parser.error(f"argument --steps: must be 10 or more, got {options.steps}.")
+    if options.plot and not _can_plot():
+        options.plot = None
+        print(f"{NO_PICTURE}\n")
     positions = training.load_positions()
     print(f"""\
-The task is to predict which of the 1,000 most common words occur in the next 4
-positions of Python's manual. The network is written in float32, and ls.autocast makes
-it float16. Each run has {options.steps} steps on {jax.devices()[0].device_kind}.
+The text is the list of Unicode's character names. The task is to predict which of its
+1,000 most common words are among the next 4. The network is written in float32, and
+ls.autocast makes it float16. Each run has {options.steps} steps on \
+{jax.devices()[0].device_kind}.
 """)
     print(ROW.format("trained in", "loss", "words", "flushed", "scale", "skipped"))
     results: dict[str, training.Result] = {}
     for name, way in training.WAYS.items():
         with _bar(f"{len(results) + 1} of 5: {name}", options.steps) as bar:
             results[name] = x = training.train(*way, positions, options.steps, bar)
-        shares = f"{x.loss:.4f}", f"{x.words:.2f}", f"{x.flushed:.1%}"
+        shares = f"{x.loss:.3f}", f"{x.words:.1f}", f"{x.flushed:.1%}"
         print(ROW.format(name, *shares, _power(x.scales[-1]), sum(x.skipped)))
     elements, step = training.BATCH * training.VOCABULARY, options.steps // 2
     ratio = results["float16, no scale"].loss / results["float32"].loss
@@ -53,8 +61,8 @@ it float16. Each run has {options.steps} steps on {jax.devices()[0].device_kind}
     losses = dynamic.losses
     before, after = map(_power, dynamic.scales[step : step + 2])
     print(f"""
-loss: on held-out text. words: words predicted per position. flushed: gradients of the
-logits that are zero at the end. scale: that of the last loss.
+loss: on held-out text. words: words predicted per position; 3.6 are right. flushed:
+gradients of the logits that are zero at the end. scale: the scale of the last step.
 
 Without a scale, float16 has {ratio:.2f} times the loss of float32.{later}
 Why float16 needs a scale here: the loss is a mean over {elements:,} labels, so a
@@ -65,8 +73,7 @@ In the dynamic run, the batch of step {step} had an infinite weight. The step wa
 {fate}, the scale went from {before} to {after}, and training continued. The scale
 doubles after 20 finite steps in a row, so that a short run shows it. By default it
 takes 2,000. The loss of a training batch was {losses[step - 1]:.4f} before that step,
-and is {losses[-1]:.4f} at the end. The table's losses are those of held-out text, the
-manual's last tenth: it repeats more words and is easier.
+and is {losses[-1]:.4f} at the end.
 """)
     if options.json:
         runs = {name: result._asdict() for name, result in results.items()}
@@ -74,11 +81,8 @@ manual's last tenth: it repeats more words and is easier.
             run["losses"] = [x if math.isfinite(x) else None for x in run["losses"]]
         options.json.write_text(json.dumps(runs, indent=1, allow_nan=False))
     if options.plot:
-        try:
-            save_plot(options.plot, results)
-            print(f"Losses and scales, step by step: {options.plot.resolve()}")
-        except ImportError:
-            print("There is no picture: matplotlib is not installed.")
+        save_plot(options.plot, results)
+        print(f"Losses and scales, step by step: {options.plot.resolve()}")
     print(f"Next: the quickstart, {BOOK}quickstart.ipynb")
 
 
@@ -94,6 +98,14 @@ def save_plot(path: Path, results: dict[str, training.Result]) -> None:
     above.set(ylabel="training loss", yscale="log", title="Same seed, same batches")
     above.legend(frameon=False)
     figure.savefig(path, dpi=150)
+
+
+def _can_plot() -> bool:
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def _bar(run: str, steps: int) -> Any:

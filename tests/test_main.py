@@ -5,11 +5,12 @@ import json
 import re
 import subprocess
 import sys
+import zlib
 from unittest import mock
 
 import numpy as np
 import pytest
-from book import README
+from book import README, page
 from shared import worker_environment
 
 import optax_lossscale as ls
@@ -29,7 +30,8 @@ def demonstration(tmp_path_factory):
     plot, figures = folder / "plot.png", folder / "runs.json"
     command = [sys.executable, "-m", "optax_lossscale"]
     command += ["--plot", plot, "--json", figures]
-    options = {"capture_output": True, "text": True, "env": worker_environment()}
+    environment = worker_environment(XLA_FLAGS="")  # as users run it
+    options = {"capture_output": True, "text": True, "env": environment}
     run = subprocess.run(command, **options, check=True)
     assert run.stderr == ""  # no warning, and no bar where there is no terminal
     return " ".join(run.stdout.split()), plot, json.loads(figures.read_text())
@@ -46,16 +48,47 @@ def test_run_saves_a_picture_and_prints_the_losses_of_its_json(demonstration):
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert list(runs) == NAMES
     for name, run in runs.items():
-        assert f"{name} {run['loss']:.4f} {run['words']:.2f}" in printed
+        assert f"{name} {run['loss']:.3f} {run['words']:.1f}" in printed
     ratio = runs[UNSCALED]["loss"] / runs[REFERENCE]["loss"]
     assert f"float16 has {ratio:.2f} times the loss of float32. Why" in printed
 
 
 @slow
-def test_readme_has_the_losses_of_the_run(runs):
-    readme = re.search(r"held-out loss is (\S+)\. .* loss is (\S+) ", README)
-    losses = [runs[UNSCALED]["loss"], runs[REFERENCE]["loss"]]
-    np.testing.assert_allclose([float(x) for x in readme.groups()], losses, rtol=0.05)
+def test_readme_has_the_figures_that_the_run_prints(runs):
+    pattern = r"(\S+) of the gradients .* held-out loss is (\S+)\. .* loss is (\S+) "
+    flushed, *losses = re.search(pattern, README).groups()
+    assert flushed == f"{runs[UNSCALED]['flushed']:.0%}"
+    assert losses[0] == f"{runs[UNSCALED]['loss']:.2f}"
+    for name in (REFERENCE, *SCALED):
+        assert losses[1] == f"{runs[name]['loss']:.3f}"
+
+
+@slow
+def test_book_has_the_table_that_the_run_prints(runs):
+    table = page("start/do_i_need_it").partition("\n| trained in")[2]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:7]]
+    assert [row[0].startswith(name) for row, name in zip(rows, runs, strict=True)]
+    for row, (name, run) in zip(rows, runs.items(), strict=True):
+        digits = 2 if name == UNSCALED else 3  # those that all machines agree on
+        loss = f"{run['loss']:.{digits}f}"
+        assert row[1:] == [loss, f"{run['words']:.0f}", f"{run['flushed']:.0%}"]
+
+
+@pytest.fixture(scope="module")
+def positions():
+    return training.load_positions()
+
+
+def test_text_is_the_same_in_every_python(positions):
+    assert [x.shape for x in positions] == [(33548, 12), (3727, 12)]
+    assert [zlib.crc32(x) for x in positions] == [3659717933, 3702058372]
+
+
+def test_number_of_right_words_is_that_of_the_held_out_text(positions, short_run):
+    right = positions[1][:, training.CONTEXT :].tolist()
+    occur = np.mean([len({*row}) for row in right])
+    assert f"; {occur:.1f} are right." in short_run("--no-plot")[0]
+    assert f"(right: {occur:.0f})" in page("start/do_i_need_it")
 
 
 @slow
@@ -72,7 +105,7 @@ def test_float16_with_a_scale_is_as_good_as_float32(runs, name):
     for figure in ("loss", "words"):
         expected = runs[REFERENCE][figure]
         np.testing.assert_allclose(runs[name][figure], expected, rtol=0.02)
-    assert runs[name]["flushed"] < 0.1
+    assert runs[name]["flushed"] < 0.2
 
 
 @slow
@@ -143,18 +176,25 @@ def test_growth_intervals_that_are_printed_are_those_of_the_rules(short_run):
 
 def test_no_plot_writes_no_file(short_run, tmp_path):
     printed, _ = short_run("--no-plot")
-    assert "is easier.\n\nNext: " in printed
+    assert "at the end.\n\nNext: " in printed
     assert not [*tmp_path.iterdir()]
 
 
-def test_run_without_extras_has_neither_bar_nor_picture(
+def test_run_without_extras_has_no_bar_and_says_first_that_there_is_no_picture(
     short_run, monkeypatch, tmp_path
 ):
     for module in ("tqdm", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, module, None)
     printed, shown = short_run()
-    assert "matplotlib is not installed.\nNext: " in printed and shown == ""
+    assert printed.startswith("matplotlib is not installed, so this run draws no pict")
+    assert "pip install -e '.[demo]'" in printed.partition("The text is")[0]
+    assert "at the end.\n\nNext: " in printed and shown == ""
     assert not [*tmp_path.iterdir()]
+
+
+@slow  # It imports matplotlib.
+def test_run_with_matplotlib_does_not_speak_of_it(short_run):
+    assert short_run()[0].startswith("The text is")
 
 
 def test_too_few_steps_are_refused(capsys):
