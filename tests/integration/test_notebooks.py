@@ -21,11 +21,11 @@ def refresh(monkeypatch):
 
 
 # Machines and versions of jax round differently. From AVX2 to AVX-512 and from jax 0.10
-# to 0.12, printed numbers differ by up to 5 %.
+# to 0.12, printed numbers differ by up to 5%.
 TOLERANCE = 0.1
-# This one trains on Python's manual, which is 12 % longer in Python 3.13 than in 3.11.
-# A difference of float32 rounding errors then differs by 21 %, and the largest of many
-# by 31 % in jax 0.7.0.
+# This one trains on Python's manual, which is 12% longer in Python 3.13 than in 3.11.
+# A difference of float32 rounding errors then differs by 21%, and the largest of many
+# by 31% in jax 0.7.0.
 TOLERANCES = {"float16_or_bfloat16": 0.4}
 # The few numbers that round differently make the first two up: a factor of 4 between
 # them. The others are times.
