@@ -30,8 +30,8 @@ VARIANTS = {
 }
 RULES = {**PRESETS, **VARIANTS}
 # The others compile the same code with other numbers.
-QUICK = ["dynamic", "megatron", "tf_contrib_exponential_update", "fixed", "headroom"]
-QUICK += ["apex, fixed", "deepspeed"]
+QUICK = [*DEFAULTS, "megatron", "tf_contrib_exponential_update", "apex, fixed"]
+QUICK += ["deepspeed"]
 every_rule = pytest.mark.parametrize(
     "rule", slow_but([RULES[name] for name in QUICK], RULES.values()), ids=RULES
 )
