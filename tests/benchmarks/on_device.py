@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import kernels
 import nbclient
 import nbformat
 import transformer
@@ -68,6 +69,16 @@ def step(dtype: str) -> list[dict[str, Any]]:
         dataclasses.asdict(r) | {"tokens_per_second": per_step / r.milliseconds}
         for r in results
     ]
+
+
+def small_model(layers: int, optimizer: str) -> list[dict[str, Any]]:
+    """A whole step of a small network, which on a GPU is bound by launches."""
+    keys = jax.random.split(jax.random.key(0), layers)
+    params = [(0.2 * jax.random.normal(k, (64, 64)), jnp.zeros(64)) for k in keys]
+    x = jax.random.normal(jax.random.key(1), (256, 64))
+    tx = kernels.OPTIMIZERS[optimizer]
+    steps = make_steps(kernels.RECIPES, tx, kernels.loss_fn)
+    return list(map(dataclasses.asdict, measure(steps, params, x, REPEATS, builds=1)))
 
 
 def casts(dtype: str, name: str) -> list[dict[str, Any]]:
@@ -121,6 +132,11 @@ def notebook(name: str) -> list[dict[str, Any]]:
 PARTS = {
     **{f"update by {x}": (update, x) for x in ("sgd", "adamw", "clip + adamw")},
     **{f"step in {x}": (step, x) for x in DTYPES},
+    **{
+        f"{2 * layers} small arrays, {x}": (small_model, layers, x)
+        for layers in (3, 8, 32)
+        for x in kernels.OPTIMIZERS
+    },
     **{
         f"casts in {x}, {name}": (casts, x, name)
         for x in ("float16", "bfloat16")

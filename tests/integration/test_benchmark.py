@@ -47,8 +47,11 @@ def test_benchmark_measures_and_draws_every_recipe_of_an_update(tmp_path):
 
 @pytest.mark.slow
 def test_one_command_measures_this_device(tmp_path):
-    step, tests = "step in float16", "tests of transform/test_rounding.py"
-    report = run("on_device.py", tmp_path / "found.json", "--parts", step, tests)
+    small, tests = "6 small arrays, adam", "tests of transform/test_rounding.py"
+    parts = ("--parts", "step in float16", small, tests)
+    report = run("on_device.py", tmp_path / "found.json", *parts)
+    recipes = [result["recipe"] for result in report["parts"][small]]
+    assert recipes == ["plain", "optax_lossscale", "flax", "jmp"]
     [result] = report["parts"][tests]
     assert " passed" in result["outcome"] and result["failed"] == []
     assert "| plain | " in (tmp_path / "found.md").read_text()
