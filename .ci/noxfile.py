@@ -47,14 +47,14 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def demo(session: nox.Session) -> None:
-    """The README's demonstration."""
+    """The README's first command."""
     install(session, "demo")
     session.run("python", "-m", "optax_lossscale")
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """What the page on contributing begins with."""
+    """The README's second command."""
     install(session, "test")
     session.run("pytest")
 

@@ -28,6 +28,13 @@ def test_readme_begins_as_the_start_page_does():
     assert start.startswith(shared)
 
 
+def test_readme_has_the_command_of_the_demonstration_and_that_of_the_tests():
+    """Each alone in a block, to be copied."""
+    blocks = code_blocks(README, "bash")
+    assert "pip install -e '.[demo]' && python -m optax_lossscale\n" in blocks
+    assert "pip install -e '.[test]' && pytest\n" in blocks
+
+
 def test_lines_that_the_diff_of_readme_adds_are_in_the_program():
     (diff,) = code_blocks(README, "diff")
     program, *_ = code_blocks(README, "python")
