@@ -134,13 +134,7 @@ def evaluate_with_nan(jaxpr: Jaxpr, *inputs: jax.Array) -> Sequence[jax.Array]:
 
 def as_one_equation(jaxpr: Jaxpr, *inputs: jax.Array) -> Sequence[jax.Array]:
     """Run a program that may compute with NaN as one equation, not traced again."""
-
-    @jax.jit
-    def program(*_: jax.Array) -> list[float]:
-        return [0.0] * len(jaxpr.outvars)
-
-    # Two equations with as many inputs and outputs differ only in their programs.
-    (eqn,) = jax.make_jaxpr(program)(*[0.0] * len(inputs)).jaxpr.eqns
+    eqn = _empty_call(len(inputs), len(jaxpr.outvars))
     params = {**eqn.params, "jaxpr": ClosedJaxpr(jaxpr, [])}
     return eqn.primitive.bind(*inputs, **params)
 
@@ -152,27 +146,57 @@ def with_calls(program: Jaxpr) -> Jaxpr:
     takes half of the time to trace the gradient of a model without loops. `jax.numpy`
     also makes such calls. A trace takes only their operations.
     """
+    inline = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # from jax 0.12
+    empty_call = functools.cache(_empty_call)  # of this mesh
 
     def as_call(eqn: JaxprEqn) -> Any:
-        if eqn.primitive.name not in OPERATIONS or programs_in(eqn.params):
+        is_plain = eqn.primitive.name in OPERATIONS and not eqn.effects
+        if not is_plain or programs_in(eqn.params):
             return eqn
-        types = tuple(x.aval for x in eqn.invars)
-        call = _call(eqn.primitive, types, tuple(eqn.params.items()), eqn.ctx)
-        return eqn.replace(primitive=call.primitive, params=call.params)
+        types, results = (
+            tuple(x.aval for x in variables) for variables in (eqn.invars, eqn.outvars)
+        )
+        items = tuple(eqn.params.items())
+        shared = _shared_program(eqn.primitive, types, results, items, eqn.ctx)
+        call = empty_call(len(types), len(results))
+        params = {**call.params, "jaxpr": shared, "inline": inline}
+        return eqn.replace(primitive=call.primitive, params=params)
 
     return with_eqns(program, lambda eqn: [as_call(eqn)])
 
 
 @functools.lru_cache(maxsize=4096)
-def _call(operation: Any, types: Any, params: Any, context: Any) -> Any:
-    @jax.jit
-    def program(*operands: jax.Array) -> Any:
-        return operation.bind(*operands, **dict(params))
+def _shared_program(
+    operation: Any, types: Any, results: Any, params: Any, context: Any
+) -> Any:
+    """Return a program of one operation, which is not traced again."""
+    call = _empty_call(len(types), len(results))
+    inputs: list[Any] = [*map(new_var, types)]
+    outputs: list[Any] = [*map(new_var, results)]
+    eqn = call.replace(
+        primitive=operation,
+        invars=inputs,
+        outvars=outputs,
+        params=dict(params),
+        ctx=context,
+    )
+    program = call.params["jaxpr"]
+    jaxpr = jaxpr_of(program).replace(invars=inputs, outvars=outputs, eqns=[eqn])
+    return like(program, jaxpr)
 
-    with context.manager:
-        (eqn,) = jax.make_jaxpr(program)(*types).jaxpr.eqns
-    inline = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # from jax 0.12
-    return eqn.replace(params={**eqn.params, "inline": inline})
+
+def _empty_call(inputs: int, outputs: int) -> JaxprEqn:
+    """Return a call of a program that computes nothing.
+
+    Two calls with as many inputs and outputs, on one mesh, differ only in it.
+    """
+
+    @jax.jit
+    def program(*_: jax.Array) -> list[float]:
+        return [0.0] * outputs
+
+    (eqn,) = jax.make_jaxpr(program)(*[0.0] * inputs).jaxpr.eqns
+    return eqn
 
 
 def without_constants(closed_jaxpr: ClosedJaxpr) -> Jaxpr:

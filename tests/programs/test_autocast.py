@@ -134,6 +134,17 @@ def test_cast_function_takes_arrays_of_an_explicit_mesh(program, x, w):
         assert_cast_alike(gradient, program, xw=xw)
 
 
+def test_eager_gradient_on_a_second_mesh_has_its_devices():
+    """The same operations have run on a mesh of the same shape."""
+    grad = jax.grad(ls.autocast(lambda w, x: jnp.sum(jnp.tanh(x @ w)), "float16"))
+    for devices in (jax.devices(), jax.devices()[::-1]):
+        mesh = jax.sharding.Mesh(np.array(devices), ("data",))
+        with set_mesh(mesh):
+            place = functools.partial(jax.device_put, device=NamedSharding(mesh, P()))
+            found = grad(*map(place, (jnp.ones((8, 8)), X)))
+        assert [*found.sharding.mesh.devices] == devices
+
+
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.filterwarnings("ignore:`autocast` casts no matmul")
 def test_operation_that_is_not_cast_keeps_its_types(name):
