@@ -59,12 +59,9 @@ from ._diagnostics.suggestion import SuggestedLossScale, suggest_loss_scale
 from ._diagnostics.table import GradientReport, format_report
 from ._find import get_loss_scale, get_loss_scale_state
 from ._finite import all_finite, max_magnitude
-from ._gradients.backward import scale_backward, scale_block
-from ._gradients.retries import value_and_grad_with_retries
 from ._gradients.scaling import scale_loss, unscale_grads
 from ._gradients.value_and_grad import grad, value_and_grad
-from ._programs.autocast import autocast
-from ._programs.report import AutocastReport, autocast_report
+from ._jax_internals import unavailable as _unavailable
 from ._public import set_module as _set_module
 from ._rules.base import LossScale
 from ._rules.dynamic import DynamicLossScale
@@ -76,6 +73,16 @@ from ._transform.master_weights import with_master_weights
 from ._transform.skip_nonfinite import skip_nonfinite
 from ._transform.with_loss_scaling import with_loss_scaling
 from ._tree import select
+
+try:  # These rewrite programs, which a new jax may make in another way.
+    from ._gradients.backward import scale_backward, scale_block
+    from ._gradients.retries import value_and_grad_with_retries
+    from ._programs.autocast import autocast
+    from ._programs.report import AutocastReport, autocast_report
+except Exception as _error:
+    AutocastReport = _unavailable(_error)  # type: ignore[misc]
+    autocast = autocast_report = scale_backward = _unavailable(_error)
+    scale_block = value_and_grad_with_retries = _unavailable(_error)
 
 __version__ = "0.1.0"
 

@@ -1,12 +1,18 @@
-"""Uses of jax internals. Only this file handles differences between jax versions."""
+"""Uses of jax internals. Only this file handles differences between jax versions.
 
-from collections.abc import Callable, Sequence
+`with_loss_scaling`, `skip_nonfinite`, `value_and_grad` and `scale_loss` need only what
+is above `rewriting`. Everything else here is for rewriting programs.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
-from jax.interpreters import ad
+
+# The oldest and the newest jax that this version is tested with.
+TESTED = "0.7.0", "0.12.0"
 
 
 def is_staging() -> bool:
@@ -67,6 +73,49 @@ def in_memory_of(x: jax.Array, other: Any) -> jax.Array:
     return x if here == there else jax.device_put(x, there)
 
 
+def is_ref(x: jax.Array) -> bool:
+    """Return whether an array is mutable, a ``jax.Ref``."""
+    return hasattr(jax.typeof(x), "inner_aval")
+
+
+def unknown_jax(error: Exception) -> str:
+    """Return the sentences that explain an error in the rewriting of programs."""
+    from . import __version__
+
+    oldest, newest = TESTED
+    return (
+        f"optax_lossscale {__version__} cannot rewrite the programs of jax "
+        f"{jax.__version__} ({error!r}). It is tested with jax {oldest} to {newest}."
+    )
+
+
+@contextlib.contextmanager
+def rewriting() -> Iterator[None]:
+    """Explain errors in the rewriting of programs, during which no user's code runs.
+
+    What programs are made of is no public part of jax, so a new version may change it.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(
+            f"{unknown_jax(error)} Upgrade optax_lossscale, or install one of these. "
+            "What rewrites no program still works: `with_loss_scaling`, "
+            "`skip_nonfinite`, `value_and_grad`, `scale_loss` and `unscale_grads`. "
+            "Instead of `autocast`, cast by hand."
+        ) from error
+
+
+def unavailable(error: Exception) -> Any:
+    """Return what takes the place of functions that could not be imported."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        with rewriting():
+            raise error
+
+    return function
+
+
 def is_computed(x: Any) -> bool:
     """Return whether the function that is being traced has computed an array."""
     # Derivatives and `jax.vmap` wrap the arrays that they trace, perhaps each other.
@@ -75,11 +124,6 @@ def is_computed(x: Any) -> bool:
     ):
         x = inner
     return getattr(x, "parent", None) is not None
-
-
-def is_ref(x: jax.Array) -> bool:
-    """Return whether an array is mutable, a ``jax.Ref``."""
-    return hasattr(jax.typeof(x), "inner_aval")
 
 
 def inputs_of_scan(params: dict[str, Any], inputs: Sequence[Any]) -> list[list[Any]]:
@@ -114,11 +158,24 @@ def inside_of_shard_map(params: dict[str, Any], fun: Callable[[], Any]) -> Any:
 
 def no_tangent(zeros: jax.Array) -> Any:
     """Return a value that a rule of a ``custom_jvp`` may return instead of zeros."""
-    return SymbolicZero(jax.typeof(zeros))
+    return jax.custom_derivatives.SymbolicZero(jax.typeof(zeros))
 
 
 def zeros_like_aval(aval: Any) -> jax.Array:
     """Return zeros of an abstract type, with its sharding and its mapped axes."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return jax.lax.full(aval.shape, 0, aval.dtype)  # `ad` would return float0
-    return ad.zeros_like_aval(aval)
+    return jax.interpreters.ad.zeros_like_aval(aval)
+
+
+def like(program: Any, jaxpr: Any) -> Any:
+    """Return a program of the same class, with the same constants."""
+    # Since jax 0.12 there is one class, whose attribute ``jaxpr`` is the object itself.
+    if getattr(program, "jaxpr", program) is program:
+        return jaxpr
+    return type(program)(jaxpr, program.consts)
+
+
+def inlined() -> Any:
+    """Return the parameter of a call of which a trace takes only the operations."""
+    return jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # from jax 0.12

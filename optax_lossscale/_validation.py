@@ -7,7 +7,7 @@ import numbers
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,10 @@ _POWERS = {SMALLEST_SCALE: "2**-126", LARGEST_SCALE: "2**126"}
 # A warning points at the first line outside of these packages.
 _SKIPPED = {__name__.partition(".")[0], "jax", "optax", "flax", "equinox", "contextlib"}
 
-
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+# The arguments and the output of a function that a user passes.
+Arguments = ParamSpec("Arguments")
+Output = TypeVar("Output")
 
 
 def advise_if_left_out(advice: str) -> Callable[[FunctionT], FunctionT]:

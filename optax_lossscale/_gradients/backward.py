@@ -17,13 +17,14 @@ from .._programs.rewrite import (
     COLLECTIVE,
     DEBUGGING,
     check_axes,
-    effect_names,
     evaluate,
     refuse_effects,
 )
-from .._programs.traced_call import Arguments, Output, TracedCall, on_traced_calls
+from .._programs.traced_call import TracedCall, on_traced_calls
 from .._rules.fields import check_field
 from .._validation import (
+    Arguments,
+    Output,
     check_dtype,
     check_function,
     check_scale,
@@ -207,7 +208,7 @@ def _run_scaled(
     places.
     """
     jaxpr, overwritten = call.jaxpr, call.overwritten
-    refuse_effects(effect_names(jaxpr) - {COLLECTIVE, *DEBUGGING})
+    refuse_effects(call.effects - {COLLECTIVE, *DEBUGGING})
 
     def forward(outer_scale: Any, *primals: Any) -> tuple[Sequence[jax.Array], Any]:
         inputs = [x.value for x in primals]

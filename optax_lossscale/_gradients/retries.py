@@ -17,13 +17,12 @@ from .._jax_internals import after, zeros_like_aval
 from .._programs.rewrite import (
     MUTABLE_ARRAYS,
     check_axes,
-    effect_names,
     evaluate_with_nan,
     refuse_effects,
 )
-from .._programs.traced_call import Arguments, Output, traced_call
+from .._programs.traced_call import traced_call
 from .._rules.fields import check_field
-from .._validation import check_count
+from .._validation import Arguments, Output, check_count
 from .notes import Note, note_divided, using_scale
 from .value_and_grad import differentiate
 
@@ -117,7 +116,7 @@ def value_and_grad_with_retries(
             traced_call(attempt, args, kwargs, [scale_state.loss_scale]) as call,
         ):
             check_axes(call.jaxpr, axis_name)
-            refuse_effects(effect_names(call.jaxpr) & MUTABLE_ARRAYS)
+            refuse_effects(call.effects & MUTABLE_ARRAYS)
             attempts, scale, *outputs = _retry(
                 call.jaxpr, call.inputs, max_retries, backoff_factor, axis_name
             )

@@ -10,8 +10,7 @@ import numpy as np
 from .._flax_internals.bound_methods import wraps
 from .._flax_internals.float8_overwrites import with_finite_overwrites
 from .._flax_internals.nnx_objects import check_no_modules
-from .._programs.traced_call import Arguments, Output
-from .._validation import check_function, describe
+from .._validation import Arguments, Output, check_function, describe
 from .notes import Note, note_divided, using_scale
 from .scaling import scale_loss_by, unscale
 

@@ -7,9 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import JaxprEqn, Var
 
+from .._jax_internals import rewriting
 from .._validation import (
+    Arguments,
+    Output,
     advise_if_left_out,
     check_dtype,
     check_function,
@@ -19,10 +22,9 @@ from .._validation import (
 from .loops import with_less_kept
 from .origins import origins_of_arguments
 from .primitives import MOVES, PRODUCTS, TRANSPARENT
-from .products import VECTORS, reason_to_leave, reasons_to_leave
+from .products import VECTORS, Left, reason_to_leave, reasons_to_leave
 from .rewrite import (
     MUTABLE_ARRAYS,
-    effect_names,
     eqn_like,
     evaluate,
     jaxpr_of,
@@ -33,7 +35,7 @@ from .rewrite import (
     with_eqns,
     with_programs,
 )
-from .traced_call import Arguments, Output, TracedCall, on_traced_calls
+from .traced_call import TracedCall, on_traced_calls
 
 
 @advise_if_left_out(
@@ -123,14 +125,17 @@ def autocast(
         )
 
     def run_cast(call: TracedCall) -> Sequence[jax.Array]:
-        refuse_effects(effect_names(call.jaxpr) & MUTABLE_ARRAYS)
-        _warn_if_nothing_is_cast(call.jaxpr, name)
+        refuse_effects(call.effects & MUTABLE_ARRAYS)
+        with rewriting():
+            left = [*reasons_to_leave(call.jaxpr, name)]
+        _warn_if_nothing_is_cast(left)
         # The constants of a program are no transfers that a guard should stop.
         with jax.transfer_guard_host_to_device("allow"):
-            cast = _cast(call.jaxpr, name)
-            program = with_less_kept(cast, name, origins_of_arguments(call.inputs))
-            if is_traced(call.inputs):
-                program = with_calls(program)
+            with rewriting():
+                cast = _cast(call.jaxpr, name)
+                program = with_less_kept(cast, name, origins_of_arguments(call.inputs))
+                if is_traced(call.inputs):
+                    program = with_calls(program)
             return evaluate(program, *call.inputs)
 
     if any(isinstance(x, jax.Array) for x in jax.tree.leaves(fun)):
@@ -140,8 +145,8 @@ def autocast(
     return on_traced_calls(fun, run_cast)
 
 
-def _warn_if_nothing_is_cast(program: Jaxpr, dtype: str) -> None:
-    found = [x for x in reasons_to_leave(program, dtype) if x != VECTORS]
+def _warn_if_nothing_is_cast(reasons: Sequence[Left | None]) -> None:
+    found = [x for x in reasons if x != VECTORS]
     advice = collections.Counter(left.advice if left else "" for left in found)
     if not advice or "" in advice:
         return  # some are cast, here or by hand

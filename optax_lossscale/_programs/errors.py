@@ -7,9 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
 from .._dtypes import is_inexact
+from .._jax_internals import rewriting
 from .places import Place, with_eqns_inside
 from .rewrite import (
     DEBUGGING,
@@ -19,15 +20,17 @@ from .rewrite import (
     new_var,
     refuse_effects,
 )
+from .traced_call import TracedCall
 
 
-def errors_of_lines(jaxpr: Jaxpr, inputs: list[jax.Array]) -> dict[str, list[float]]:
+def errors_of_lines(call: TracedCall) -> dict[str, list[float]]:
     """Return the relative change of the results in float16 and bfloat16, by line.
 
     The program is compiled once: its products ask the host for the dtype of their line.
     A dtype that is an input would need a path into every loop.
     """
-    refuse_effects(effect_names(jaxpr) - DEBUGGING)
+    refuse_effects(call.effects - DEBUGGING)
+    inputs = call.inputs
     types: dict[str, int] = {}  # 0 is float32, 1 float16, 2 bfloat16
 
     def change(eqn: Any, place: Place) -> Iterator[JaxprEqn]:
@@ -39,8 +42,10 @@ def errors_of_lines(jaxpr: Jaxpr, inputs: list[jax.Array]) -> dict[str, list[flo
             yield eqn  # the others, which are left out, would print in every run
 
     # In a `jit`, JAX does not trace a `shard_map` again. Its types would be others.
-    inner = jax.jit(functools.partial(evaluate_with_nan, jaxpr))
-    program = with_eqns_inside(jax.make_jaxpr(inner)(*inputs).jaxpr, change)
+    inner = jax.jit(functools.partial(evaluate_with_nan, call.jaxpr))
+    traced = jax.make_jaxpr(inner)(*inputs)
+    with rewriting():
+        program = with_eqns_inside(traced.jaxpr, change)
     if not types:
         raise ValueError(
             "`fun` must have float32 matmuls or convolutions that `autocast` casts if "

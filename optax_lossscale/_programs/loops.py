@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from .._dtypes import is_inexact
-from .._jax_internals import inputs_of_scan, inside_of_shard_map
+from .._jax_internals import inputs_of_scan, inside_of_shard_map, like
 from .origins import Origin, Origins, origin_of_variables, origins_inside
 from .primitives import (
     CHECKPOINTS,
@@ -45,7 +45,6 @@ from .rewrite import (
     effect_names,
     equations,
     jaxpr_of,
-    like,
     new_var,
     operations,
     remembered,

@@ -12,6 +12,7 @@ from jax.extend.core import JaxprEqn
 
 from .._dtypes import is_inexact
 from .._finite import magnitude_bits
+from .._jax_internals import rewriting
 from .._validation import check_concrete, check_function, check_switch
 from .errors import errors_of_lines
 from .places import Place, Site, with_eqns_inside
@@ -176,7 +177,7 @@ def autocast_report(
     with jax.disable_jit(False), jax.debug_nans(False), jax.enable_checks(False):
         with traced_call(fun, args, kwargs) as call:
             check_concrete("fun", call.inputs, "Call it outside of `jax.jit`.")
-            found = errors_of_lines(call.jaxpr, call.inputs) if errors else {}
+            found = errors_of_lines(call) if errors else {}
 
             def change(eqn: JaxprEqn, place: Place) -> Iterator[JaxprEqn]:
                 yield eqn
@@ -185,7 +186,8 @@ def autocast_report(
                     seen.append((row, numbers))
                     yield _noting(eqn, numbers)
 
-            program = with_eqns_inside(call.jaxpr, change)
+            with rewriting():
+                program = with_eqns_inside(call.jaxpr, change)
             run = functools.partial(evaluate_with_nan, program)
             compiled = jax.jit(run, compiler_options=_RUNS_ONCE)
             jax.block_until_ready(compiled(*call.inputs))

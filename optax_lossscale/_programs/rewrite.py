@@ -13,13 +13,15 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import eval_jaxpr
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var, jaxpr_as_fun
 
 from .._axes import AxisName, check_axis_name
+from .._jax_internals import inlined, like, rewriting
 from .primitives import ELEMENTWISE, PRODUCTS, REDUCTIONS, RESHAPES
 
 Program = ClosedJaxpr | Jaxpr
@@ -110,8 +112,9 @@ def refuse_effects(effects: set[str]) -> None:
 def check_axes(jaxpr: Jaxpr, axis_name: AxisName | None) -> None:
     """Raise if devices could communicate while they compute at different scales."""
     check_axis_name(axis_name)
-    effects: Any = jaxpr.effects
-    used = {e.name for e in effects if type(e).__name__ == COLLECTIVE}
+    with rewriting():
+        effects: Any = jaxpr.effects
+        used = {e.name for e in effects if type(e).__name__ == COLLECTIVE}
     named = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if axes := used.difference(named):
         raise ValueError(
@@ -124,7 +127,7 @@ def check_axes(jaxpr: Jaxpr, axis_name: AxisName | None) -> None:
 
 def evaluate(jaxpr: Jaxpr, *inputs: jax.Array) -> Sequence[jax.Array]:
     """Run a program. With ``jax_debug_nans``, JAX names the operation of a NaN."""
-    return jax.core.eval_jaxpr(jaxpr, [], *inputs)
+    return eval_jaxpr(jaxpr, [], *inputs)
 
 
 def evaluate_with_nan(jaxpr: Jaxpr, *inputs: jax.Array) -> Sequence[jax.Array]:
@@ -146,7 +149,6 @@ def with_calls(program: Jaxpr) -> Jaxpr:
     takes half of the time to trace the gradient of a model without loops. `jax.numpy`
     also makes such calls. A trace takes only their operations.
     """
-    inline = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # from jax 0.12
     empty_call = functools.cache(_empty_call)  # of this mesh
 
     def as_call(eqn: JaxprEqn) -> Any:
@@ -159,7 +161,7 @@ def with_calls(program: Jaxpr) -> Jaxpr:
         items = tuple(eqn.params.items())
         shared = _shared_program(eqn.primitive, types, results, items, eqn.ctx)
         call = empty_call(len(types), len(results))
-        params = {**call.params, "jaxpr": shared, "inline": inline}
+        params = {**call.params, "jaxpr": shared, "inline": inlined()}
         return eqn.replace(primitive=call.primitive, params=params)
 
     return with_eqns(program, lambda eqn: [as_call(eqn)])
@@ -266,14 +268,6 @@ def _equation(fun: Any, *dtypes: Any) -> Any:
     like = [jax.ShapeDtypeStruct((), dtype) for dtype in dtypes]
     (eqn,) = jax.make_jaxpr(fun)(*like).jaxpr.eqns
     return eqn
-
-
-def like(program: Program, jaxpr: Any) -> Any:
-    """Return a program of the same class, with the same constants."""
-    # In jax 0.12 there is one class, whose attribute ``jaxpr`` is the program itself.
-    if isinstance(program, Jaxpr):
-        return jaxpr
-    return ClosedJaxpr(jaxpr, cast(Any, program).consts)
 
 
 def _debugging_effects(parts: Iterable[Any]) -> set[Any]:

@@ -3,22 +3,21 @@
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from .._dtypes import is_inexact
 from .._flax_internals import nnx_objects, running_model
 from .._flax_internals.bound_methods import wraps
 from .._flax_internals.float8_overwrites import is_overwritten
-from .._validation import describe
-from .rewrite import without_constants
+from .._jax_internals import rewriting
+from .._validation import Arguments, Output, describe
+from .rewrite import effect_names, without_constants
 
-Arguments = ParamSpec("Arguments")
-Output = TypeVar("Output")
 _ARRAY = object()  # marks the place of an array in the output
 
 
@@ -27,6 +26,7 @@ class TracedCall(NamedTuple):
 
     jaxpr: Jaxpr  # the program, which holds no arrays
     inputs: list[jax.Array]  # those in the arguments, then those closed over
+    effects: set[str]  # the names of the effects of the program
     overwritten: list[bool]  # for each input, whether its gradient is its new value
     # Turns the outputs of the program into the output of the function.
     put_back: Callable[[Sequence[jax.Array]], Any]
@@ -74,26 +74,37 @@ def traced_call(
         # Errors of JAX name the function that it unwraps.
         vars(flat).update(__wrapped__=fun, __signature__=inspect.signature(flat))
         closed_jaxpr = jax.make_jaxpr(flat)(first, arrays)
-        jaxpr = without_constants(closed_jaxpr)
-        inputs = [*first, *arrays.values(), *closed_jaxpr.consts]
         before, behind = [False] * len(first), [False] * len(closed_jaxpr.consts)
         overwritten = [*before, *(is_overwritten(paths[i][0]) for i in arrays), *behind]
-        # Other results bypass the program: inputs that are returned unchanged,
-        # such as parameters, and constant scalars. Of a jnp.array(True), for example,
-        # `jax.core.eval_jaxpr` would return the Python number.
-        known = dict(zip(map(id, jaxpr.invars), inputs, strict=True))
-        scalars = [x for x in jaxpr.outvars if isinstance(x, Literal)]
-        known.update({id(x): jnp.asarray(x.val) for x in scalars})
-        bypassing = [known.get(id(x)) for x in jaxpr.outvars]
-        pairs = zip(jaxpr.outvars, bypassing, strict=True)
-        jaxpr = jaxpr.replace(outvars=[x for x, y in pairs if y is None])
+        inputs = [*first, *arrays.values(), *closed_jaxpr.consts]
+        with rewriting():
+            jaxpr, bypassing = _without_bypassing(closed_jaxpr, inputs)
+            effects = effect_names(jaxpr)
 
         def put_back(computed: Sequence[jax.Array]) -> Any:
             rest = iter(computed)
             all_outputs = [next(rest) if x is None else x for x in bypassing]
             return output.put_back(all_outputs)
 
-        yield TracedCall(jaxpr, inputs, overwritten, put_back)
+        yield TracedCall(jaxpr, inputs, effects, overwritten, put_back)
+
+
+def _without_bypassing(
+    closed_jaxpr: ClosedJaxpr, inputs: list[jax.Array]
+) -> tuple[Jaxpr, list[jax.Array | None]]:
+    """Return a program without constants, and the results that it need not return.
+
+    These are inputs that are returned unchanged, such as parameters, and constant
+    scalars. Of a jnp.array(True), for example, `jax.core.eval_jaxpr` would return the
+    Python number. Where the program computes a result, there is None.
+    """
+    jaxpr = without_constants(closed_jaxpr)
+    known = dict(zip(map(id, jaxpr.invars), inputs, strict=True))
+    scalars = [x for x in jaxpr.outvars if isinstance(x, Literal)]
+    known.update({id(x): jnp.asarray(x.val) for x in scalars})
+    bypassing = [known.get(id(x)) for x in jaxpr.outvars]
+    pairs = zip(jaxpr.outvars, bypassing, strict=True)
+    return jaxpr.replace(outvars=[x for x, y in pairs if y is None]), bypassing
 
 
 def on_traced_calls(

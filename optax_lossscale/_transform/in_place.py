@@ -22,11 +22,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._jax_internals import after, no_tangent, varying_axes, varying_like
-from .._programs.origins import Origin, origin_of_variables
 from .._programs.primitives import NAN_TOLERANT
 from .._programs.rewrite import (
     as_one_equation,
@@ -36,7 +34,7 @@ from .._programs.rewrite import (
     with_eqns,
     without_constants,
 )
-from .._tree import is_array, where
+from .._tree import where
 
 
 @jax.tree_util.register_dataclass
@@ -58,19 +56,22 @@ class TracedUpdate:
         return jax.tree.unflatten(self.structure, outputs)
 
 
-def trace_update(
-    update: Callable[[Any], Any], arrays: Any, old_state: Any, is_checked: bool
-) -> TracedUpdate | None:
-    """Trace an update, or return None if it cannot or should not be masked in place."""
-    # A program returns arrays alone, but the state may hold the functions of a model.
-    if not all(map(is_array, jax.tree.leaves(old_state))):
-        return None
-    traced, shapes = jax.make_jaxpr(update, return_shape=True)(arrays)
+def mask_in_place(
+    traced: Any, shapes: Any, derived: Any, is_checked: bool, *given: Any
+) -> tuple[jax.Array, Any, Any] | None:
+    """Return whether a step is applied, its updates, and the state after it.
+
+    Return None if the traced update cannot or should not be masked in place. ``shapes``
+    is the tree that it returns, and ``derived`` a function with the same values that
+    has derivatives.
+    """
     program = without_constants(traced)
     # A checked update runs twice, for which a loop is too expensive.
     if not tolerates_nan(program) or is_checked and "scan" in operations(program):
         return None
-    return TracedUpdate(program, jax.tree.structure(shapes), traced.consts)
+    update = TracedUpdate(program, jax.tree.structure(shapes), traced.consts)
+    masked = functools.partial(_mask, is_checked)
+    return call_with_derivatives_of(derived, masked, update, *given)
 
 
 def tolerates_nan(program: Jaxpr) -> bool:
@@ -78,10 +79,9 @@ def tolerates_nan(program: Jaxpr) -> bool:
     return operations(program) <= NAN_TOLERANT
 
 
-def mask_in_place(
+def _mask(
     runs_twice: bool, update: TracedUpdate, finite: Any, arrays: Any, old_state: Any
 ) -> tuple[jax.Array, Any, Any]:
-    """Return whether a step is applied, its updates, and the state after it."""
     applied = finite
     if runs_twice:
         # In one run, the whole new state waits in memory for the flag, which is slower
@@ -162,26 +162,36 @@ def call_with_derivatives_of(
 
     @functools.partial(primal.defjvp, symbolic_zeros=True)
     def _(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-        directions = {
-            i: t for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)
-        }
+        directions = {i: t for i, t in enumerate(tangents) if not _is_zero(t)}
         moving = {i: primals[i] for i in directions}
+        fixed: list[bool] = []
+
+        @jax.custom_jvp
+        def outputs(*leaves: Any) -> tuple[Any, ...]:
+            return leaves
+
+        # Results without a tangent get a symbolic zero, not an array of zeros: 0 times
+        # the derivative of a root at 0 would be NaN in later operations.
+        @functools.partial(outputs.defjvp, symbolic_zeros=True)
+        def _(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+            fixed.extend(map(_is_zero, tangents))
+            return primals, tangents
 
         def along(moving: dict[int, Any]) -> Any:
             leaves = [moving.get(i, x) for i, x in enumerate(primals)]
-            return derived(*jax.tree.unflatten(structure, leaves))
+            results = derived(*jax.tree.unflatten(structure, leaves))
+            return jax.tree.unflatten(
+                jax.tree.structure(results), outputs(*jax.tree.leaves(results))
+            )
 
-        program, shapes = jax.make_jaxpr(along, return_shape=True)(moving)
-        results, tangents = jax.jvp(
-            jaxpr_as_fun(program), [*moving.values()], [*directions.values()]
-        )
-        # Results without a tangent get a symbolic zero, not an array of zeros: 0 times
-        # the derivative of a root at 0 would be NaN in later operations.
-        inputs = tuple(Origin(True, True) for _ in moving)
-        origin_of = origin_of_variables(program, inputs)
-        pairs = zip(program.jaxpr.outvars, tangents, strict=True)
-        tangents = [x if origin_of(v).has_tangent else no_tangent(x) for v, x in pairs]
-        output = jax.tree.structure(shapes)
-        return jax.tree.unflatten(output, results), jax.tree.unflatten(output, tangents)
+        results, tangents = jax.jvp(along, [moving], [directions])
+        leaves, shapes = jax.tree.flatten(tangents)
+        pairs = zip(leaves, fixed or [True] * len(leaves), strict=True)
+        tangents = [no_tangent(x) if is_fixed else x for x, is_fixed in pairs]
+        return results, jax.tree.unflatten(shapes, tangents)
 
     return primal(*leaves)
+
+
+def _is_zero(tangent: Any) -> bool:
+    return isinstance(tangent, jax.custom_derivatives.SymbolicZero)

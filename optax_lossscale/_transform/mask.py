@@ -16,10 +16,9 @@ import numpy as np
 import optax
 
 from .._dtypes import dtype_of, is_inexact
-from .._jax_internals import is_ref, is_staging
-from .._tree import select, where
-from .._validation import is_traced
-from .in_place import call_with_derivatives_of, mask_in_place, trace_update
+from .._jax_internals import is_ref, is_staging, unknown_jax
+from .._tree import is_array, select, where
+from .._validation import is_traced, warn
 
 
 class _Arrays(NamedTuple):
@@ -28,6 +27,12 @@ class _Arrays(NamedTuple):
     grads: list[jax.Array]
     value: list[jax.Array]  # the loss, given as the extra argument ``value``
     others: list[jax.Array]  # the arrays in other extra arguments
+
+
+# Runs an update, and masks its results. It takes whether the gradients and the loss are
+# finite, the arrays and the old state. It returns whether the step is applied, its
+# updates, and the state after it.
+_Masked = Callable[[jax.Array, _Arrays, Any], tuple[jax.Array, Any, Any]]
 
 
 def masked_update(
@@ -53,31 +58,49 @@ def masked_update(
     def update_with(arrays: _Arrays) -> Any:
         return update(*arguments_with(arrays))
 
-    traced = None
+    # Eager derivatives need a second run. Compiled, it would double the cost.
+    runs_twice = is_checked and not staging and is_traced((arrays, old_state))
+    masked: _Masked = functools.partial(_select_at_end, runs_twice, update_with)
     # With a `grad_fn` the update is checked. In place it would run twice, and the
     # derivative that it takes is expensive.
     if staging and extra_args.get("grad_fn") is None:
-        traced = trace_update(update_with, arrays, old_state, is_checked)
-    if traced is None:
-        # Eager derivatives need a second run. Compiled, it would double the cost.
-        runs_twice = is_checked and not staging and is_traced((arrays, old_state))
-        outputs = _select_at_end(runs_twice, update_with, finite, arrays, old_state)
-    else:
-        # In place, a skipped step runs on NaN, so derivatives come from the other way.
-        at_end = functools.partial(_select_at_end, is_checked)
-        in_place = functools.partial(mask_in_place, is_checked)
-        args = traced, finite, arrays, old_state
-        outputs = call_with_derivatives_of(at_end, in_place, *args)
-    applied, updates, new_state = outputs
+        masked = _in_place_or(masked, update_with, is_checked)
+    applied, updates, new_state = masked(finite, arrays, old_state)
     # Like the updates, not the gradients: the optimizer may return another tree.
     no_updates = jax.tree.map(_zeros_like, updates)
     return applied, select(applied, updates, no_updates), new_state
 
 
+def _in_place_or(at_end: _Masked, update: Any, is_checked: bool) -> _Masked:
+    """Return a function that masks in place, or else at the end."""
+
+    def masked(finite: jax.Array, arrays: _Arrays, old_state: Any) -> Any:
+        # A program returns arrays alone, but the state may hold functions of a model.
+        if not all(map(is_array, jax.tree.leaves(old_state))):
+            return at_end(finite, arrays, old_state)
+        # Outside of the `try`: errors of the user's optimizer are the user's.
+        traced, shapes = jax.make_jaxpr(update, return_shape=True)(arrays)
+        outputs = None
+        try:
+            from .in_place import mask_in_place
+
+            # In place, a skipped step runs on NaN, so derivatives come from here.
+            derived = functools.partial(_select_at_end, is_checked)
+            given = finite, arrays, old_state
+            outputs = mask_in_place(traced, shapes, derived, is_checked, *given)
+        except Exception as error:
+            warn(
+                f"{unknown_jax(error)} So updates take more time and memory on a CPU. "
+                "Their results are the same."
+            )
+        return at_end(finite, arrays, old_state) if outputs is None else outputs
+
+    return masked
+
+
 def _select_at_end(
     runs_twice: bool, update: Any, finite: Any, arrays: _Arrays, old_state: Any
 ) -> tuple[jax.Array, Any, Any]:
-    """Return whether a step is applied, its updates, and the state after it."""
     usable, updates, new_state = update(_with_placeholders(finite, arrays))
     applied = finite & usable
     if runs_twice:
