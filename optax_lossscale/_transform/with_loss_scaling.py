@@ -1,7 +1,7 @@
 """The Optax transformation that skips steps and updates the loss scale."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -47,20 +47,6 @@ if TYPE_CHECKING:
         update: _Update
 else:
     LossScaling = optax.GradientTransformationExtraArgs
-
-
-class _Step(NamedTuple):
-    """The parts of a step that were finite, on all devices, and whether it applies."""
-
-    grads_finite: jax.Array
-    loss_finite: jax.Array
-    applied: jax.Array
-
-    @property
-    def scale_may_change(self) -> jax.Array:
-        # Another scale does not help if the unscaled loss is not finite, or if the
-        # optimizer turns finite gradients into NaN or inf.
-        return self.loss_finite & (self.applied | ~self.grads_finite)
 
 
 def with_loss_scaling(
@@ -183,12 +169,6 @@ def with_loss_scaling(
             rule, updates, state, params, misplaced, extra_args
         )
         old = state.inner_state
-        if not rule.skip_nonfinite:
-            new_updates, new = inner.update(updates, old, params, **extra_args)
-            new_scale_state = next_state(rule, scale_state, True, updates, axis_name)
-            new_scale_state = with_counts(new_scale_state, scale_state.record(True))
-            return new_updates, WithLossScalingState(new_scale_state, new)
-
         grads_finite, loss_finite = _inputs_finite(updates, extra_args, axis_name)
         finite = grads_finite & loss_finite
         check_agreement(finite, scale_state.loss_scale, axis_name)
@@ -206,21 +186,41 @@ def with_loss_scaling(
         applied, new_updates, new = masked_update(
             checked_update, finite, updates, extra_args, old, is_checked=is_checked
         )
-        # Gradients that the optimizer takes may overflow, which a lower scale prevents.
-        step = _Step(applied if takes_grads else grads_finite, loss_finite, applied)
+        # A lower scale also helps if gradients overflow that the optimizer takes. It
+        # does not help if the unscaled loss is not finite, or if the optimizer turns
+        # finite gradients into NaN or inf.
+        none_overflowed = applied if takes_grads else grads_finite
         recorded = scale_state.record(applied)
         new_scale_state = select(
-            step.scale_may_change,
-            next_state(rule, scale_state, step.grads_finite, updates, axis_name),
+            loss_finite & (applied | ~none_overflowed),
+            next_state(rule, scale_state, none_overflowed, updates, axis_name),
             recorded,
         )
         # A rule of the user's own need not count.
-        new_scale_state = with_counts(new_scale_state, recorded)
-        new_scale_state = jax.tree.map(in_memory_of, new_scale_state, scale_state)
-        note(Note.RETURNED, new_scale_state.loss_scale)
-        return new_updates, WithLossScalingState(new_scale_state, new)
+        counted = with_counts(new_scale_state, recorded)
+        counted = jax.tree.map(in_memory_of, counted, scale_state)
+        note(Note.RETURNED, counted.loss_scale)
+        return new_updates, WithLossScalingState(counted, new)
 
-    return cast(LossScaling, optax.GradientTransformationExtraArgs(init_fn, update_fn))
+    def always_apply_fn(
+        updates: optax.Updates,
+        state: WithLossScalingState,
+        params: optax.Params | None = None,
+        *misplaced: Any,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, WithLossScalingState]:
+        scale_state = _checked_scale_state(
+            rule, updates, state, params, misplaced, extra_args
+        )
+        new_updates, new = inner.update(
+            updates, state.inner_state, params, **extra_args
+        )
+        new_scale_state = next_state(rule, scale_state, True, updates, axis_name)
+        counted = with_counts(new_scale_state, scale_state.record(True))
+        return new_updates, WithLossScalingState(counted, new)
+
+    update = update_fn if rule.skip_nonfinite else always_apply_fn
+    return cast(LossScaling, optax.GradientTransformationExtraArgs(init_fn, update))
 
 
 def _checked_scale_state(
