@@ -34,13 +34,23 @@ def warn_if_divided_twice(grads: Any, state: Any) -> None:
         )
 
 
-def refuse_gradients(params: Any) -> None:
-    """Raise if the parameters that ``update`` gets are the gradients of a loss."""
-    if noted(Note.DIVIDED, params) or noted(Note.DIVIDED_INSIDE, params):
+def refuse_gradients(params: Any, updates: Any) -> None:
+    """Raise if ``update`` gets the gradients of a loss as parameters.
+
+    Weights may start as a gradient. Then ``updates`` are other gradients.
+    """
+    own = set(map(id, jax.tree.leaves(params)))
+    others = [x for x in jax.tree.leaves(updates) if id(x) not in own]
+    if _divided_by(params) and not _divided_by(others):
         raise ValueError(
             "`params` must be the parameters, got the gradients of a loss. Call "
-            "`tx.update(grads, state, params)`."
+            "`tx.update(grads, state, params)`. If the parameters start as a gradient, "
+            "copy it: `jax.tree.map(jnp.copy, grads)`."
         )
+
+
+def _divided_by(grads: Any) -> Any:
+    return noted(Note.DIVIDED, grads) or noted(Note.DIVIDED_INSIDE, grads)
 
 
 def warn_if_forgotten(state: WithLossScalingState, rule: Any, grads: Any) -> None:
@@ -54,7 +64,7 @@ def warn_if_forgotten(state: WithLossScalingState, rule: Any, grads: Any) -> Non
         )
         return
     owners = [owner_of(state), None]
-    if by := noted(Note.DIVIDED, grads) or noted(Note.DIVIDED_INSIDE, grads):
+    if by := _divided_by(grads):
         used, owner = by
         # Only in one program is it certain that the scale of the update will change.
         in_program = is_traced(scale) and is_traced(grads) and is_staging()

@@ -62,6 +62,7 @@ LOSSES = [
     ),
     (apply, {"argnums": 1}, (X, MLP), "=eqx.filter_value_and_grad`"),
     (apply, {"argnums": (0, 1)}, (X, MLP), "=eqx.filter_value_and_grad`"),
+    (apply, {"argnums": 2}, (MLP, X), "requires at least 3 positional arguments"),
     (apply, {}, (X, BATCH_NORM), "=nnx.value_and_grad`"),
     (lambda models: 0.0, {}, ([LINEAR],), "=nnx.value_and_grad`"),
 ]
