@@ -90,9 +90,9 @@ def value_and_grad(
         *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> tuple[Output, Any]:
         # Read the state now: a Flax NNX optimizer changes in place.
-        with using_scale(state, Note.SCALES, Note.DIVIDES) as scale_state:
-            output, grads = at_scale(scale_state.loss_scale, *args, **kwargs)
-        note_divided(grads, state)
+        with using_scale(state, Note.SCALES, Note.DIVIDES) as used:
+            output, grads = at_scale(used.state.loss_scale, *args, **kwargs)
+        note_divided(grads, used)
         return output, grads
 
     return value_and_grad_fun

@@ -83,7 +83,7 @@ ERRORS = {
         (lambda: ls.scale_loss(jnp.int32(1), STATE), "The loss must be a floating"),
         (lambda: ls.scale_block(3), "`fun` must be a function, got 3.* `scale_block"),
         (lambda: backward(3), "`fun` must be a function, got 3.* `scale_backward"),
-        (lambda: ls.scale_backward(jnp.sum), "`scale` must be .* use `scale_block`"),
+        (lambda: ls.scale_backward(jnp.sum), "argument: 'scale'.* use `scale_block`"),
         (lambda: ls.grad(apply, STATE)(X, model=[BATCH_NORM]), "=nnx.value_and_grad`"),
         (lambda: jax.jvp(backward(jnp.sin), (X,), (X,)), "forward-mode .*custom_vjp"),
         (lambda: backward(prints)(X), "`fun` must be free of effects .*IOEffect"),
