@@ -145,7 +145,7 @@ def check_loss_scale(
     )
 
 
-def _raise_or_warn(limit: int, on_error: Any, due: Any, *seen: Any) -> None:
+def _raise_or_warn(limit: int, on_error: Any, due: np.ndarray, *seen: Any) -> None:
     """Raise or report, on the host, the events that are due."""
     # Under ``jax.vmap``, the host is called for each member, even if nothing is due:
     # https://github.com/jax-ml/jax/issues/19314
@@ -167,8 +167,8 @@ class _Due(NamedTuple):
     A loop sees every step. It reports each skip once, and what lasts every 500 steps.
     """
 
-    has_happened: Any
-    in_loop: Any = True
+    has_happened: jax.Array
+    in_loop: jax.Array | bool = True
 
 
 @functools.partial(jax.jit, static_argnames=("limit", "every", "eager"))

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from .._state import LossScaleState
 from .._validation import BOOK
 from .table import ALL_KINDS, FINITE_KINDS, table_of
 
@@ -183,7 +184,7 @@ def message(
     return "\n".join(texts)
 
 
-def _causes_of_skips(state: Any, report: Any, value: Any) -> _Causes:
+def _causes_of_skips(state: LossScaleState, report: Any, value: Any) -> _Causes:
     """Return the causes of skips in a row, as far as they are known."""
     grads_finite = report is not None and not any(
         map(float, jax.tree.leaves((report.nan, report.inf)))

@@ -36,7 +36,7 @@ from .scaling import rescale
 
 # Takes the scale from outside or None, the cotangents and the pullback. Returns the
 # scale of the backward pass.
-ScaleFrom = Callable[[Any, Sequence[Any], Callable[..., Any]], jax.Array]
+ScaleFrom = Callable[[Any, Sequence[jax.Array], Callable[..., Any]], jax.Array]
 
 
 @advise_if_left_out(
@@ -161,7 +161,7 @@ def scale_block(
     headroom = check_field("headroom", headroom)
     largest = float(jnp.finfo(check_dtype("dtype", dtype)).max)
 
-    def scale_from(_: None, cotangents: Sequence[Any], pullback: Any) -> Any:
+    def scale_from(_: None, cotangents: Sequence[jax.Array], pullback: Any) -> Any:
         program = jax.make_jaxpr(pullback)(cotangents).jaxpr
         check_axes(program, axis_name)
         # Inputs and outputs of the block may be narrower than ``dtype``.
@@ -190,7 +190,7 @@ def _outer_scale(scale: Any) -> Iterator[tuple[jax.Array, Used | None]]:
             yield used.state.loss_scale, used._replace(is_inside=True)
 
 
-def _outer_alone(outer_scale: Any, *_: Any) -> Any:
+def _outer_alone(outer_scale: jax.Array, *_: Any) -> jax.Array:
     return outer_scale
 
 

@@ -6,6 +6,7 @@ It warns only if a mistake is certain. A table in `notes` shows by which notes.
 from typing import Any
 
 import jax
+import optax
 
 from .._jax_internals import is_staging
 from .._state import LossScaleState, WithLossScalingState
@@ -21,7 +22,7 @@ def warn_if_scaled_twice(loss: Any) -> None:
         )
 
 
-def warn_if_divided_twice(grads: Any, scale: Any) -> None:
+def warn_if_divided_twice(grads: optax.Updates, scale: Any) -> None:
     by: Used | None = noted(Note.DIVIDED, grads)
     # A division inside of the loss may have been by another scale.
     if by and not (by.is_inside and by.raw.loss_scale is not scale):
@@ -32,7 +33,7 @@ def warn_if_divided_twice(grads: Any, scale: Any) -> None:
         )
 
 
-def refuse_gradients(params: Any, updates: Any) -> None:
+def refuse_gradients(params: optax.Params | None, updates: optax.Updates) -> None:
     """Raise if ``update`` gets the gradients of a loss as parameters.
 
     Weights may start as a gradient. Then ``updates`` are other gradients.

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self, cast
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from .._axes import AxisName
 from .._finite import finite_max_magnitude
@@ -246,7 +247,7 @@ def next_state(
     rule: LossScale,
     state: LossScaleState,
     grads_finite: jax.typing.ArrayLike,
-    grads: Any,
+    grads: optax.Updates,
     axis_name: AxisName | None,
 ) -> LossScaleState:
     """Return the rule's next state, in its own types.
