@@ -11,7 +11,8 @@ as `value_and_grad`::
     value_and_grad  SCALES, DIVIDES  the scale
                     SCALES           the owner
                     DIVIDED          the gradients that it returns
-    scale_backward  all of these; its DIVIDED says that it is inside of the loss
+    scale_backward  all of these; its DIVIDED says that it is inside of the loss, and is
+                    left out if the scale is a number
     scale_loss      SCALES           the scale, the owner
                     SCALED           the loss that it returns
     unscale_grads   SCALES           the owner
