@@ -35,7 +35,7 @@ def get_loss_scale_state(state: Any) -> LossScaleState:
         >>> int(ls.get_loss_scale_state(opt_state).skipped_steps)
         0
     """
-    return canonical(raw_scale_state(state))
+    return canonical(raw_scale_state(find_state(state)))
 
 
 def get_loss_scale(state: Any) -> jax.Array:
@@ -79,21 +79,21 @@ def find_state(
     )
 
 
-def raw_scale_state(state: Any) -> LossScaleState:
+def raw_scale_state(found: WithLossScalingState | LossScaleState) -> LossScaleState:
     """Return the `LossScaleState` of an optimizer state, with its own array objects."""
     # Flax NNX wraps each array in a variable.
-    return cast(LossScaleState, unwrap(_scale_state(state)))
+    return cast(LossScaleState, unwrap(_scale_state(found)))
 
 
 def replace_loss_scale_state(state: Any, new: LossScaleState) -> Any:
     """Return the state, or the object with an ``opt_state``, with another scale."""
-    old = _scale_state(state)
+    old = _scale_state(find_state(state))
     # Flax NNX wraps each array in a variable, so keep the structure.
     new = jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(new))
     replaced = jax.tree.map(
         lambda x: new if x is old else x, state, is_leaf=lambda x: x is old
     )
-    if _scale_state(replaced) is not new:
+    if _scale_state(find_state(replaced)) is not new:
         raise TypeError(
             "`state` must be a pytree that holds its `opt_state` if the scale may "
             f"change, got {describe(state)}. Pass its `opt_state`."
@@ -107,8 +107,7 @@ def find_nodes(tree: Any, kind: type) -> list[Any]:
     return [x for x in leaves if isinstance(x, kind)]
 
 
-def _scale_state(state: Any) -> LossScaleState:
-    found = find_state(state)
+def _scale_state(found: WithLossScalingState | LossScaleState) -> LossScaleState:
     return found.scale_state if isinstance(found, WithLossScalingState) else found
 
 

@@ -16,7 +16,7 @@ Examples:
     >>> tx = ls.with_loss_scaling(optax.adamw(3e-4), rule)
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from ._dtypes import LARGEST_SCALE, SMALLEST_SCALE
 from ._rules.dynamic import DynamicLossScale
@@ -66,13 +66,11 @@ def apex_amp(
     """
     if loss_scale != "dynamic":
         return FixedLossScale(loss_scale, skip_nonfinite=False)
-    least = _least("min_loss_scale", min_loss_scale)
     largest = check_field("max_scale", max_loss_scale, "max_loss_scale")
-    first = min(check_field("init_scale", init_scale), largest)
-    return DynamicLossScale(
-        _first("init_scale", first, least, largest),
-        growth_interval=check_field("growth_interval", scale_window, "scale_window"),
-        min_scale=least,
+    return _dynamic(
+        init_scale=min(check_field("init_scale", init_scale), largest),
+        growth_interval=_Named(scale_window, "scale_window"),
+        min_scale=_Named(min_loss_scale, "min_loss_scale"),
         max_scale=largest,
     )
 
@@ -102,16 +100,12 @@ def deepspeed(
 
     Source: https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/fp16/loss_scaler.py
     """
-    least = _least("min_scale", min_scale)
-    factor = check_field("growth_factor", scale_factor, "scale_factor")
-    return DynamicLossScale(
-        _first("init_scale", init_scale, least),
-        growth_factor=factor,
-        backoff_factor=1 / factor,
-        growth_interval=check_field("growth_interval", scale_window, "scale_window"),
-        min_scale=least,
-        max_scale=LARGEST_SCALE,
-        hysteresis=check_field("hysteresis", delayed_shift, "delayed_shift"),
+    return _dynamic(
+        init_scale=init_scale,
+        factor=_Named(scale_factor, "scale_factor"),
+        growth_interval=_Named(scale_window, "scale_window"),
+        min_scale=min_scale,
+        hysteresis=_Named(delayed_shift, "delayed_shift"),
         hysteresis_refill=_refill(consecutive_hysteresis),
     )
 
@@ -147,15 +141,12 @@ def deepspeed_fp16(
         return FixedLossScale(1.0)
     if loss_scale != 0:
         return FixedLossScale(loss_scale)
-    least = _least("min_loss_scale", min_loss_scale)
     advice = "The first scale is 2 to this power."
     power = check_number("initial_scale_power", initial_scale_power, -126, 126, advice)
-    interval = check_field("growth_interval", loss_scale_window, "loss_scale_window")
-    return DynamicLossScale(
-        2.0**power,
-        growth_interval=interval,
-        min_scale=least,
-        max_scale=LARGEST_SCALE,
+    return _dynamic(
+        init_scale=_Named(2.0**power, "2**initial_scale_power"),
+        growth_interval=_Named(loss_scale_window, "loss_scale_window"),
+        min_scale=_Named(min_loss_scale, "min_loss_scale"),
         hysteresis=hysteresis,
         hysteresis_refill=_refill(consecutive_hysteresis),
     )
@@ -183,21 +174,19 @@ def fairseq(
 
     Source: https://github.com/facebookresearch/fairseq/blob/main/fairseq/optim/dynamic_loss_scaler.py
     """
-    lowest = _least("min_loss_scale", min_loss_scale)
+    lowest = _least(min_loss_scale, "min_loss_scale")
     factor = check_field("growth_factor", scale_factor, "scale_factor")
-    least = _first("init_scale", init_scale, lowest)
+    least = _first(init_scale, least=lowest)
     while least / factor > lowest:
         least /= factor
     if threshold is not None:
         threshold = check_field("min_scale", threshold, "threshold")
         least = threshold if threshold > lowest else least
-    return DynamicLossScale(
-        _first("init_scale", init_scale, least),
-        growth_factor=factor,
-        backoff_factor=1 / factor,
-        growth_interval=check_field("growth_interval", scale_window, "scale_window"),
+    return _dynamic(
+        init_scale=init_scale,
+        factor=factor,
+        growth_interval=_Named(scale_window, "scale_window"),
         min_scale=least,
-        max_scale=LARGEST_SCALE,
     )
 
 
@@ -223,14 +212,12 @@ def flax_dynamic_scale(
 
     Source: https://github.com/google/flax/blob/main/flax/training/dynamic_scale.py
     """
-    least = _least("minimum_scale", minimum_scale)
-    return DynamicLossScale(
-        _first("scale", scale, least),
+    return _dynamic(
+        init_scale=_Named(scale, "scale"),
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=check_field("growth_interval", growth_interval) + 1,
-        min_scale=least,
-        max_scale=LARGEST_SCALE,
+        min_scale=_Named(minimum_scale, "minimum_scale"),
     )
 
 
@@ -254,15 +241,11 @@ def jmp_dynamic(
 
     Source: https://github.com/google-deepmind/jmp#loss-scaling
     """
-    least = _least("min_loss_scale", min_loss_scale)
-    factor = check_field("growth_factor", factor, "factor")
-    return DynamicLossScale(
-        _first("loss_scale", loss_scale, least),
-        growth_factor=factor,
-        backoff_factor=1 / factor,
-        growth_interval=check_field("growth_interval", period, "period"),
-        min_scale=least,
-        max_scale=LARGEST_SCALE,
+    return _dynamic(
+        init_scale=_Named(loss_scale, "loss_scale"),
+        factor=_Named(factor, "factor"),
+        growth_interval=_Named(period, "period"),
+        min_scale=_Named(min_loss_scale, "min_loss_scale"),
     )
 
 
@@ -288,12 +271,9 @@ def keras_loss_scale(
             f"`dynamic` must be True, got {dynamic!r}. For a scale that never changes, "
             "use `FixedLossScale`."
         )
-    name = "dynamic_growth_steps"
-    return DynamicLossScale(
-        _first("initial_scale", initial_scale),
-        growth_interval=check_field("growth_interval", dynamic_growth_steps, name),
-        min_scale=SMALLEST_SCALE,
-        max_scale=LARGEST_SCALE,
+    return _dynamic(
+        init_scale=_Named(initial_scale, "initial_scale"),
+        growth_interval=_Named(dynamic_growth_steps, "dynamic_growth_steps"),
     )
 
 
@@ -321,14 +301,12 @@ def megatron(
 
     Source: https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/optimizer/grad_scaler.py
     """
-    least = _least("min_scale", min_scale)
-    return DynamicLossScale(
-        _first("initial_scale", initial_scale, least),
+    return _dynamic(
+        init_scale=_Named(initial_scale, "initial_scale"),
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
-        min_scale=least,
-        max_scale=LARGEST_SCALE,
+        min_scale=min_scale,
         hysteresis=hysteresis,
         hysteresis_refill="growth",
     )
@@ -349,14 +327,11 @@ def mindspore_dynamic(
 
     Source: https://www.mindspore.cn/docs/en/master/api_python/amp/mindspore.amp.DynamicLossScaleManager.html
     """
-    factor = check_field("growth_factor", scale_factor, "scale_factor")
-    return DynamicLossScale(
-        _first("init_loss_scale", init_loss_scale, 1.0),
-        growth_factor=factor,
-        backoff_factor=1 / factor,
-        growth_interval=check_field("growth_interval", scale_window, "scale_window"),
+    return _dynamic(
+        init_scale=_Named(init_loss_scale, "init_loss_scale"),
+        factor=_Named(scale_factor, "scale_factor"),
+        growth_interval=_Named(scale_window, "scale_window"),
         min_scale=1.0,
-        max_scale=LARGEST_SCALE,
     )
 
 
@@ -380,14 +355,11 @@ def mpx_dynamic(
 
     Source: https://github.com/Data-Science-in-Mechanical-Engineering/mixed_precision_for_JAX
     """
-    least = _least("min_loss_scaling", min_loss_scaling)
-    factor = check_field("growth_factor", factor, "factor")
-    return DynamicLossScale(
-        _first("loss_scaling", loss_scaling, least, 65504.0),
-        growth_factor=factor,
-        backoff_factor=1 / factor,
-        growth_interval=check_field("growth_interval", period, "period"),
-        min_scale=least,
+    return _dynamic(
+        init_scale=_Named(loss_scaling, "loss_scaling"),
+        factor=_Named(factor, "factor"),
+        growth_interval=_Named(period, "period"),
+        min_scale=_Named(min_loss_scaling, "min_loss_scaling"),
         max_scale=65504.0,
     )
 
@@ -413,16 +385,13 @@ def tf_contrib_exponential_update(
 
     Source: https://github.com/tensorflow/tensorflow/blob/r1.15/tensorflow/contrib/mixed_precision/python/loss_scale_manager.py
     """
-    every = check_field("growth_interval", incr_every_n_steps, "incr_every_n_steps")
-    name = "decr_every_n_nan_or_inf"
-    return DynamicLossScale(
-        _first("init_loss_scale", init_loss_scale, 1.0),
-        growth_factor=check_field("growth_factor", incr_ratio, "incr_ratio"),
-        backoff_factor=check_field("backoff_factor", decr_ratio, "decr_ratio"),
-        growth_interval=every,
+    return _dynamic(
+        init_scale=_Named(init_loss_scale, "init_loss_scale"),
+        growth_factor=_Named(incr_ratio, "incr_ratio"),
+        backoff_factor=_Named(decr_ratio, "decr_ratio"),
+        growth_interval=_Named(incr_every_n_steps, "incr_every_n_steps"),
         min_scale=1.0,
-        max_scale=LARGEST_SCALE,
-        hysteresis=check_field("hysteresis", decr_every_n_nan_or_inf, name),
+        hysteresis=_Named(decr_every_n_nan_or_inf, "decr_every_n_nan_or_inf"),
         hysteresis_refill="change",
     )
 
@@ -442,15 +411,11 @@ def tf_dynamic_loss_scale(
 
     Source: https://www.tensorflow.org/api_docs/python/tf/compat/v1/mixed_precision/DynamicLossScale
     """
-    period = check_field("growth_interval", increment_period, "increment_period")
-    factor = check_field("growth_factor", multiplier, "multiplier")
-    return DynamicLossScale(
-        _first("initial_loss_scale", initial_loss_scale, 1.0),
-        growth_factor=factor,
-        backoff_factor=1 / factor,
-        growth_interval=period,
+    return _dynamic(
+        init_scale=_Named(initial_loss_scale, "initial_loss_scale"),
+        factor=_Named(multiplier, "multiplier"),
+        growth_interval=_Named(increment_period, "increment_period"),
         min_scale=1.0,
-        max_scale=LARGEST_SCALE,
     )
 
 
@@ -482,11 +447,10 @@ def tf_keras_loss_scale(
         return FixedLossScale(initial_scale, skip_nonfinite=False)  # type: ignore[arg-type]
     first = 2.0**15 if initial_scale is None else initial_scale
     steps = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
-    return DynamicLossScale(
-        _first("initial_scale", first, 1.0),
-        growth_interval=check_field("growth_interval", steps, "dynamic_growth_steps"),
+    return _dynamic(
+        init_scale=_Named(first, "initial_scale"),
+        growth_interval=_Named(steps, "dynamic_growth_steps"),
         min_scale=1.0,
-        max_scale=LARGEST_SCALE,
     )
 
 
@@ -514,21 +478,44 @@ def torch_grad_scaler(
     """
     if not check_switch("enabled", enabled, "It decides whether to scale the loss."):
         return FixedLossScale(1.0, skip_nonfinite=False)
-    return DynamicLossScale(
-        init_scale,
+    return _dynamic(
+        init_scale=init_scale,
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
-        min_scale=SMALLEST_SCALE,
-        max_scale=LARGEST_SCALE,
     )
 
 
-# Errors name an argument as its system does. A field of the same name is checked by
-# the rule.
+class _Named(NamedTuple):
+    """A field that its system calls otherwise, as errors do."""
+
+    value: Any
+    name: str
 
 
-def _least(name: str, value: Any) -> float:
+def _dynamic(
+    *, init_scale: Any, min_scale: Any = None, factor: Any = None, **fields: Any
+) -> DynamicLossScale:
+    """Return a rule from its fields.
+
+    ``factor`` multiplies a scale that grows, and divides one that backs off.
+    """
+    if factor is not None:
+        fields["growth_factor"] = factor
+    fields.setdefault("max_scale", LARGEST_SCALE)
+    fields = {field: check_field(field, *_with_name(x)) for field, x in fields.items()}
+    if factor is not None:
+        fields["backoff_factor"] = 1 / fields["growth_factor"]
+    least = _least(*_with_name(min_scale))
+    first = _first(*_with_name(init_scale), least=least, largest=fields["max_scale"])
+    return DynamicLossScale(first, min_scale=least, **fields)
+
+
+def _with_name(x: Any) -> tuple[Any, ...]:
+    return x if isinstance(x, _Named) else (x,)
+
+
+def _least(value: Any, name: str = "min_scale") -> float:
     """Return the smallest scale. None and 0 mean that there is no limit."""
     value = 0 if value is None else value
     value = check_number(name, value, 0, LARGEST_SCALE, "0 is 2**-126.")
@@ -536,9 +523,10 @@ def _least(name: str, value: Any) -> float:
 
 
 def _first(
-    name: str,
     value: Any,
-    least: float = SMALLEST_SCALE,
+    name: str = "init_scale",
+    *,
+    least: float,
     largest: float = LARGEST_SCALE,
 ) -> float:
     return check_number(name, value, least, largest, "The scale stays there.")

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -145,7 +145,7 @@ def check_loss_scale(
     )
 
 
-def _raise_or_warn(limit: int, on_error: Any, due: Any, *seen: Any) -> None:
+def _raise_or_warn(limit: int, on_error: Any, due: np.ndarray, *seen: Any) -> None:
     """Raise or report, on the host, the events that are due."""
     # Under ``jax.vmap``, the host is called for each member, even if nothing is due:
     # https://github.com/jax-ml/jax/issues/19314
@@ -161,43 +161,59 @@ def _raise_or_warn(limit: int, on_error: Any, due: Any, *seen: Any) -> None:
             on_error(LossScaleError(text))
 
 
+class _Due(NamedTuple):
+    """Whether an event has happened, and whether a compiled loop reports it now.
+
+    A loop sees every step. It reports each skip once, and what lasts every 500 steps.
+    """
+
+    has_happened: jax.Array
+    in_loop: jax.Array | bool = True
+
+
 @functools.partial(jax.jit, static_argnames=("limit", "every", "eager"))
 def _is_due(
     state: LossScaleState, grads: Any, value: Any, limit: int, every: int, eager: bool
 ) -> jax.Array:
     """Return whether each event is due, of each member of an ensemble."""
-    scale, skipped, rate = state.loss_scale, state.skipped_steps, state.skip_rate
-    skips, tracker = state.consecutive_skips, state.growth_tracker
+    scale, tracker = state.loss_scale, state.growth_tracker
+    skipped, skips = state.skipped_steps, state.consecutive_skips
     is_valid = (scale > 0) & (scale < jnp.inf)
     is_at_ceiling = (scale >= _HIGHEST_SCALE) & (skipped == 0) & (tracker >= _LONG)
     is_beyond_limit = (skips > limit) & ((skips - limit - 1) % every == 0)
     is_nth_skip = skipped % every == 0
     # A fixed scale counts all skips in a row. Of a long row, only the limit decides.
     is_short_row = skips <= min(limit, MOST_COUNTED_SKIPS)
-    is_high_rate = (rate > _ERROR_RATE) & is_short_row & is_nth_skip
-    # The rule of a fixed scale may be one that never skips.
-    may_skip = ~state.is_fixed | (skipped > 0)
-    is_undone = jnp.all(state.applied & may_skip) & ~all_finite(grads)
-    is_all_zero = jnp.all(state.applied) & none_is_true([x != 0 for x in grads])
-    is_all_zero &= any(map(jnp.size, grads))
-    if value is not None:
-        is_undone |= jnp.all(state.applied) & ~all_finite(value)
-        is_all_zero &= value != 0  # if the loss is 0, gradients of 0 are right
-    # Whether the event is so, and whether a compiled loop, which sees every step,
-    # reports it in this one: each skip once, what lasts every 500 steps.
-    events: dict[Event, tuple[Any, Any]] = {
-        Event.NEVER_OVERFLOWED: (is_at_ceiling, tracker % _LONG == 0),
-        Event.OFTEN_SKIPPED: (_is_often_skipped(state), (skips == 1) & is_nth_skip),
-        Event.UPDATE_UNDONE: (is_undone, True),
+    is_high_rate = (state.skip_rate > _ERROR_RATE) & is_short_row & is_nth_skip
+    events = {
+        Event.NEVER_OVERFLOWED: _Due(is_at_ceiling, tracker % _LONG == 0),
+        Event.OFTEN_SKIPPED: _Due(_is_often_skipped(state), (skips == 1) & is_nth_skip),
+        Event.UPDATE_UNDONE: _Due(_is_undone(state, grads, value)),
         # The tracker is 1 in the first step that the rule counts.
-        Event.ALL_ZERO: (is_all_zero, tracker % _LONG == 1),
-        Event.INVALID_SCALE: (~is_valid, True),
-        Event.SKIPS_IN_A_ROW: (is_valid & is_beyond_limit, True),
-        Event.HIGH_SKIP_RATE: (is_valid & is_high_rate, skips > 0),
+        Event.ALL_ZERO: _Due(_is_all_zero(state, grads, value), tracker % _LONG == 1),
+        Event.INVALID_SCALE: _Due(~is_valid),
+        Event.SKIPS_IN_A_ROW: _Due(is_valid & is_beyond_limit),
+        Event.HIGH_SKIP_RATE: _Due(is_valid & is_high_rate, skips > 0),
     }
     rows = [events[event] for event in Event]
-    due = [is_so if eager else is_so & in_loop for is_so, in_loop in rows]
+    due = [x.has_happened if eager else x.has_happened & x.in_loop for x in rows]
     return jnp.stack(jnp.broadcast_arrays(*due))
+
+
+def _is_undone(state: LossScaleState, grads: Any, value: Any) -> jax.Array:
+    """Return whether the state calls a step applied that is not finite."""
+    # The rule of a fixed scale may be one that never skips.
+    may_skip = ~state.is_fixed | (state.skipped_steps > 0)
+    is_undone = jnp.all(state.applied & may_skip) & ~all_finite(grads)
+    return is_undone | (jnp.all(state.applied) & ~all_finite(value))
+
+
+def _is_all_zero(state: LossScaleState, grads: Any, value: Any) -> jax.Array:
+    """Return whether there are gradients, and all of them are exactly 0."""
+    is_all_zero = jnp.all(state.applied) & none_is_true([x != 0 for x in grads])
+    is_all_zero &= any(map(jnp.size, grads))
+    # If the loss is 0, gradients of 0 are right.
+    return is_all_zero if value is None else is_all_zero & (value != 0)
 
 
 def _is_often_skipped(state: LossScaleState) -> jax.Array:

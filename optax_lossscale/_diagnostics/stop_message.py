@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from .._state import LossScaleState
 from .._validation import BOOK
 from .table import ALL_KINDS, FINITE_KINDS, table_of
 
@@ -17,24 +18,35 @@ class Event(enum.Enum):
     Each warning but ``OFTEN_SKIPPED`` has found a fault in a public program.
     """
 
-    NEVER_OVERFLOWED = enum.auto()
-    OFTEN_SKIPPED = enum.auto()
-    UPDATE_UNDONE = enum.auto()
-    ALL_ZERO = enum.auto()
-    INVALID_SCALE = enum.auto()
-    SKIPS_IN_A_ROW = enum.auto()
-    HIGH_SKIP_RATE = enum.auto()
+    NEVER_OVERFLOWED = "The loss scale is 2**24 or more. None of the steps was skipped."
+    OFTEN_SKIPPED = "More than 5% of the recent steps are skipped."
+    UPDATE_UNDONE = (
+        "The gradients or the loss are not finite, but the step counts as applied."
+    )
+    ALL_ZERO = "All gradients are exactly 0."
+    INVALID_SCALE = "The loss scale{member} is not a positive number."
+    SKIPS_IN_A_ROW = (
+        "The last {skips} skipped, more than `max_consecutive_skips`={limit}."
+    )
+    HIGH_SKIP_RATE = "Recently, {skip_rate:.0%} of the steps{member} were skipped."
 
 
-class _Message(NamedTuple):
-    """What has happened, its likely causes, and the page with the fix."""
+WARNINGS = (
+    Event.NEVER_OVERFLOWED,
+    Event.OFTEN_SKIPPED,
+    Event.UPDATE_UNDONE,
+    Event.ALL_ZERO,
+)
+
+
+class _Causes(NamedTuple):
+    """The likely causes of an event, and the page with the fix."""
 
     text: str
-    causes: str
     page: str
     # If the scale is fixed at 1, as in bfloat16 and float32, neither the scale nor
     # float16 is a cause.
-    unscaled_causes: str = ""
+    unscaled: str = ""
     unscaled_page: str = "guides/nan_guard.md#why-a-step-is-skipped"
 
 
@@ -55,31 +67,30 @@ _DIVERGES = "training diverges (clip the gradients, or lower the learning rate)"
 _MORE = "Pass `grads=grads` and `value=loss` to `check_loss_scale` to learn more"
 _STOP_GRADIENT = "the loss does not reach the parameters (`stop_gradient`)"
 
-# The causes, page and unscaled causes of skips in a row. They depend on what is known
-# about the loss and the gradients.
-_LOSS_UNKNOWN = (
+# The causes of skips in a row depend on what is known about the loss and the gradients.
+_LOSS_UNKNOWN = _Causes(
     f"{_DATA}; {_FORWARD}; {_STATE}; or the gradients overflow. {_MORE}",
     "troubleshooting.md#the-loss-is-nan-from-the-first-step",
     f"{_DATA}; {_LABEL}; {_DERIVATIVE}; or {_DIVERGES}. {_MORE}",
 )
-_LOSS_NOT_FINITE = (
+_LOSS_NOT_FINITE = _Causes(
     f"{_DATA}; {_FORWARD}; or a mean over nothing is 0/0",
     "troubleshooting.md#the-loss-is-nan-from-the-first-step",
     f"{_DATA}; {_LABEL}; or {_DIVERGES}",
 )
-_ONLY_LOSS_NOT_FINITE = (
+_ONLY_LOSS_NOT_FINITE = _Causes(
     f"{_NAN_LOSS}; or the loss itself is above 65504 in float16",
     "troubleshooting.md#a-label-out-of-range",
     f"{_NAN_LOSS}; or {_DIVERGES}",
 )
 # inf and NaN have the same causes: after a float16 matmul, an overflow may be
 # inf - inf, which is NaN.
-_GRADS_NOT_FINITE = (
+_GRADS_NOT_FINITE = _Causes(
     "the scale is too high, if it is fixed or still falling (`suggest_loss_scale` "
     f"returns a better one); {_DERIVATIVE}; {_BACKWARD}",
     "troubleshooting.md#the-scale-falls-to-1",
 )
-_GRADS_NOT_FINITE_AT_LOW_SCALE = (
+_GRADS_NOT_FINITE_AT_LOW_SCALE = _Causes(
     f"{_DERIVATIVE}; the gradients overflow even at this scale, as they can for a sum "
     f"instead of a mean or for large targets; {_BACKWARD}",
     "troubleshooting.md#the-scale-falls-to-1",
@@ -90,15 +101,15 @@ _OPTIMIZER = (
     "(its state or a learning rate is not finite, or it squares gradients above 1e19)"
 )
 _FLAG = "`grads_finite` is inverted: True means finite, unlike `found_inf` elsewhere"
-_GRADS_FINITE = (
+_GRADS_FINITE = _Causes(
     f"the `value` that `update` got is not finite; its {_FLAG}; or, {_OPTIMIZER}",
     "guides/wrappers.md#skip-a-step-yourself",
 )
-_ALL_FINITE = (
+_ALL_FINITE = _Causes(
     f"{_OPTIMIZER}; or {_FLAG}",
     "start/guarantees.md#what-is-guaranteed",
 )
-_SOME_STEPS = (
+_SOME_STEPS = _Causes(
     "some batches contain NaN, inf or no label; in the forward pass of some, "
     f"{_FORWARD}; or the scale grows too soon and overflows again (raise "
     "`growth_interval`)",
@@ -106,27 +117,23 @@ _SOME_STEPS = (
     f"some batches contain NaN, inf or no label; {_DERIVATIVE}",
 )
 
-WARNINGS = {
-    Event.NEVER_OVERFLOWED: _Message(
-        "The loss scale is 2**24 or more. None of the steps was skipped.",
+# The causes of skips in a row are above.
+_CAUSES = {
+    Event.NEVER_OVERFLOWED: _Causes(
         "the step calls `jax.value_and_grad` instead of `ls.value_and_grad`; nothing "
         "is computed in float16 (use `skip_nonfinite`); or all gradients are below "
         "0.004, which is fine",
         "troubleshooting.md#the-scale-climbs-to-the-ceiling",
     ),
-    Event.OFTEN_SKIPPED: _Message(
-        "More than 5% of the recent steps are skipped.", *_SOME_STEPS
-    ),
-    Event.UPDATE_UNDONE: _Message(
-        "The gradients or the loss are not finite, but the step counts as applied.",
+    Event.OFTEN_SKIPPED: _SOME_STEPS,
+    Event.UPDATE_UNDONE: _Causes(
         "`update` does not get `value=loss`; an `if` or `lax.cond` leaves `update` "
         "out; the step restores the old state; NaN is replaced before `update`, for "
         "example with `nan_to_num`; the rule never skips; or `grads` belong to another "
         "step",
         "troubleshooting.md#the-update-is-left-out",
     ),
-    Event.ALL_ZERO: _Message(
-        "All gradients are exactly 0.",
+    Event.ALL_ZERO: _Causes(
         f"{_STOP_GRADIENT}; no label of the batch counts; a divisor is inf in float16 "
         "(a count or a norm); or the scale is too low, so that all gradients underflow",
         "troubleshooting.md#all-gradients-are-0",
@@ -134,22 +141,14 @@ WARNINGS = {
         "float16, which needs `with_loss_scaling` and `value_and_grad`",
         "troubleshooting.md#all-gradients-are-0",
     ),
-}
-_NUMBERS = "\nLoss scale: {loss_scale:g}. Skipped in all: {skipped_steps}."
-_IN_A_ROW = "The last {skips} skipped, more than `max_consecutive_skips`={limit}."
-# The third error, for skips in a row, depends on the loss and the gradients.
-_ERRORS = {
-    Event.INVALID_SCALE: _Message(
-        "The loss scale{member} is not a positive number." + _NUMBERS,
+    Event.INVALID_SCALE: _Causes(
         "your own rule returned it; or the state was set by hand or restored from a "
         "failed run (set a scale: `optax.tree.set(opt_state, loss_scale=2.0**15)`)",
         "guides/checkpoints.md#restored-scales-and-another-rule",
     ),
-    Event.HIGH_SKIP_RATE: _Message(
-        "Recently, {skip_rate:.0%} of the steps{member} were skipped." + _NUMBERS,
-        *_SOME_STEPS,
-    ),
+    Event.HIGH_SKIP_RATE: _SOME_STEPS,
 }
+_NUMBERS = "Loss scale: {loss_scale:g}. Skipped in all: {skipped_steps}."
 
 
 def message(
@@ -165,18 +164,14 @@ def message(
     member = np.unravel_index(np.argmax(due), np.shape(due))
     named = f" of member {', '.join(map(str, member))}" if member else ""
     state = jax.tree.map(lambda x: np.asarray(x)[member], state._replace(rule_state=()))
-    if event is Event.SKIPS_IN_A_ROW:
-        said = _Message(_IN_A_ROW + _NUMBERS, *_causes_of_skips(state, report, value))
-    else:
-        said = (WARNINGS | _ERRORS)[event]
+    why = _CAUSES.get(event) or _causes_of_skips(state, report, value)
     skips = state.consecutive_skips
     skips = f"step{named} was" if skips == 1 else f"{skips} steps{named} were all"
     fields = {"limit": limit, "member": named, "skips": skips, **state._asdict()}
     is_unscaled = bool(state.is_fixed) and state.loss_scale == 1
-    causes, page = said.causes, said.page
-    if is_unscaled and said.unscaled_causes:
-        causes, page = said.unscaled_causes, said.unscaled_page
-    texts = [*said.text.format(**fields).splitlines(), f"Likely causes: {causes}."]
+    causes, page = why[2:] if is_unscaled and why.unscaled else why[:2]
+    texts = [event.value] if event in WARNINGS else [event.value, _NUMBERS]
+    texts = [*(x.format(**fields) for x in texts), f"Likely causes: {causes}."]
     wrapper = textwrap.TextWrapper(80, break_on_hyphens=False, break_long_words=False)
     bad = [name for name, flags in finite.items() if not np.all(flags)]
     if event not in WARNINGS and bad:
@@ -189,7 +184,7 @@ def message(
     return "\n".join(texts)
 
 
-def _causes_of_skips(state: Any, report: Any, value: Any) -> tuple[str, ...]:
+def _causes_of_skips(state: LossScaleState, report: Any, value: Any) -> _Causes:
     """Return the causes of skips in a row, as far as they are known."""
     grads_finite = report is not None and not any(
         map(float, jax.tree.leaves((report.nan, report.inf)))

@@ -25,22 +25,27 @@ from .._rules.fields import check_field
 from .._validation import (
     Arguments,
     Output,
+    advise_if_left_out,
     check_dtype,
     check_function,
     check_scale,
     describe,
     warn,
 )
-from .notes import Note, note_divided, note_uses, using_scale
+from .notes import Note, Used, note_divided, note_uses, using_scale
 from .scaling import rescale
 
 # Takes the scale from outside or None, the cotangents and the pullback. Returns the
 # scale of the backward pass.
-ScaleFrom = Callable[[Any, Sequence[Any], Callable[..., Any]], jax.Array]
+ScaleFrom = Callable[[Any, Sequence[jax.Array], Callable[..., Any]], jax.Array]
 
 
+@advise_if_left_out(
+    "Pass the optimizer state of this step, or a number, as `scale`. For a block that "
+    "chooses its own scale, use `scale_block`."
+)
 def scale_backward(
-    fun: Callable[Arguments, Output], scale: Any = None
+    fun: Callable[Arguments, Output], scale: Any
 ) -> Callable[Arguments, Output]:
     """Create a function that applies loss scaling whenever it is differentiated.
 
@@ -86,17 +91,12 @@ def scale_backward(
         Array([1., 1.], dtype=float32)
     """
     check_function("fun", fun, "It comes first: `scale_backward(loss_fn, opt_state)`.")
-    if scale is None:
-        raise TypeError(
-            "`scale` must be an optimizer state or a number, got None. Pass the state "
-            "of this step. For a block that chooses its own scale, use `scale_block`."
-        )
 
     def run(call: TracedCall) -> Sequence[jax.Array]:
         # Read the state now: a Flax NNX optimizer changes in place.
-        with _outer_scale(scale) as (outer, state):
+        with _outer_scale(scale) as (outer, used):
             outer = jax.lax.stop_gradient(outer)
-            return _run_scaled("scale_backward", call, outer, _outer_alone, state)
+            return _run_scaled("scale_backward", call, outer, _outer_alone, used)
 
     return on_traced_calls(fun, run)
 
@@ -162,7 +162,7 @@ def scale_block(
     headroom = check_field("headroom", headroom)
     largest = float(jnp.finfo(check_dtype("dtype", dtype)).max)
 
-    def scale_from(_: None, cotangents: Sequence[Any], pullback: Any) -> Any:
+    def scale_from(_: None, cotangents: Sequence[jax.Array], pullback: Any) -> Any:
         program = jax.make_jaxpr(pullback)(cotangents).jaxpr
         check_axes(program, axis_name)
         # Inputs and outputs of the block may be narrower than ``dtype``.
@@ -179,19 +179,19 @@ def scale_block(
 
 
 @contextlib.contextmanager
-def _outer_scale(scale: Any) -> Iterator[tuple[jax.Array, Any]]:
-    """Yield the scale and its state, or None for a number, while a loss is traced."""
+def _outer_scale(scale: Any) -> Iterator[tuple[jax.Array, Used | None]]:
+    """Yield the scale, and its state unless it is a number, while a loss is traced."""
+    uses = Note.SCALES, Note.DIVIDES
     if isinstance(scale, float | int | np.generic | np.ndarray | jax.Array):
         check_scale("scale", scale)
         yield jnp.asarray(scale, jnp.float32), None
-        note_uses(scale, (Note.SCALES, Note.DIVIDES))
+        note_uses(scale, uses)
     else:
-        uses = Note.SCALES, Note.DIVIDES
-        with using_scale(scale, *uses, name="scale") as scale_state:
-            yield scale_state.loss_scale, scale
+        with using_scale(scale, *uses, name="scale") as used:
+            yield used.state.loss_scale, used._replace(is_inside=True)
 
 
-def _outer_alone(outer_scale: Any, *_: Any) -> Any:
+def _outer_alone(outer_scale: jax.Array, *_: Any) -> jax.Array:
     return outer_scale
 
 
@@ -200,7 +200,7 @@ def _run_scaled(
     call: TracedCall,
     outer_scale: jax.Array | None,
     scale_from: ScaleFrom,
-    state: Any = None,
+    used: Used | None = None,
 ) -> Sequence[jax.Array]:
     """Run a program whose backward pass runs at the scale from ``scale_from``.
 
@@ -234,9 +234,9 @@ def _run_scaled(
         (scaled_grads,) = pullback([rescale(x, scale, 1) for x in cotangents])
         pairs = zip(scaled_grads, overwritten, strict=True)
         grads = [x if is_new else rescale(x, scale, -1) for x, is_new in pairs]
-        if state is not None:
+        if used is not None:
             # The gradients of a parameter that nothing else uses are these arrays.
-            note_divided(grads, state, scaled_grads, Note.DIVIDED_INSIDE)
+            note_divided(grads, used, scaled_grads)
         return None, *grads
 
     program = jax.custom_vjp(lambda _, *inputs: evaluate(jaxpr, *inputs))

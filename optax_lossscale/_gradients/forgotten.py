@@ -1,17 +1,17 @@
 """Warn of a train step that forgets to scale or unscale, or does either twice.
 
-It warns only if a mistake is certain.
+It warns only if a mistake is certain. A table in `notes` shows by which notes.
 """
 
 from typing import Any
 
 import jax
+import optax
 
-from .._find import raw_scale_state
 from .._jax_internals import is_staging
 from .._state import LossScaleState, WithLossScalingState
 from .._validation import is_traced, warn
-from .notes import Note, noted, notes, owner_of
+from .notes import Note, Used, noted, notes, owner_of
 
 
 def warn_if_scaled_twice(loss: Any) -> None:
@@ -22,11 +22,10 @@ def warn_if_scaled_twice(loss: Any) -> None:
         )
 
 
-def warn_if_divided_twice(grads: Any, state: Any) -> None:
-    scale = raw_scale_state(state).loss_scale
-    inside = noted(Note.DIVIDED_INSIDE, grads)
+def warn_if_divided_twice(grads: optax.Updates, scale: Any) -> None:
+    by: Used | None = noted(Note.DIVIDED, grads)
     # A division inside of the loss may have been by another scale.
-    if noted(Note.DIVIDED, grads) or inside and inside[0].loss_scale is scale:
+    if by and not (by.is_inside and by.raw.loss_scale is not scale):
         warn(
             "The gradients are divided by the loss scale twice: `value_and_grad`, "
             "`scale_backward` and `unscale_grads` return unscaled gradients, ready for "
@@ -34,16 +33,22 @@ def warn_if_divided_twice(grads: Any, state: Any) -> None:
         )
 
 
-def refuse_gradients(params: Any) -> None:
-    """Raise if the parameters that ``update`` gets are the gradients of a loss."""
-    if noted(Note.DIVIDED, params) or noted(Note.DIVIDED_INSIDE, params):
+def refuse_gradients(params: optax.Params | None, updates: optax.Updates) -> None:
+    """Raise if ``update`` gets the gradients of a loss as parameters.
+
+    Weights may start as a gradient. Then ``updates`` are other gradients.
+    """
+    own = set(map(id, jax.tree.leaves(params)))
+    others = [x for x in jax.tree.leaves(updates) if id(x) not in own]
+    if noted(Note.DIVIDED, params) and not noted(Note.DIVIDED, others):
         raise ValueError(
             "`params` must be the parameters, got the gradients of a loss. Call "
-            "`tx.update(grads, state, params)`."
+            "`tx.update(grads, state, params)`. If the parameters start as a gradient, "
+            "copy it: `jax.tree.map(jnp.copy, grads)`."
         )
 
 
-def warn_if_forgotten(state: WithLossScalingState, rule: Any, grads: Any) -> None:
+def warn_if_forgotten(state: WithLossScalingState, grads: optax.Updates) -> None:
     """Warn at the update of a step whose loss was not scaled, or not unscaled."""
     scale = state.scale_state.loss_scale
     if noted(Note.SCALED_GRADS, grads):
@@ -54,13 +59,13 @@ def warn_if_forgotten(state: WithLossScalingState, rule: Any, grads: Any) -> Non
         )
         return
     owners = [owner_of(state), None]
-    if by := noted(Note.DIVIDED, grads) or noted(Note.DIVIDED_INSIDE, grads):
-        used, owner = by
+    by: Used | None = noted(Note.DIVIDED, grads)
+    if by:
         # Only in one program is it certain that the scale of the update will change.
         in_program = is_traced(scale) and is_traced(grads) and is_staging()
-        if used.loss_scale is not scale and in_program:
-            is_another = owner not in owners and not noted(Note.SCALES, scale)
-            _warn_of_another_scale(used, is_another)
+        if by.raw.loss_scale is not scale and in_program:
+            is_another = by.owner not in owners and not noted(Note.SCALES, scale)
+            _warn_of_another_scale(by.raw, is_another)
         return
     scaled, divided = (
         noted(what, scale) or any((what, x) in notes for x in owners)

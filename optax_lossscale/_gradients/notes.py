@@ -2,8 +2,36 @@
 
 Within one step, the functions that scale, those that unscale, and ``update`` get the
 same ``loss_scale`` object, an array or a tracer. Its identity links them. Parts of a
-step that are traced separately get different objects. Only the structure of the
-optimizer state links these.
+step that are traced separately get different objects. Only the owner of the scale links
+these: the structure of the optimizer state.
+
+Which call writes which notes, and on what; `grad` and `value_and_grad_with_retries` do
+as `value_and_grad`::
+
+    value_and_grad  SCALES, DIVIDES  the scale
+                    SCALES           the owner
+                    DIVIDED          the gradients that it returns
+    scale_backward  all of these; its DIVIDED says that it is inside of the loss, and is
+                    left out if the scale is a number
+    scale_loss      SCALES           the scale, the owner
+                    SCALED           the loss that it returns
+    unscale_grads   SCALES           the owner
+                    DIVIDES          the scale, if it has SCALES
+                    DIVIDES          the scale, the owner, if the scale has no note:
+                                     the loss was scaled in a part traced separately
+                    DIVIDED          the gradients that it returns
+                    SCALED_GRADS     the gradients that it is given, if traced
+    update          RETURNED         the scale that it returns
+
+Which notes make `forgotten` warn or raise::
+
+    scaled twice             the loss has SCALED
+    divided twice            the gradients have DIVIDED; inside, only by the same scale
+    gradients as parameters  `params` have DIVIDED, but not the rest of `updates`
+    result not used          the gradients have SCALED_GRADS
+    another scale, constant  the gradients have DIVIDED, by another scale
+    nothing scaled           no DIVIDED; neither SCALES nor DIVIDES on scale or owner
+    not divided              no DIVIDED; SCALES on the scale, no DIVIDES on either
 """
 
 import contextlib
@@ -11,7 +39,7 @@ import enum
 import functools
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,17 +49,16 @@ from .._flax_internals.nnx_objects import unwrap
 from .._state import LossScaleState, WithLossScalingState, check_state
 from .._validation import is_traced
 
+Note = enum.Enum("Note", "SCALES DIVIDES RETURNED SCALED DIVIDED SCALED_GRADS")
 
-class Note(enum.Enum):
-    """A fact that is remembered of an array or a tracer, or of the owner of a scale."""
 
-    SCALES = enum.auto()  # a scale or an owner: a loss was multiplied
-    DIVIDES = enum.auto()  # a scale or an owner: the gradients of a loss were divided
-    RETURNED = enum.auto()  # a scale: `update` returned it
-    SCALED = enum.auto()  # a loss: it was multiplied
-    DIVIDED = enum.auto()  # gradients: by the scale of which state, and its owner
-    DIVIDED_INSIDE = enum.auto()  # the same, by a function inside of the loss
-    SCALED_GRADS = enum.auto()  # gradients: they were given to be divided
+class Used(NamedTuple):
+    """A scale that a function uses."""
+
+    state: LossScaleState
+    raw: LossScaleState  # with its own array objects
+    owner: int | None
+    is_inside: bool = False  # of a loss
 
 
 # Each note is one entry, written and read at once, so that threads do not disturb each
@@ -61,37 +88,33 @@ def noted(what: Note, tree: Any) -> Any:
 @contextlib.contextmanager
 def using_scale(
     state: Any, *uses: Note, call: str = "", name: str = "state"
-) -> Iterator[LossScaleState]:
-    """Yield the state whose scale a function uses. If that raises, nothing is noted."""
+) -> Iterator[Used]:
+    """Yield the scale of a state for a function. If that raises, nothing is noted."""
     found = find_state(state, call, name)
     raw = raw_scale_state(found)
-    yield check_state(raw)
-    note_uses(raw.loss_scale, uses, owner_of(found))
+    used = Used(check_state(raw), raw, owner_of(found))
+    yield used
+    note_uses(raw.loss_scale, uses, used.owner)
 
 
 def note_uses(scale: Any, uses: tuple[Note, ...], owner: int | None = None) -> None:
     """Note how a function has used a scale, and whose that is."""
-    notes[Note.SCALES, owner] = None, True
-    if Note.SCALES in uses or noted(Note.SCALES, scale):
-        for use in uses:
-            note(use, scale)
-    # The loss was scaled separately, or never, if `update` just returned the scale.
-    elif not noted(Note.RETURNED, scale):
-        note(Note.DIVIDES, scale)
-        notes[Note.DIVIDES, owner] = None, True
+    is_scaled = Note.SCALES in uses or noted(Note.SCALES, scale)
+    is_separate = not is_scaled and not noted(Note.RETURNED, scale)
+    for use in uses if is_scaled or is_separate else ():
+        note(use, scale)
+    for use in (Note.SCALES, Note.DIVIDES) if is_separate else (Note.SCALES,):
+        notes[use, owner] = None, True
 
 
-def note_divided(
-    grads: Any, state: Any, scaled_grads: Any = None, how: Note = Note.DIVIDED
-) -> None:
-    """Note that gradients have been divided by the scale of a state.
+def note_divided(grads: Any, used: Used, scaled_grads: Any = None) -> None:
+    """Note that gradients have been divided by a scale.
 
     Leaves that ``scaled_grads`` also holds, such as integers, have not been divided.
     """
     unchanged = set(map(id, jax.tree.leaves(scaled_grads)))
     divided = [x for x in jax.tree.leaves(grads) if id(x) not in unchanged]
-    found = find_state(state)
-    note(how, divided, (raw_scale_state(found), owner_of(found)))
+    note(Note.DIVIDED, divided, used)
     # Only of tracers is it certain that they are of this step.
     given = filter(is_traced, jax.tree.leaves(scaled_grads))
     results = set(map(id, jax.tree.leaves(grads)))

@@ -112,8 +112,8 @@ def value_and_grad_with_retries(
 
         # Read the state now: a Flax NNX optimizer changes in place.
         with (
-            using_scale(state, Note.SCALES, Note.DIVIDES) as scale_state,
-            traced_call(attempt, args, kwargs, [scale_state.loss_scale]) as call,
+            using_scale(state, Note.SCALES, Note.DIVIDES) as used,
+            traced_call(attempt, args, kwargs, [used.state.loss_scale]) as call,
         ):
             check_axes(call.jaxpr, axis_name)
             refuse_effects(call.effects & MUTABLE_ARRAYS)
@@ -121,9 +121,9 @@ def value_and_grad_with_retries(
                 call.jaxpr, call.inputs, max_retries, backoff_factor, axis_name
             )
             _, output, grads = call.put_back(outputs)
-        note_divided(grads, state)
-        tracker = jnp.where(attempts > 1, 0, scale_state.growth_tracker)
-        new = scale_state._replace(loss_scale=scale, growth_tracker=tracker)
+        note_divided(grads, used)
+        tracker = jnp.where(attempts > 1, 0, used.state.growth_tracker)
+        new = used.state._replace(loss_scale=scale, growth_tracker=tracker)
         new_state = update_objects(state, replace_loss_scale_state(state, new))
         return output, grads, new_state
 

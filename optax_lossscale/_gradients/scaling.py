@@ -40,9 +40,8 @@ def scale_loss(loss: Any, state: Any) -> Any:
         Array(3072., dtype=float32)
     """
     call = "scale_loss(loss, opt_state)"
-    with using_scale(state, Note.SCALES, call=call) as scale_state:
-        scale = scale_state.loss_scale
-        scaled = jax.tree.map(lambda x: scale_loss_by(x, scale), loss)
+    with using_scale(state, Note.SCALES, call=call) as used:
+        scaled = jax.tree.map(lambda x: scale_loss_by(x, used.state.loss_scale), loss)
     note(Note.SCALED, scaled)
     return scaled
 
@@ -74,10 +73,10 @@ def unscale_grads(grads: Tree, state: Any) -> Tree:
         Array([0.5], dtype=float32)
     """
     call = "unscale_grads(grads, opt_state)"
-    with using_scale(state, Note.DIVIDES, call=call) as scale_state:
-        warn_if_divided_twice(grads, state)
-        unscaled = unscale(grads, scale_state.loss_scale)
-    note_divided(unscaled, state, grads)
+    with using_scale(state, Note.DIVIDES, call=call) as used:
+        warn_if_divided_twice(grads, used.raw.loss_scale)
+        unscaled = unscale(grads, used.state.loss_scale)
+    note_divided(unscaled, used, grads)
     return unscaled
 
 

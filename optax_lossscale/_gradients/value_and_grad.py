@@ -89,9 +89,9 @@ def value_and_grad(
         *args: Arguments.args, **kwargs: Arguments.kwargs
     ) -> tuple[Output, Any]:
         # Read the state now: a Flax NNX optimizer changes in place.
-        with using_scale(state, Note.SCALES, Note.DIVIDES) as scale_state:
-            output, grads = at_scale(scale_state.loss_scale, *args, **kwargs)
-        note_divided(grads, state)
+        with using_scale(state, Note.SCALES, Note.DIVIDES) as used:
+            output, grads = at_scale(used.state.loss_scale, *args, **kwargs)
+        note_divided(grads, used)
         return output, grads
 
     return value_and_grad_fun
@@ -203,7 +203,7 @@ def _check_arguments(argnums: Any, args: Sequence[Any], kwargs: Any) -> None:
     """Raise if jax cannot differentiate the arguments, or would lose their changes."""
     numbers = argnums if isinstance(argnums, tuple | list) else [argnums]
     # jax refuses others, such as an `nnx.DiffState`, itself.
-    chosen = {i % max(len(args), 1) for i in numbers if isinstance(i, int)}
+    chosen = {i if i >= 0 else i + len(args) for i in numbers if isinstance(i, int)}
     differentiated = {i: x for i, x in enumerate(args) if i in chosen}
     others = [x for i, x in enumerate(args) if i not in chosen]
     check_no_modules(differentiated, (others, kwargs))

@@ -4,11 +4,11 @@ import abc
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, ClassVar, Self, TypeVar, cast
+from typing import Any, ClassVar, Self, cast
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from .._axes import AxisName
 from .._finite import finite_max_magnitude
@@ -18,12 +18,9 @@ from .._validation import (
     check_concrete,
     check_flag,
     check_order,
-    check_scalar,
     describe,
 )
 from .fields import check_field
-
-UpdateT = TypeVar("UpdateT", bound=Callable[..., Any])
 
 
 def check_fields(rule: Any) -> None:
@@ -40,26 +37,9 @@ def check_fields(rule: Any) -> None:
     check_order(**{x: getattr(rule, x) for x in limits if hasattr(rule, x)})
 
 
-def check_and_compile(update: UpdateT) -> UpdateT:
-    """Check the arguments of a rule's ``update``, and compile it once for equal rules.
-
-    The numbers of the rule are constants of the program, so an eager update transfers
-    nothing from the host.
-    """
-    compiled, signature = jax.jit(update, static_argnums=0), inspect.signature(update)
-
-    def checked_update(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(self, *args, **kwargs).arguments
-        check_flag("grads_finite", bound["grads_finite"])
-        if "max_magnitude" in bound:
-            advice = "`max_magnitude(grads)` returns one for gradients."
-            check_scalar("max_magnitude", bound["max_magnitude"], "real number", advice)
-        bound["state"] = matching_state(self, bound["state"])
-        return compiled(*bound.values())
-
-    checked: Any = functools.wraps(update)(checked_update)
-    checked.without_checks = compiled
-    return cast(UpdateT, checked)
+# Equal rules share a program. Their numbers are its constants, so an eager update
+# transfers nothing from the host.
+compile_for_rule = functools.partial(jax.jit, static_argnums=0)
 
 
 class LossScale(abc.ABC):
@@ -227,6 +207,12 @@ def check_rule(rule: Any) -> None:
         ) from error
 
 
+def checked_state(rule: LossScale, state: Any, grads_finite: Any) -> LossScaleState:
+    """Check the arguments of a rule's ``update``, and return the state in its types."""
+    check_flag("grads_finite", grads_finite)
+    return matching_state(rule, state)
+
+
 def matching_state(rule: LossScale, state: Any) -> LossScaleState:
     """Return the state of one run in its types, or raise if the rule cannot use it.
 
@@ -249,7 +235,7 @@ def next_state(
     rule: LossScale,
     state: LossScaleState,
     grads_finite: jax.typing.ArrayLike,
-    grads: Any,
+    grads: optax.Updates,
     axis_name: AxisName | None,
 ) -> LossScaleState:
     """Return the rule's next state, in its own types.
@@ -262,9 +248,11 @@ def next_state(
         magnitude = finite_max_magnitude(jax.lax.stop_gradient(grads), axis_name)
         args.append(jnp.where(grads_finite, magnitude, jnp.nan))
     fields = dict(getattr(rule, "__dict__", {}))
-    # The state is checked already. A user's `update` checks nothing.
-    compiled = getattr(rule.update, "without_checks", None)
-    new_state = compiled(rule, state, *args) if compiled else rule.update(state, *args)
+    # The state is checked already. A class with an `update` of the user's own has no
+    # other, even if it is derived from a class that has.
+    [owner, *_] = (cls for cls in type(rule).__mro__ if "update" in vars(cls))
+    update = vars(owner).get("_compiled", vars(owner)["update"])
+    new_state = update(rule, state, *args)
     if changed := [x for x in fields if fields[x] is not getattr(rule, x, None)]:
         raise TypeError(
             f"`rule` must not change in its `update`, got another `{changed[0]}` in "
@@ -282,7 +270,7 @@ def next_state(
     return cast(LossScaleState, cast_like(new_state, state))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@compile_for_rule
 def _take_over(rule: LossScale, state: LossScaleState) -> LossScaleState:
     """Return the rule's first state if the scale is or was fixed, else the state.
 

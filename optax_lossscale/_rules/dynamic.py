@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from .._state import LossScaleState
-from .base import LossScale, check_and_compile, check_fields
+from .base import LossScale, check_fields, checked_state, compile_for_rule
 
 
 @final
@@ -82,9 +82,14 @@ class DynamicLossScale(LossScale):
     def init(self) -> LossScaleState:
         return LossScaleState.create(self.init_scale, self.hysteresis)
 
-    @check_and_compile
     def update(
         self, state: LossScaleState, grads_finite: "jax.typing.ArrayLike"
+    ) -> LossScaleState:
+        return self._compiled(checked_state(self, state, grads_finite), grads_finite)
+
+    @compile_for_rule
+    def _compiled(
+        self, state: LossScaleState, grads_finite: jax.Array
     ) -> LossScaleState:
         state = state.record(grads_finite)
         finite = state.applied

@@ -6,7 +6,7 @@ from typing import final
 import jax
 
 from .._state import LossScaleState
-from .base import LossScale, check_and_compile, check_fields
+from .base import LossScale, check_fields, checked_state, compile_for_rule
 
 
 @final
@@ -48,8 +48,13 @@ class FixedLossScale(LossScale):
     def init(self) -> LossScaleState:
         return LossScaleState.create(self.loss_scale, is_fixed=True)
 
-    @check_and_compile
     def update(
         self, state: LossScaleState, grads_finite: "jax.typing.ArrayLike"
+    ) -> LossScaleState:
+        return self._compiled(checked_state(self, state, grads_finite), grads_finite)
+
+    @compile_for_rule
+    def _compiled(
+        self, state: LossScaleState, grads_finite: jax.Array
     ) -> LossScaleState:
         return state.record(grads_finite) if self.skip_nonfinite else state

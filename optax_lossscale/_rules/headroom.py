@@ -10,7 +10,8 @@ import optax
 
 from .._dtypes import LARGEST_SCALE, SMALLEST_SCALE, exact_power
 from .._state import LossScaleState
-from .base import LossScale, check_and_compile, check_fields
+from .._validation import check_scalar
+from .base import LossScale, check_fields, checked_state, compile_for_rule
 
 
 class HeadroomState(NamedTuple):
@@ -95,7 +96,6 @@ class HeadroomLossScale(LossScale):
         rule_state = HeadroomState(jnp.float32(0))
         return LossScaleState.create(self.init_scale, rule_state=rule_state)
 
-    @check_and_compile
     def update(
         self,
         state: LossScaleState,
@@ -106,6 +106,15 @@ class HeadroomLossScale(LossScale):
 
         0 and NaN are ignored.
         """
+        advice = "`max_magnitude(grads)` returns one for gradients."
+        check_scalar("max_magnitude", max_magnitude, "real number", advice)
+        state = checked_state(self, state, grads_finite)
+        return self._compiled(state, grads_finite, max_magnitude)
+
+    @compile_for_rule
+    def _compiled(
+        self, state: LossScaleState, grads_finite: jax.Array, max_magnitude: jax.Array
+    ) -> LossScaleState:
         new_state = state.record(grads_finite)
         scale = jnp.clip(state.loss_scale, SMALLEST_SCALE, LARGEST_SCALE)
         seen = _finite_magnitude(max_magnitude)

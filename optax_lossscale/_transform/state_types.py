@@ -50,14 +50,14 @@ def with_kept_types(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        is_narrow = any(map(loses_range, jax.tree.leaves(params)))
-        has_narrow = is_narrow and not has_master_weights(state)
-        is_state_wide = not any(map(loses_range, jax.tree.leaves(state)))
+        params_are_narrow = any(map(loses_range, jax.tree.leaves(params)))
+        without_copies = params_are_narrow and not has_master_weights(state)
+        state_is_wide = not any(map(loses_range, jax.tree.leaves(state)))
         # Make gradients and parameters as wide as the state. Otherwise the branches of
         # a `jax.lax.cond` in the optimizer could return different types:
         # https://github.com/google-deepmind/optax/issues/377
-        grads = widen(updates) if is_state_wide else updates
-        wide_params = widen(params) if is_state_wide and has_narrow else params
+        grads = widen(updates) if state_is_wide else updates
+        wide_params = widen(params) if state_is_wide and without_copies else params
 
         def check_shapes(cause: Exception | None) -> None:
             if params is not None:
@@ -83,7 +83,7 @@ def with_kept_types(
                 "chain `optax.monitor` outside."
             )
         _check_types(new_state, state)
-        if has_narrow and same_structure(new_updates, updates):
+        if without_copies and same_structure(new_updates, updates):
             own = at_paths_of(updates, params)
             new_updates = jax.tree.map(_as_narrow, new_updates, updates, own)
         return new_updates, cast_like(new_state, state)

@@ -250,8 +250,8 @@ def _checked_scale_state(
         check_flag("grads_finite", flag)
     check_loss(extra_args.get("value"))
     if getattr(rule, "loss_scale", None) != 1:  # unless it is fixed there
-        refuse_gradients(params)
-        warn_if_forgotten(state, rule, updates)
+        refuse_gradients(params, updates)
+        warn_if_forgotten(state, updates)
         warn_of_narrow_grads(updates, params)
     warn_of_float16(params, state.inner_state)
     return matching_state(rule, state.scale_state)

@@ -372,7 +372,7 @@ SUMMARIES = {
 
 
 @pytest.mark.parametrize(("summary", "arrays"), SUMMARIES.items(), ids=SUMMARIES)
-def test_table_begins_with_a_summary(summary, arrays):
+def test_first_line_counts_arrays_with_nan_inf_overflow_or_underflow(summary, arrays):
     report = ls.gradient_report([np.float32(x) for x in arrays])
     assert ls.format_report(report).split("\n")[0] == summary
 

@@ -289,9 +289,30 @@ def notebook_cell_twice(net, way):
         jax.make_jaxpr(step)(*net.args)
 
 
+def from_a_gradient(net, way):
+    """Weights start as a gradient."""
+    params, state, x = net.args
+    net.step(way)(way(params, state, x), state, x)
+
+
+def with_replaced_parameters(net, way):
+    """The second step gets leaves that were returned in the place of gradients."""
+    x = net.args[2]
+    params = {"w": x, "_overwrite_with_gradient": x}
+
+    def step(params, state):
+        grads = ls.grad(lambda p: loss_fn([*p.values()], x), state)(params)
+        new, state = net.apply(params, state, grads)
+        return {**grads, "w": new["w"]}, state
+
+    for run in (jax.jit, lambda f: f):
+        run(lambda params: step(*step(params, net.tx.init(params))))(params)
+
+
 UNUSUAL = [
     *(in_parts, unscaled_apart, in_parts_at_a_fixed_scale, two_networks),
     *(one_step_late, closed_over_whole, restored, notebook_cell_twice),
+    *(from_a_gradient, with_replaced_parameters),
 ]
 
 
@@ -469,8 +490,14 @@ def test_update_refuses_gradients_as_parameters(way):
     def swapped(params, state, x):
         return NET.tx.update(params, state, way(params, state, x))
 
-    with pytest.raises(ValueError, match=r"got the gradients.*update\(grads, state, p"):
-        jax.eval_shape(swapped, *NET.args)
+    def given_twice(params, state, x):
+        grads = way(params, state, x)
+        return NET.tx.update(grads, state, grads)
+
+    for step in (swapped, given_twice):
+        words = r"got the gradients.*update\(grads, state, p"
+        with pytest.raises(ValueError, match=words):
+            jax.eval_shape(step, *NET.args)
 
 
 def of_another(net, way):

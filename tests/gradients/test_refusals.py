@@ -62,6 +62,7 @@ LOSSES = [
     ),
     (apply, {"argnums": 1}, (X, MLP), "=eqx.filter_value_and_grad`"),
     (apply, {"argnums": (0, 1)}, (X, MLP), "=eqx.filter_value_and_grad`"),
+    (apply, {"argnums": 2}, (MLP, X), "requires at least 3 positional arguments"),
     (apply, {}, (X, BATCH_NORM), "=nnx.value_and_grad`"),
     (lambda models: 0.0, {}, ([LINEAR],), "=nnx.value_and_grad`"),
 ]
@@ -82,7 +83,7 @@ ERRORS = {
         (lambda: ls.scale_loss(jnp.int32(1), STATE), "The loss must be a floating"),
         (lambda: ls.scale_block(3), "`fun` must be a function, got 3.* `scale_block"),
         (lambda: backward(3), "`fun` must be a function, got 3.* `scale_backward"),
-        (lambda: ls.scale_backward(jnp.sum), "`scale` must be .* use `scale_block`"),
+        (lambda: ls.scale_backward(jnp.sum), "argument: 'scale'.* use `scale_block`"),
         (lambda: ls.grad(apply, STATE)(X, model=[BATCH_NORM]), "=nnx.value_and_grad`"),
         (lambda: jax.jvp(backward(jnp.sin), (X,), (X,)), "forward-mode .*custom_vjp"),
         (lambda: backward(prints)(X), "`fun` must be free of effects .*IOEffect"),

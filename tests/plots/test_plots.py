@@ -74,7 +74,7 @@ def test_zones_are_drawn_without_any_gradient_to_draw(grads):
     assert axes.get_xlim()[0] > -40 and axes.get_ylim() == (0, pytest.approx(1.05))
 
 
-def test_zones_are_where_the_type_has_them():
+def test_zones_end_at_the_powers_of_two_of_the_dtype():
     axes = plot_range(GRADS, dtype="bfloat16")
     low, high = axes.get_xlim()
     zones = axes.patches[1:]

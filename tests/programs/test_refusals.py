@@ -22,7 +22,7 @@ BAD_FUNCTIONS = {
 
 
 @pytest.mark.parametrize(("words", "call"), BAD_FUNCTIONS.values(), ids=BAD_FUNCTIONS)
-def test_what_is_no_function_is_refused(words, call):
+def test_autocast_and_its_report_refuse_what_is_not_a_function(words, call):
     with pytest.raises(TypeError, match=f"`fun` must be a function, {words}"):
         call()
 

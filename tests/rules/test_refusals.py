@@ -36,7 +36,7 @@ REFUSED = [
     (update(NO_NUMBER, True, 1.0), "must .*hold numbers, got None for `growth_track"),
     (update(DYNAMIC().init(), True, 1.0), f"{OTHER}.*scale_state=rule.init"),
     (update(MANY_MAXIMA, True, 1.0), OTHER),
-    (update(STATE, True), "missing a required argument: 'max_magnitude'"),
+    (update(STATE, True), "update.. missing .* argument: 'max_magnitude'"),
 ]
 
 
