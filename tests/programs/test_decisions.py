@@ -1,8 +1,8 @@
 """What the forward pass decided on floats is not decided again in the backward pass.
 
-Nor is what it selected elements from computed again beside them. Computed again, a number may round otherwise. Then the largest element of a row is no
-longer equal to the maximum that was kept. At level 0, XLA rounds alike everywhere, so
-these programs are optimized.
+Computed again, a number may round otherwise. Then the largest element of a row is no
+longer equal to the maximum that was kept, and an element differs from itself. At level
+0, XLA rounds alike everywhere, so these programs are optimized.
 """
 
 import functools
