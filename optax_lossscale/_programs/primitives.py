@@ -1,8 +1,8 @@
 """The names of JAX's primitives, in groups that this package handles alike.
 
-A primitive that is in no list is left as it is, kept by loops, and not run on NaN. To
-leave an operation of its own out of `autocast`, take its name out of ``PRODUCTS``, or
-give a reason in ``products.py``.
+A primitive that is in no list is left as it is, kept by loops with its operands, and
+not run on NaN. To leave an operation of its own out of `autocast`, take its name out of
+``PRODUCTS``, or give a reason in ``products.py``.
 """
 
 

@@ -2,7 +2,8 @@
 
 A selection, such as ``sort``, returns elements of its operand as they are. If its
 result is kept and its operand is computed again, an element may differ from itself. So
-the operand is kept with the result, if it is needed again.
+the policy treats the name of an operand like the selection. A selection is each
+operation that is not known to be none: see ``SMOOTH``.
 """
 
 import collections
@@ -67,7 +68,7 @@ def _naming(selection: str) -> Callable[[jax.Array], jax.Array]:
 def _selections(program: Any, of_results: tuple[Selections, ...]) -> Any:
     """Return the selections from each variable of a program.
 
-    They are followed through copies back to where the elements were computed.
+    Reshapes and other copies lead back to where the elements were computed.
     """
     jaxpr = jaxpr_of(program)
     found: Any = collections.defaultdict(frozenset)
