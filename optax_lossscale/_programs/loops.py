@@ -7,7 +7,9 @@ a ``jax.checkpoint`` chooses which operations are recomputed. This pass takes th
 that keeps the fewest bytes, out of a few.
 
 A value that is computed again may round differently. Operations that could turn this
-into a large change run only in the forward pass: see ``DECISIONS``.
+into a large change run only in the forward pass: see ``DECISIONS``. What elements are
+selected from is not computed again either: if the result of an operation is kept, its
+operands are kept if they are needed again, unless it is ``SMOOTH``.
 """
 
 import functools
@@ -34,6 +36,7 @@ from .residuals import (
     Value,
     Values,
     bytes_kept,
+    operand_of,
     operations_of,
     outputs_as_values,
     reachable,
@@ -47,10 +50,12 @@ from .rewrite import (
     jaxpr_of,
     new_var,
     operations,
+    programs_in,
     remembered,
     with_eqns,
     with_programs,
 )
+from .selections import with_named_operands
 
 Policy = Callable[..., bool]
 
@@ -63,7 +68,8 @@ def with_less_kept(program: Any, dtype: str, inputs: Origins) -> Any:
     origin_of = origin_of_variables(program, inputs)
 
     def change(eqn: JaxprEqn) -> Iterable[JaxprEqn]:
-        if eqn.primitive.name in TRANSPARENT:
+        # JAX cannot differentiate a `while` backward.
+        if eqn.primitive.name in TRANSPARENT - {"while"}:
             eqn = _with_less_kept_inside(eqn, dtype, [*map(origin_of, eqn.invars)])
         yield eqn
 
@@ -109,9 +115,10 @@ def _with_least_kept(body: Any, inputs: Origins, constants: int, length: int) ->
 
     The first inputs are constants of the loop, which runs ``length`` times.
     """
-    inner = _checkpointed(body, None)
+    named = with_named_operands(body)
+    inner = _checkpointed(named, None)
     checkpoint = _checkpointed(inner, _keeps_all_but(frozenset()))
-    if checkpoint is body:
+    if checkpoint is named:
         return body
     try:
         kept = residuals(checkpoint, [x.has_tangent for x in inputs])
@@ -128,16 +135,17 @@ def _with_least_kept(body: Any, inputs: Origins, constants: int, length: int) ->
     values = [Value(size(i), frozenset({"input"})) for i in range(len(inputs))]
     needed = outputs_as_values(kept, values, length)
     # If only casts are computed again, a body keeps no more than in float32.
-    casts = frozenset({"convert_element_type"})
+    casts = frozenset({"convert_element_type", *map(operand_of, operations(body))})
     choices = [(casts, bytes_kept(needed, casts))]
     # On a CPU, XLA up to jaxlib 0.11.0 may write the derivative of a ``jnp.prod`` of
     # many numbers over its factors before it has read them, mostly if these are
     # recomputed.
-    if "reduce_prod" not in operations(body):
+    if not _has_product_with_tangent(body, inputs):
         cheap = ELEMENTWISE | RESHAPES
         # Keeping a reduction is cheap. But if its operand is kept anyway, computing it
         # again keeps nothing.
         for names in (cheap, cheap | REDUCTIONS):
+            names |= {*map(operand_of, names)}
             choices.append(_without_needless(needed, names))
     # Of equal choices, the first one computes less again.
     recomputed, _ = min(choices, key=operator.itemgetter(1))
@@ -145,8 +153,25 @@ def _with_least_kept(body: Any, inputs: Origins, constants: int, length: int) ->
         return body
     # JAX rounds what one operation of a checkpoint saves and another one uses, and
     # fails if it is complex. It does not look into another checkpoint inside.
-    outer = inner if _has_complex(kept) else body
+    outer = inner if _has_complex(kept) else named
     return _checkpointed(outer, _keeps_all_but(recomputed))
+
+
+def _has_product_with_tangent(program: Any, inputs: Origins) -> bool:
+    """Return whether a ``jnp.prod`` is differentiated. `jnp.fft` has one of sizes."""
+    origin_of = origin_of_variables(program, inputs)
+
+    def found_in(eqn: JaxprEqn) -> bool:
+        known = [*map(origin_of, eqn.invars)]
+        if eqn.primitive.name in TRANSPARENT:
+            return any(
+                _has_product_with_tangent(x, origins_inside(eqn, x, known))
+                for x in programs_in(eqn.params)
+            )
+        names = {eqn.primitive.name}.union(*map(operations, programs_in(eqn.params)))
+        return "reduce_prod" in names and any(x.has_tangent for x in known)
+
+    return any(map(found_in, program.eqns))
 
 
 def _has_complex(program: Any) -> bool:
@@ -165,9 +190,10 @@ def _without_needless(
     found = reachable(needed, lambda x: x.operands)
     recomputed &= frozenset().union(*(x.operations for x in found))
     for name in sorted(recomputed):  # in any order, but always the same
-        kept = bytes_kept(needed, recomputed - {name})
+        fewer = recomputed - {name, operand_of(name)}
+        kept = bytes_kept(needed, fewer)
         if kept <= fewest:
-            fewest, recomputed = kept, recomputed - {name}
+            fewest, recomputed = kept, fewer
     return recomputed, fewest
 
 

@@ -108,9 +108,6 @@ def origins_inside(eqn: JaxprEqn, program: Program, known: Sequence[Origin]) -> 
             return _origins_in_any_iteration(program, consts, carry, xs)
         case "cond":
             return tuple(known[1:])
-        case "while":  # its condition and its body share the inputs of the equation
-            inputs = jaxpr_of(program).invars
-            return tuple(Origin(is_inexact(x.aval), False) for x in inputs)
     return tuple(known)
 
 

@@ -1,8 +1,8 @@
 """The names of JAX's primitives, in groups that this package handles alike.
 
-A primitive that is in no list is left as it is, kept by loops, and not run on NaN. To
-leave an operation of its own out of `autocast`, take its name out of ``PRODUCTS``, or
-give a reason in ``products.py``.
+A primitive that is in no list is left as it is, kept by loops with its operands, and
+not run on NaN. To leave an operation of its own out of `autocast`, take its name out of
+``PRODUCTS``, or give a reason in ``products.py``.
 """
 
 
@@ -44,6 +44,22 @@ DECISIONS = _names("""
     digamma eq eq_to erf_inv floor ge gt is_finite le le_to lgamma log log1p log2 lt
     lt_to ne nextafter pow rem round rsqrt sign sqrt tan
 """)
+# Their results are elements of their operands, perhaps with another sign. Computed
+# again, they are the same if the operands are.
+_PICKS = _names("abs clamp max min select_n")
+COPIES = _PICKS | RESHAPES | _names("convert_element_type neg stop_gradient")
+# Loops may keep their results and compute their operands again. Operations in no list
+# count as selections: they may return elements of their operands.
+SMOOTH = (
+    (ELEMENTWISE - _PICKS)
+    | PRODUCTS
+    | RESHAPES
+    | _names("""
+    cumlogsumexp cumprod cumsum fft psum psum2 psum_invariant reduce_prod reduce_sum
+
+    decision
+""")
+)
 
 # Equations that run a program inside.
 CHECKPOINTS = _names("checkpoint remat2")

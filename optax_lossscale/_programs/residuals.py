@@ -100,6 +100,8 @@ def operations_of(
 def _operation(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) -> str:
     """Return the name of a primitive, or "decision" if it decides on floats."""
     name = primitive.name
+    if name == "name" and params["name"].startswith(operand_of("")):
+        return str(params["name"])
     if name not in DECISIONS or not any(map(is_inexact, operands)):
         return name
     if name == "convert_element_type" and jnp.issubdtype(
@@ -107,6 +109,11 @@ def _operation(primitive: Any, operands: Sequence[Any], params: dict[str, Any]) 
     ):
         return name
     return "decision"
+
+
+def operand_of(selection: str) -> str:
+    """Return the name of the operation that returns the operand of a selection."""
+    return f"optax_lossscale: operand of {selection}"
 
 
 def size_of(x: Any, times: int) -> int:

@@ -258,6 +258,7 @@ def test_suggestion_is_clipped_to_its_bounds_and_has_its_shares(
 
 NOTHING_COUNTS = {
     "no elements": ([], {}, 2.0**15),
+    "no arrays": ({}, {}, 2.0**15),
     "zeros": (np.zeros(6), {}, 2.0**15),
     "NaN and inf": ([np.nan, np.inf], {}, 2.0**15),
     "subnormal in float32": ([1e-45], {}, 2.0**15),
@@ -272,7 +273,8 @@ NOTHING_COUNTS = {
 def test_suggestion_of_nothing_that_counts_is_the_default_and_says_so(
     numbers, bounds, scale
 ):
-    suggested = host(ls.suggest_loss_scale(np.float32(numbers), **bounds))
+    grads = numbers if isinstance(numbers, dict) else np.float32(numbers)
+    suggested = host(ls.suggest_loss_scale(grads, **bounds))
     assert tuple(suggested) == (scale, 0, 0, False)
 
 

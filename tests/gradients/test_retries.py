@@ -128,6 +128,20 @@ def test_devices_retry_together(check_vma, scale):
     np.testing.assert_allclose(grads, SLOPES.mean(), rtol=1e-3)
 
 
+def test_devices_with_scales_of_their_own_may_share_an_argument():
+    def local(scales, w, shared):
+        def fun(w, shared):
+            return jnp.sum(w * jnp.sin(shared))
+
+        state = STATE._replace(loss_scale=scales[0])
+        fun = ls.value_and_grad_with_retries(fun, state, axis_name="data")
+        return fun(w, shared)[1]
+
+    mapped = on_mesh(local, (P("data"), P("data"), P()), P("data"), MESH)
+    grads = mapped(2 ** np.arange(8, dtype=np.float32), np.ones(24), W)
+    np.testing.assert_allclose(grads, np.full(24, np.sin(1)), rtol=1e-6)
+
+
 # Devices that decide alone would wait for each other forever.
 ALONE = {
     "unknown": ("model", True, "`axis_name` must name an axis of the surrounding"),

@@ -28,6 +28,7 @@ from shared import slow_but
 from training import normal
 
 import optax_lossscale as ls
+from optax_lossscale._programs.primitives import CHECKPOINTS
 from optax_lossscale._programs.rewrite import equations
 
 cast = functools.partial(ls.autocast, dtype="float16")
@@ -155,13 +156,17 @@ def constrained(x, p):
     return x + jnp.tanh(checkpoint_name(y, "product"))
 
 
-def damped(y):
-    waves = jnp.fft.rfft(y)
-    return jnp.fft.irfft(nn.sigmoid(jnp.abs(waves)) * waves, n=y.shape[1])
+def damped(y, norm=None):
+    waves = jnp.fft.rfft(y, norm=norm)
+    return jnp.fft.irfft(nn.sigmoid(jnp.abs(waves)) * waves, n=y.shape[1], norm=norm)
 
 
 def filtered(x, p):
     return x + damped(x @ p["w"])
+
+
+def scaled_spectrum(x, p):
+    return x + nn.gelu(damped(x @ p["w"], norm="forward"))
 
 
 def oscillators(x, p):
@@ -203,6 +208,7 @@ BODIES = {
     "maximum over four": (pooled, X, 65.6),
     "branches": (lambda *xp: jax.lax.cond(xp[1]["key"] > 1, GELU, RELU, *xp), X, 131.1),
     "spectrum": (filtered, X, 70.8),
+    "spectrum divided by its length": (scaled_spectrum, X, 103.6),
     "states of complex numbers": (oscillators, X, 49.2),
     "loop inside": (recurrent, X, 49.2),
     "loop of products inside": (repeated, X, 82),
@@ -437,6 +443,17 @@ observed.defvjp(
 )
 
 
+@jax.custom_vjp
+def printed(x):
+    return x
+
+
+# A checkpoint may have this effect, and would repeat it.
+printed.defvjp(
+    lambda x: (x, jax.debug.callback(np.shape, x)), lambda _, y: (jnp.sin(y),)
+)
+
+
 def count_of(name, fun):
     """How many operations of this name the gradient of a function has."""
     gradient = jax.grad(lambda x: jnp.sum(fun(x, STACK)))
@@ -450,6 +467,7 @@ EXPENSIVE = {
     "psum": summed,
     "while": loop(solved),
     "debug_callback": loop(debugged),
+    "debug": loop(lambda x, p: printed(jnp.tanh(x @ p["w"]))),
     "io_callback": loop(lambda x, p: observed(jnp.tanh(x @ p["w"]))),
 }
 
@@ -458,6 +476,16 @@ EXPENSIVE = {
 def test_expensive_operation_or_effect_is_not_repeated(name):
     fun = EXPENSIVE[name]
     assert 0 < count_of(name, cast(fun)) <= count_of(name, fun)
+
+
+def test_loop_inside_of_a_while_is_left_as_it_is():
+    """JAX differentiates nothing in a ``while`` backward, so nothing is kept."""
+
+    def run(times):
+        return jax.lax.fori_loop(0, times, lambda _, x: loop(GELU)(x, STACK), X)
+
+    found = equations(jax.make_jaxpr(cast(run))(2))
+    assert not CHECKPOINTS & {eqn.primitive.name for eqn in found}
 
 
 def test_cheap_operation_in_an_inner_loop_is_recomputed():
