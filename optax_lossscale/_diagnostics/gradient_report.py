@@ -65,8 +65,8 @@ def gradient_report(
 
 def check_gradients(grads: Any) -> None:
     """Raise if this cannot be a tree of gradients, without reading its elements."""
-    package, _, _ = __name__.partition(".")
-    if type(grads).__module__.startswith(package):  # a report, a suggestion, a state
+    module = f"{type(grads).__module__}."
+    if module.startswith(f"{__package__.partition('.')[0]}."):  # a report, a state
         raise ValueError(
             f"`grads` must be gradients, got a {type(grads).__name__}. Pass the "
             "gradients that `value_and_grad` returns."

@@ -219,10 +219,11 @@ def _is_all_zero(state: LossScaleState, grads: Any, value: Any) -> jax.Array:
 def _is_often_skipped(state: LossScaleState) -> jax.Array:
     """Return whether many steps are skipped, but not by a rule that seeks its scale."""
     rate, skips = state.skip_rate, state.consecutive_skips
+    steps = state.growth_tracker.astype(jnp.float32)
     is_often = (rate > _WARNING_RATE) & (rate <= _ERROR_RATE) & (skips <= 1)
     is_often &= state.skipped_steps > _FIRST_SKIPS
     # No scale prevents a skip that leaves the tracker alone, or one at a low scale.
     is_found = (skips == 1) & (state.growth_tracker > 0) | (state.loss_scale <= 1)
     # Each skip of a search resets the tracker. The rate of that time has decayed.
-    is_found |= rate > _WARNING_RATE + _ERROR_RATE * 0.99**state.growth_tracker
+    is_found |= rate > _WARNING_RATE + _ERROR_RATE * 0.99**steps
     return is_often & (is_found | state.is_fixed | (rate > _SEARCH_RATE))

@@ -134,7 +134,7 @@ def autocast(
             with rewriting():
                 cast = _cast(call.jaxpr, name)
                 program = with_less_kept(cast, name, origins_of_arguments(call.inputs))
-                if is_traced(call.inputs):
+                if is_traced(call.inputs) and not _is_debugging():
                     program = with_calls(program)
             return evaluate(program, *call.inputs)
 
@@ -143,6 +143,12 @@ def autocast(
         call = on_traced_calls(lambda fun, /, *args, **kw: fun(*args, **kw), run_cast)
         return jax.tree_util.Partial(call, fun)
     return on_traced_calls(fun, run_cast)
+
+
+def _is_debugging() -> bool:
+    """Return whether JAX runs each operation by itself, to name one in an error."""
+    flags = ("jax_disable_jit", "jax_debug_nans", "jax_debug_infs")
+    return any(getattr(jax.config, flag) for flag in flags)
 
 
 def _warn_if_nothing_is_cast(reasons: Sequence[Left | None]) -> None:
@@ -161,15 +167,7 @@ def _warn_if_nothing_is_cast(reasons: Sequence[Left | None]) -> None:
 @remembered
 def _cast(program: Any, dtype: str) -> Any:
     """Return a program with cast products, which ``products.py`` defines."""
-    # By identity: literals have no hash.
-    used = [x for eqn in program.eqns for x in eqn.invars] + jaxpr_of(program).outvars
-    uses = collections.Counter(map(id, used))
-    # The variables that have a name, perhaps after a reshape.
-    named: set[int] = set()
-    for eqn in reversed(program.eqns):
-        name, results = eqn.primitive.name, {*map(id, eqn.outvars)}
-        if name == "name" or name in MOVES and results & named:
-            named |= {id(x) for x in eqn.invars if uses[id(x)] == 1}
+    named = _used_by_a_name(program)
     # The results of cast products before their conversion to float32, by those after.
     narrow: dict[int, Var] = {}
 
@@ -186,6 +184,21 @@ def _cast(program: Any, dtype: str) -> Any:
             yield eqn
 
     return with_eqns(program, change)
+
+
+def _used_by_a_name(program: Any) -> set[int]:
+    """Return the variables that only a ``name`` uses, perhaps after a reshape.
+
+    They are returned by identity, because literals have no hash.
+    """
+    used = [x for eqn in program.eqns for x in eqn.invars] + jaxpr_of(program).outvars
+    uses = collections.Counter(map(id, used))
+    named: set[int] = set()
+    for eqn in reversed(program.eqns):
+        name, results = eqn.primitive.name, {*map(id, eqn.outvars)}
+        if name == "name" or name in MOVES and results & named:
+            named |= {id(x) for x in eqn.invars if uses[id(x)] == 1}
+    return named
 
 
 def _cast_product(

@@ -22,10 +22,12 @@ from .products import (
 )
 from .rewrite import with_eqns, with_programs
 
-# Code that is not the user's. jax may be installed in any folder.
-_JAX, _STANDARD = os.path.dirname(jax.__file__), sysconfig.get_path("stdlib")
+# Code that is not the user's. jax may be installed in any folder. Each name ends with a
+# separator, because the user's folders may begin with the same letters.
+_JAX = os.path.join(os.path.dirname(jax.__file__), "")
+_STANDARD = os.path.join(sysconfig.get_path("stdlib"), "")
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_THIS_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_THIS_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 # The file of JAX that calls a derivative of the user's own.
 _DERIVATIVES = inspect.unwrap(jax.custom_vjp.__call__).__code__.co_filename
 

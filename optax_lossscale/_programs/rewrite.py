@@ -159,22 +159,26 @@ def with_calls(program: Jaxpr) -> Jaxpr:
             tuple(x.aval for x in variables) for variables in (eqn.invars, eqn.outvars)
         )
         items = tuple(eqn.params.items())
-        shared = _shared_program(eqn.primitive, types, results, items, eqn.ctx)
         call = empty_call(len(types), len(results))
+        empty = call.params["jaxpr"]
+        shared = _with_one(empty, eqn.primitive, types, results, items, eqn.ctx)
         params = {**call.params, "jaxpr": shared, "inline": inlined()}
         return eqn.replace(primitive=call.primitive, params=params)
 
     return with_eqns(program, lambda eqn: [as_call(eqn)])
 
 
-@functools.lru_cache(maxsize=4096)
-def _shared_program(
-    operation: Any, types: Any, results: Any, params: Any, context: Any
+@remembered
+def _with_one(
+    empty: Any, operation: Any, types: Any, results: Any, params: Any, context: Any
 ) -> Any:
-    """Return a program of one operation, which is not traced again."""
-    call = _empty_call(len(types), len(results))
+    """Return a program of one operation, which is not traced again.
+
+    JAX keeps the empty program, and so the others, until ``jax.clear_caches()``.
+    """
     inputs: list[Any] = [*map(new_var, types)]
     outputs: list[Any] = [*map(new_var, results)]
+    call = _empty_call(len(types), len(results))
     eqn = call.replace(
         primitive=operation,
         invars=inputs,
@@ -182,9 +186,8 @@ def _shared_program(
         params=dict(params),
         ctx=context,
     )
-    program = call.params["jaxpr"]
-    jaxpr = jaxpr_of(program).replace(invars=inputs, outvars=outputs, eqns=[eqn])
-    return like(program, jaxpr)
+    jaxpr = jaxpr_of(empty).replace(invars=inputs, outvars=outputs, eqns=[eqn])
+    return like(empty, jaxpr)
 
 
 def _empty_call(inputs: int, outputs: int) -> JaxprEqn:
@@ -192,13 +195,15 @@ def _empty_call(inputs: int, outputs: int) -> JaxprEqn:
 
     Two calls with as many inputs and outputs, on one mesh, differ only in it.
     """
-
-    @jax.jit
-    def program(*_: jax.Array) -> list[float]:
-        return [0.0] * outputs
-
-    (eqn,) = jax.make_jaxpr(program)(*[0.0] * inputs).jaxpr.eqns
+    with jax.disable_jit(False):
+        program = jax.make_jaxpr(_nothing, static_argnums=0)(outputs, *[0.0] * inputs)
+    (eqn,) = program.jaxpr.eqns
     return eqn
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _nothing(outputs: int, *_: jax.Array) -> list[float]:
+    return [0.0] * outputs
 
 
 def without_constants(closed_jaxpr: ClosedJaxpr) -> Jaxpr:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from .._axes import AxisName
+from .._dtypes import is_inexact
 from .._finite import finite_max_magnitude
 from .._state import LossScaleState, check_state, with_counts
 from .._tree import cast_like, mismatch, select
@@ -62,7 +63,7 @@ class LossScale(abc.ABC):
         skip_nonfinite: whether steps with non-finite gradients are skipped. If False,
             gradients are not checked, and ``update`` is always given True.
         uses_max_magnitude: whether ``update`` takes a third argument, the largest
-            absolute value of the gradients; it is NaN if the step is skipped.
+            absolute value of the gradients; it is 0 if the step is skipped.
 
     Examples:
         >>> import dataclasses
@@ -245,8 +246,8 @@ def next_state(
     args = [grads_finite]
     if rule.uses_max_magnitude:
         # Without a derivative, which would be NaN in a skipped step.
-        magnitude = finite_max_magnitude(jax.lax.stop_gradient(grads), axis_name)
-        args.append(jnp.where(grads_finite, magnitude, jnp.nan))
+        leaves = [*filter(is_inexact, jax.tree.leaves(jax.lax.stop_gradient(grads)))]
+        args.append(_magnitude_if(grads_finite, leaves, axis_name))
     fields = dict(getattr(rule, "__dict__", {}))
     # The state is checked already. A class with an `update` of the user's own has no
     # other, even if it is derived from a class that has.
@@ -268,6 +269,15 @@ def next_state(
         )
     # A user's rule may return a Python number for a counter.
     return cast(LossScaleState, cast_like(new_state, state))
+
+
+# Compiled: with `jax_debug_nans`, an eager maximum of NaN would raise.
+@functools.partial(jax.jit, static_argnames="axis_name")
+def _magnitude_if(
+    finite: jax.typing.ArrayLike, leaves: list[jax.Array], axis_name: AxisName | None
+) -> jax.Array:
+    """Return the largest magnitude of gradients that are finite, or else 0."""
+    return jnp.where(finite, finite_max_magnitude(leaves, axis_name), 0)
 
 
 @compile_for_rule

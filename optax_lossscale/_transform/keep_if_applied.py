@@ -79,8 +79,7 @@ def keep_if_applied(
     for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=False):
         # `select_each` raises for other shapes.
         is_checked = is_inexact(x) and np.shape(x) == np.shape(y)
-        checked = _zero_where_old_is_not_finite(x, y) if is_checked else ()
-        flags.append(applied & all_finite(checked))
+        flags.append(applied & _is_finite_where_old_is(x, y) if is_checked else applied)
     # One collective for all leaves.
     _, *flags = all_along(jnp.stack(flags), axis_name)
     kept = select_each(iter(flags), new, old)
@@ -124,7 +123,9 @@ def _without_scales(tree: Any) -> Any:
     return jax.tree.map(lambda x: None if _is_scale(x) else x, tree, is_leaf=_is_scale)
 
 
-# Compiled: a zero outside of a program would be transferred to the device.
+# Compiled: a zero outside of a program would be transferred to the device, and a NaN
+# would raise with `jax_debug_nans`.
 @jax.jit
-def _zero_where_old_is_not_finite(new: jax.Array, old: jax.Array) -> jax.Array:
-    return where(as_sharded(jnp.isfinite(old), new), new, jnp.zeros_like(new))
+def _is_finite_where_old_is(new: jax.Array, old: jax.Array) -> jax.Array:
+    was_finite = as_sharded(jnp.isfinite(old), new)
+    return all_finite(where(was_finite, new, jnp.zeros_like(new)))

@@ -1,5 +1,6 @@
 """gradient_report, its table and suggest_loss_scale, beside NumPy and ml_dtypes."""
 
+import collections
 import functools
 import math
 import os
@@ -78,6 +79,11 @@ LEAVES = {
 KEY = jax.random.wrap_key_data(np.zeros(2, np.uint32))
 UNCOUNTED = {"count": np.arange(3), "key": KEY}
 UNCOUNTED["float0"] = np.zeros(2, jax.dtypes.float0)
+
+
+def test_report_takes_gradients_of_a_class_whose_module_begins_like_the_package():
+    kind = collections.namedtuple("Grads", "w", module="optax_lossscale_models")
+    assert ls.gradient_report(kind(np.ones(2))).size.w == 2
 
 
 def test_report_counts_the_elements_of_each_leaf():

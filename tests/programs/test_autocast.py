@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import gc
 import sys
 
 import chex
@@ -25,6 +26,7 @@ from float32_losses import (
     products_of,
     some_products,
 )
+from jax.extend.core import Jaxpr
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import EXPLICIT, make_mesh, set_mesh
@@ -268,6 +270,23 @@ def test_gradient_takes_less_than_1_6_times_the_python_calls_to_trace():
 
     plain, ours = calls(loss), calls(ls.autocast(loss, "float16"))
     assert ours < 1.6 * plain, (ours, plain)
+
+
+@pytest.mark.slow  # later tests trace again
+def test_clear_caches_frees_the_programs_that_operations_share():
+    x, w = jnp.ones((3, 8)), jnp.ones((8, 173))
+    loss = ls.autocast(lambda x, w: jnp.sum(jnp.tanh(x @ w)), "float16")
+    jax.make_jaxpr(jax.grad(loss))(x, w)
+    del loss
+
+    def programs():
+        gc.collect()
+        found = [x for x in gc.get_objects() if isinstance(x, Jaxpr)]
+        return [x for x in found if (3, 173) in [v.aval.shape for v in x.outvars]]
+
+    assert programs()
+    jax.clear_caches()
+    assert not programs()
 
 
 # In it, float16 would become float32 under `jax.vmap`.

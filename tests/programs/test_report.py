@@ -1,6 +1,7 @@
 """autocast_report: each product, its line, its size, and what autocast makes of it."""
 
 import functools
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -166,6 +167,15 @@ def test_product_of_a_library_has_the_users_line_or_else_its_own():
     [row], [called] = report(apply, params, X), report(lambda *x: apply(*x), params, X)
     assert "(Dense.__call__)" in row.line
     assert called.line.startswith("test_report.py:") and "<lambda>" in called.line
+
+
+@pytest.mark.parametrize("package", [ls, jax])
+def test_product_has_its_line_in_a_folder_whose_name_begins_like_a_package(package):
+    """It stands beside the folder of the package."""
+    file, names = f"{Path(package.__file__).parent}_models/model.py", {}
+    exec(compile("product = lambda x, w: x @ w", file, "exec"), names)
+    [row] = report(names["product"], X, LAYERS[0])
+    assert row.line == "model.py:1 (<lambda>)"
 
 
 @pytest.mark.parametrize(("largest", "fits"), [(2.0**-25, False), (2.0**-24, True)])

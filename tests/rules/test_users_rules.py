@@ -115,6 +115,26 @@ def test_rule_that_finds_no_scale_starts_from_its_own(rule, scale):
     assert after_one_step(rule, found, 1.0).loss_scale == rule.init().loss_scale
 
 
+@dataclasses.dataclass(frozen=True)
+class Measuring(Halving):
+    """It remembers the magnitude that it gets."""
+
+    uses_max_magnitude = True
+
+    def init(self):
+        return ls.LossScaleState.create(self.start, rule_state=jnp.float32(-1))
+
+    def update(self, state, grads_finite, max_magnitude):
+        return state._replace(rule_state=max_magnitude)
+
+
+@pytest.mark.parametrize(("grad", "seen"), [(-3, 3), (np.nan, 0), (np.inf, 0)])
+def test_rule_gets_the_largest_magnitude_or_0_in_a_skipped_step(grad, seen):
+    tx = ls.with_loss_scaling(optax.identity(), Measuring())
+    _, state = tx.update(np.float32([1, grad]), tx.init(GRADS))
+    assert state.scale_state.rule_state == seen
+
+
 def counts(state):
     return int(state.skipped_steps), int(state.consecutive_skips), bool(state.applied)
 
