@@ -150,6 +150,9 @@ def with_calls(program: Jaxpr) -> Jaxpr:
     also makes such calls. A trace takes only their operations.
     """
     empty_call = functools.cache(_empty_call)  # of this mesh
+    # What is remembered of this program lives as long as JAX keeps it in its caches.
+    with jax.disable_jit(False):
+        [kept] = programs_in(jax.make_jaxpr(_nothing)().jaxpr.eqns[0].params)
 
     def as_call(eqn: JaxprEqn) -> Any:
         is_plain = eqn.primitive.name in OPERATIONS and not eqn.effects
@@ -158,27 +161,28 @@ def with_calls(program: Jaxpr) -> Jaxpr:
         types, results = (
             tuple(x.aval for x in variables) for variables in (eqn.invars, eqn.outvars)
         )
-        items = tuple(eqn.params.items())
         call = empty_call(len(types), len(results))
-        empty = call.params["jaxpr"]
-        shared = _with_one(empty, eqn.primitive, types, results, items, eqn.ctx)
+        items = tuple(eqn.params.items())
+        shared = _with_one(kept, eqn.primitive, types, results, items, eqn.ctx)
         params = {**call.params, "jaxpr": shared, "inline": inlined()}
         return eqn.replace(primitive=call.primitive, params=params)
 
     return with_eqns(program, lambda eqn: [as_call(eqn)])
 
 
+@jax.jit
+def _nothing() -> float:
+    return 0.0
+
+
 @remembered
 def _with_one(
-    empty: Any, operation: Any, types: Any, results: Any, params: Any, context: Any
+    _: Any, operation: Any, types: Any, results: Any, params: Any, context: Any
 ) -> Any:
-    """Return a program of one operation, which is not traced again.
-
-    JAX keeps the empty program, and so the others, until ``jax.clear_caches()``.
-    """
+    """Return a program of one operation, which is not traced again."""
+    call = _empty_call(len(types), len(results))
     inputs: list[Any] = [*map(new_var, types)]
     outputs: list[Any] = [*map(new_var, results)]
-    call = _empty_call(len(types), len(results))
     eqn = call.replace(
         primitive=operation,
         invars=inputs,
@@ -186,8 +190,9 @@ def _with_one(
         params=dict(params),
         ctx=context,
     )
-    jaxpr = jaxpr_of(empty).replace(invars=inputs, outvars=outputs, eqns=[eqn])
-    return like(empty, jaxpr)
+    program = call.params["jaxpr"]
+    jaxpr = jaxpr_of(program).replace(invars=inputs, outvars=outputs, eqns=[eqn])
+    return like(program, jaxpr)
 
 
 def _empty_call(inputs: int, outputs: int) -> JaxprEqn:
@@ -195,15 +200,14 @@ def _empty_call(inputs: int, outputs: int) -> JaxprEqn:
 
     Two calls with as many inputs and outputs, on one mesh, differ only in it.
     """
+
+    @jax.jit
+    def program(*_: jax.Array) -> list[float]:
+        return [0.0] * outputs
+
     with jax.disable_jit(False):
-        program = jax.make_jaxpr(_nothing, static_argnums=0)(outputs, *[0.0] * inputs)
-    (eqn,) = program.jaxpr.eqns
+        (eqn,) = jax.make_jaxpr(program)(*[0.0] * inputs).jaxpr.eqns
     return eqn
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _nothing(outputs: int, *_: jax.Array) -> list[float]:
-    return [0.0] * outputs
 
 
 def without_constants(closed_jaxpr: ClosedJaxpr) -> Jaxpr:

@@ -90,8 +90,9 @@ def _in_place_or(at_end: _Masked, update: Any, is_checked: bool) -> _Masked:
             outputs = mask_in_place(traced, shapes, derived, is_checked, *given)
         except Exception as error:
             warn(
-                f"{unknown_jax(error)} So updates take more time and memory on a CPU. "
-                "Their results are the same."
+                "The updates take more time and memory on a CPU, with the same "
+                f"results. {unknown_jax(error)}",
+                "start/guarantees.md#if-a-new-jax-changes-its-internals",
             )
         return at_end(finite, arrays, old_state) if outputs is None else outputs
 
