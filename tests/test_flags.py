@@ -186,7 +186,7 @@ QUICK = {
         *("headroom, step", "headroom, flag", "headroom, NaN", "types of an update"),
         *("grad of loss_fn", "keep, NaN", "guard, NaN"),
     ],
-    "jit": ["headroom, step", "guard, finite"],
+    "jit": ["headroom, step", "guard, finite", "grad of scanned"],
 }
 
 

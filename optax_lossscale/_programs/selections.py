@@ -102,5 +102,7 @@ def _selections(program: Any, of_results: tuple[Selections, ...]) -> Any:
 
 
 def _fits(x: Any, result: Any) -> bool:
+    """Return whether a result holds each element of a floating-point operand."""
     dtype = result.aval.dtype
-    return is_inexact(x.aval) and jnp.promote_types(x.aval.dtype, dtype) == dtype
+    with jax.numpy_dtype_promotion("standard"):  # the user may have chosen "strict"
+        return is_inexact(x.aval) and jnp.promote_types(x.aval.dtype, dtype) == dtype
