@@ -89,6 +89,8 @@ def _in_place_or(at_end: _Masked, update: Any, is_checked: bool) -> _Masked:
             given = finite, arrays, old_state
             outputs = mask_in_place(traced, shapes, derived, is_checked, *given)
         except Exception as error:
+            # First: an error of the user's own derivative is raised here, too.
+            outputs = at_end(finite, arrays, old_state)
             warn(
                 "The updates take more time and memory on a CPU, with the same "
                 f"results. {unknown_jax(error)}",
