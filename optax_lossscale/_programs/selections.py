@@ -2,8 +2,8 @@
 
 A selection, such as ``sort``, returns elements of its operand as they are. If its
 result is kept and its operand is computed again, an element may differ from itself. So
-the policy treats the name of an operand like the selection. A selection is each
-operation that is not known to be none: see ``SMOOTH``.
+the policy treats the name of an operand like the selection. Every operation counts as a
+selection unless it is in ``SMOOTH``.
 """
 
 import collections
