@@ -8,6 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+# An array, perhaps abstract or of NumPy, a number, or what else a tree may hold.
+Leaf = Any
+
 # Within these bounds, a float32 scale and its reciprocal are normal numbers. XLA
 # flushes subnormal numbers to zero, and gradients multiplied by zero look finite.
 SMALLEST_SCALE = 2.0**-126
@@ -51,7 +54,7 @@ def grad_dtype(dtype: Any) -> Any:
     return dtype if dtype == jnp.bfloat16 else wide_dtype(dtype)
 
 
-def loses_range(x: Any) -> bool:
+def loses_range(x: Leaf) -> bool:
     """Return whether a leaf is float16 or float8, whose gradients are float32."""
     return is_inexact(x) and grad_dtype(dtype_of(x)) != dtype_of(x)
 
@@ -71,20 +74,20 @@ def wide_dtype(dtype: Any) -> Any:
     return dtype if jnp.finfo(dtype).bits >= 32 else jnp.float32
 
 
-def as_type(x: Any, dtype: Any) -> Any:
+def as_type(x: Leaf, dtype: Any) -> Leaf:
     """Cast a leaf, which may be abstract."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
     return jnp.asarray(x, dtype)
 
 
-def is_inexact(x: Any) -> bool:
+def is_inexact(x: Leaf) -> bool:
     """Return whether a leaf is an array or number that can be NaN."""
     number = hasattr(x, "dtype") or isinstance(x, float | complex)
     return number and jnp.issubdtype(dtype_of(x), jnp.inexact)
 
 
-def dtype_of(x: Any) -> Any:
+def dtype_of(x: Leaf) -> Any:
     """Return a leaf's dtype in JAX, which may be a PRNG key's or ``float0``."""
     if not hasattr(x, "dtype"):
         return jnp.result_type(x)

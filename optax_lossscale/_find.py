@@ -10,6 +10,8 @@ from ._state import LossScaleState, WithLossScalingState, canonical
 from ._tree import is_array
 from ._validation import describe
 
+# The state of an optimizer, or an object that has one: see `find_state`.
+State = Any
 _STATES = (WithLossScalingState, LossScaleState)
 
 
@@ -59,7 +61,7 @@ def get_loss_scale(state: Any) -> jax.Array:
 
 
 def find_state(
-    state: Any, call: str = "", name: str = "state"
+    state: State, call: str = "", name: str = "state"
 ) -> WithLossScalingState | LossScaleState:
     """Return a state, or the ``opt_state`` of an object that has one, or raise.
 
@@ -85,7 +87,7 @@ def raw_scale_state(found: WithLossScalingState | LossScaleState) -> LossScaleSt
     return cast(LossScaleState, unwrap(_scale_state(found)))
 
 
-def replace_loss_scale_state(state: Any, new: LossScaleState) -> Any:
+def replace_loss_scale_state(state: State, new: LossScaleState) -> State:
     """Return the state, or the object with an ``opt_state``, with another scale."""
     old = _scale_state(find_state(state))
     # Flax NNX wraps each array in a variable, so keep the structure.

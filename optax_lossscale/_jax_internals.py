@@ -99,9 +99,9 @@ def rewriting() -> Iterator[None]:
         yield
     except Exception as error:
         raise RuntimeError(
-            f"{unknown_jax(error)} Upgrade optax_lossscale, or install one of these. "
-            "What rewrites no program still works: `with_loss_scaling`, "
-            "`skip_nonfinite`, `value_and_grad`, `scale_loss` and `unscale_grads`. "
+            f"{unknown_jax(error)} Upgrade optax_lossscale, or install one of these "
+            "versions of jax. `with_loss_scaling`, `skip_nonfinite`, `value_and_grad`, "
+            "`scale_loss` and `unscale_grads` still work without it. "
             "Instead of `autocast`, cast by hand."
         ) from error
 
@@ -177,5 +177,5 @@ def like(program: Any, jaxpr: Any) -> Any:
 
 
 def inlined() -> Any:
-    """Return the parameter of a call of which a trace takes only the operations."""
+    """Return the ``inline`` of a call that a trace replaces by its operations."""
     return jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # from jax 0.12

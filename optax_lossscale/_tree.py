@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._dtypes import dtype_of
+from ._dtypes import Leaf, dtype_of
 from ._jax_internals import in_memory_of
 from ._validation import check_flag, describe
 
@@ -56,7 +56,7 @@ def select_each(preds: Iterator[Any], on_true: Tree, on_false: Tree) -> Tree:
             "class: a FrozenDict is not a dict."
         )
 
-    def leaf(path: Any, t: Any, f: Any) -> Any:
+    def leaf(path: Any, t: Leaf, f: Leaf) -> Leaf:
         pred = next(preds)
         # An array instead of a Python flag or number would fail in the next step.
         if not any(hasattr(x, "dtype") for x in (t, f)) and (t is f or t == f):
@@ -73,7 +73,7 @@ def select_each(preds: Iterator[Any], on_true: Tree, on_false: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(leaf, on_true, on_false)
 
 
-def where(pred: Any, new: Any, old: Any) -> jax.Array:
+def where(pred: jax.typing.ArrayLike, new: Any, old: Any) -> jax.Array:
     """Return ``jnp.where`` of two arrays, sharded like the new one.
 
     The result is in the memory of the old one. ``jnp.where`` moves scalars to another.
@@ -89,7 +89,7 @@ def as_sharded(x: Any, like: Any) -> Any:
     return jax.sharding.reshard(x, new)
 
 
-def is_array(x: Any) -> bool:
+def is_array(x: Leaf) -> bool:
     return hasattr(x, "dtype") or isinstance(x, bool | int | float | complex)
 
 
@@ -100,7 +100,7 @@ def cast_like(tree: Any, like: Any) -> Any:
     """
 
     # ``optax.tree.cast_like`` takes no Python numbers.
-    def leaf(x: Any, like: Any) -> Any:
+    def leaf(x: Leaf, like: Leaf) -> Leaf:
         same = hasattr(x, "dtype") and x.dtype == getattr(like, "dtype", None)
         if not is_array(x) or same and not getattr(x, "weak_type", False):
             return x
@@ -109,7 +109,7 @@ def cast_like(tree: Any, like: Any) -> Any:
     return jax.tree.map(leaf, tree, like)
 
 
-def as_strongly_typed(x: Any) -> Any:
+def as_strongly_typed(x: Leaf) -> Leaf:
     """Return a leaf as an array that is not weakly typed; others are unchanged."""
     if isinstance(x, bool | int | float | complex) or getattr(x, "weak_type", False):
         return jnp.asarray(x, jnp.result_type(x))

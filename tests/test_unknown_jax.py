@@ -101,13 +101,38 @@ def test_updates_are_right_without_rewriting_and_warn(without, helper):
     assert state.inner_state[0].count == skipped.inner_state[0].count == 1
 
 
-def test_errors_of_the_users_optimizer_stay_as_they_are():
-    def update(updates, state, params=None):
-        raise AttributeError("mine")
+@jax.custom_jvp
+def without_derivative(x):
+    return jnp.sin(x)
 
-    tx = ls.skip_nonfinite(optax.GradientTransformation(lambda _: W, update))
+
+@without_derivative.defjvp
+def _(primals, tangents):
+    raise AttributeError("mine")
+
+
+def raises(x):
+    raise AttributeError("mine")
+
+
+@pytest.mark.parametrize("fun", [raises, without_derivative])
+def test_errors_of_the_users_optimizer_stay_as_they_are(fun):
+    def update(updates, state, params=None):
+        return updates, fun(updates)
+
+    tx = ls.skip_nonfinite(optax.GradientTransformation(jnp.zeros_like, update))
     with pytest.raises(AttributeError, match="mine"):
-        jax.jit(tx.update)(W, tx.init(W), W)
+        jax.jit(lambda w: jax.jvp(lambda w: tx.update(w, tx.init(W)), (w,), (w,)))(W)
+
+
+def test_error_of_the_users_derivative_in_a_loop_is_raised_if_it_is_taken():
+    def body(x, _):
+        return without_derivative(x @ W), None
+
+    fun = ls.autocast(lambda x: jnp.sum(jax.lax.scan(body, x, length=2)[0]), "float16")
+    fun(X)
+    with pytest.raises(AttributeError, match="mine"):
+        jax.grad(fun)(X)
 
 
 PROGRAM = """

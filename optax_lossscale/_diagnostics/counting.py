@@ -3,13 +3,13 @@
 import functools
 import itertools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
-from .._dtypes import Limits, dtype_of, is_inexact, wide_dtype
+from .._dtypes import Leaf, Limits, dtype_of, is_inexact, wide_dtype
 from .._finite import INF_BITS, magnitude_bits
 
 # The kinds of elements, in the order in which ``_measure_leaf`` counts them.
@@ -20,7 +20,7 @@ Counts = dict[str, jax.Array]
 
 
 def measure(
-    grads: Any, loss_scale: jax.typing.ArrayLike, limits: Limits
+    grads: optax.Updates, loss_scale: jax.typing.ArrayLike, limits: Limits
 ) -> list[Counts]:
     """Return ``size``, ``max_abs`` and the count of each kind, per leaf."""
     nothing = np.zeros(0, np.float32)
@@ -48,7 +48,7 @@ def _sum(x: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames="limits")
-def _measure_leaf(x: Any, scale: jax.Array, limits: Limits) -> Counts:
+def _measure_leaf(x: Leaf, scale: jax.Array, limits: Limits) -> Counts:
     # Where the gradients are differentiated, the result is a constant.
     x, scale = jax.lax.stop_gradient((x, scale))
     x = jnp.asarray(x, wide_dtype(dtype_of(x)))

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from .._axes import AxisName, reduce_along
 from .._dtypes import is_inexact, limits_of
@@ -63,7 +64,7 @@ def gradient_report(
     )
 
 
-def check_gradients(grads: Any) -> None:
+def check_gradients(grads: optax.Updates) -> None:
     """Raise if this cannot be a tree of gradients, without reading its elements."""
     module = f"{type(grads).__module__}."
     if module.startswith(f"{__package__.partition('.')[0]}."):  # a report, a state

@@ -164,7 +164,8 @@ def _raise_or_warn(limit: int, on_error: Any, due: np.ndarray, *seen: Any) -> No
 class _Due(NamedTuple):
     """Whether an event has happened, and whether a compiled loop reports it now.
 
-    A loop sees every step. It reports each skip once, and what lasts every 500 steps.
+    A loop sees every step. It reports each skip once, and a lasting state every 500
+    steps.
     """
 
     has_happened: jax.Array
@@ -201,7 +202,7 @@ def _is_due(
 
 
 def _is_undone(state: LossScaleState, grads: Any, value: Any) -> jax.Array:
-    """Return whether the state calls a step applied that is not finite."""
+    """Return whether gradients or loss are not finite, but the step is applied."""
     # The rule of a fixed scale may be one that never skips.
     may_skip = ~state.is_fixed | (state.skipped_steps > 0)
     is_undone = jnp.all(state.applied & may_skip) & ~all_finite(grads)

@@ -43,8 +43,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import optax
 
-from .._find import find_state, raw_scale_state
+from .._find import State, find_state, raw_scale_state
 from .._flax_internals.nnx_objects import unwrap
 from .._state import LossScaleState, WithLossScalingState, check_state
 from .._validation import is_traced
@@ -87,7 +88,7 @@ def noted(what: Note, tree: Any) -> Any:
 
 @contextlib.contextmanager
 def using_scale(
-    state: Any, *uses: Note, call: str = "", name: str = "state"
+    state: State, *uses: Note, call: str = "", name: str = "state"
 ) -> Iterator[Used]:
     """Yield the scale of a state for a function. If that raises, nothing is noted."""
     found = find_state(state, call, name)
@@ -107,7 +108,7 @@ def note_uses(scale: Any, uses: tuple[Note, ...], owner: int | None = None) -> N
         notes[use, owner] = None, True
 
 
-def note_divided(grads: Any, used: Used, scaled_grads: Any = None) -> None:
+def note_divided(grads: optax.Updates, used: Used, scaled_grads: Any = None) -> None:
     """Note that gradients have been divided by a scale.
 
     Leaves that ``scaled_grads`` also holds, such as integers, have not been divided.

@@ -25,6 +25,7 @@ from .primitives import MOVES, PRODUCTS, TRANSPARENT
 from .products import VECTORS, Left, reason_to_leave, reasons_to_leave
 from .rewrite import (
     MUTABLE_ARRAYS,
+    Program,
     eqn_like,
     evaluate,
     jaxpr_of,
@@ -165,7 +166,7 @@ def _warn_if_nothing_is_cast(reasons: Sequence[Left | None]) -> None:
 
 
 @remembered
-def _cast(program: Any, dtype: str) -> Any:
+def _cast(program: Program, dtype: str) -> Any:
     """Return a program with cast products, which ``products.py`` defines."""
     named = _used_by_a_name(program)
     # The results of cast products before their conversion to float32, by those after.
@@ -186,7 +187,7 @@ def _cast(program: Any, dtype: str) -> Any:
     return with_eqns(program, change)
 
 
-def _used_by_a_name(program: Any) -> set[int]:
+def _used_by_a_name(program: Program) -> set[int]:
     """Return the variables that only a ``name`` uses, perhaps after a reshape.
 
     They are returned by identity, because literals have no hash.

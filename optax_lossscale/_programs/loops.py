@@ -45,6 +45,7 @@ from .residuals import (
 )
 from .rewrite import (
     COLLECTIVE,
+    Program,
     effect_names,
     equations,
     jaxpr_of,
@@ -61,7 +62,7 @@ Policy = Callable[..., bool]
 
 
 @remembered
-def with_less_kept(program: Any, dtype: str, inputs: Origins) -> Any:
+def with_less_kept(program: Program, dtype: str, inputs: Origins) -> Any:
     """Return a program whose loops keep less, if they have products in a dtype."""
     if "scan" not in operations(program):
         return program
@@ -77,7 +78,7 @@ def with_less_kept(program: Any, dtype: str, inputs: Origins) -> Any:
 
 
 def _with_less_kept_inside(eqn: JaxprEqn, dtype: str, known: list[Origin]) -> JaxprEqn:
-    def change(program: Any) -> Any:
+    def change(program: Program) -> Any:
         inputs = origins_inside(eqn, program, known)
         new = with_less_kept(program, dtype, inputs)
         if eqn.primitive.name == "scan" and _gets_policy(program, dtype, inputs):
@@ -90,7 +91,7 @@ def _with_less_kept_inside(eqn: JaxprEqn, dtype: str, known: list[Origin]) -> Ja
     return inside_of_shard_map(eqn.params, changed) if is_mapped else changed()
 
 
-def _gets_policy(body: Any, dtype: str, inputs: Origins) -> bool:
+def _gets_policy(body: Program, dtype: str, inputs: Origins) -> bool:
     """Return whether the body of a ``scan`` gets a policy.
 
     If it has a ``jax.checkpoint``, its author has decided. JAX would run an inner
@@ -105,7 +106,7 @@ def _gets_policy(body: Any, dtype: str, inputs: Origins) -> bool:
     )
 
 
-def _is_pure(program: Any) -> bool:
+def _is_pure(program: Program) -> bool:
     return effect_names(program) <= {COLLECTIVE}
 
 
@@ -122,7 +123,7 @@ def _with_least_kept(body: Any, inputs: Origins, constants: int, length: int) ->
         return body
     try:
         kept = residuals(checkpoint, [x.has_tangent for x in inputs])
-    except NotImplementedError:  # an effect in the rule of a `custom_vjp`
+    except Exception:  # of the user's own derivative, which may never be taken
         return body
     if not _is_pure(kept):  # or one that a checkpoint may have, and would repeat
         return body
@@ -157,7 +158,7 @@ def _with_least_kept(body: Any, inputs: Origins, constants: int, length: int) ->
     return _checkpointed(outer, _keeps_all_but(recomputed))
 
 
-def _has_product_with_tangent(program: Any, inputs: Origins) -> bool:
+def _has_product_with_tangent(program: Program, inputs: Origins) -> bool:
     """Return whether a ``jnp.prod`` is differentiated. `jnp.fft` has one of sizes."""
     origin_of = origin_of_variables(program, inputs)
 
@@ -174,7 +175,7 @@ def _has_product_with_tangent(program: Any, inputs: Origins) -> bool:
     return any(map(found_in, program.eqns))
 
 
-def _has_complex(program: Any) -> bool:
+def _has_complex(program: Program) -> bool:
     results = (x.aval for eqn in equations(program) for x in eqn.outvars)
     return any(jnp.iscomplexobj(x) for x in results if is_inexact(x))
 
@@ -207,7 +208,7 @@ def _keeps_all_but(recomputed: frozenset[str]) -> Policy:
     return is_kept
 
 
-def _checkpointed(program: Any, policy: Policy | None) -> Any:
+def _checkpointed(program: Program, policy: Policy | None) -> Any:
     """Return a program that is one ``jax.checkpoint``.
 
     Without ``prevent_cse``, which the bodies of loops do not need.

@@ -20,7 +20,7 @@ from .products import (
     reason_inside,
     reason_to_leave,
 )
-from .rewrite import with_eqns, with_programs
+from .rewrite import Program, with_eqns, with_programs
 
 # Code that is not the user's. jax may be installed in any folder. Each name ends with a
 # separator, because the user's folders may begin with the same letters.
@@ -84,7 +84,7 @@ class Place(NamedTuple):
 def with_eqns_inside(program: Any, change: Callable[..., Iterable[JaxprEqn]]) -> Any:
     """Replace each equation, at any depth, by those of ``change(eqn, place)``."""
 
-    def rewritten(program: Any, place: Place) -> Any:
+    def rewritten(program: Program, place: Place) -> Any:
         def new(eqn: JaxprEqn) -> Iterable[JaxprEqn]:
             if is_looked_into(eqn):
                 inside = place.inside(eqn)

@@ -49,7 +49,8 @@ DECISIONS = _names("""
 _PICKS = _names("abs clamp max min select_n")
 COPIES = _PICKS | RESHAPES | _names("convert_element_type neg stop_gradient")
 # Loops may keep their results and compute their operands again. Operations in no list
-# count as selections: they may return elements of their operands.
+# count as selections: they may return elements of their operands. Loops see those of
+# ``DECISIONS`` under the name "decision".
 SMOOTH = (
     (ELEMENTWISE - _PICKS)
     | PRODUCTS

@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 from .._dtypes import is_inexact
 from .._jax_internals import inputs_of_scan, zeros_like_aval
 from .primitives import CALLS, CUSTOM, DECISIONS, ONE_PROGRAM
-from .rewrite import equations, jaxpr_of, programs_in, walked
+from .rewrite import Program, equations, jaxpr_of, programs_in, walked
 
 
 @dataclasses.dataclass(eq=False)
@@ -40,7 +40,7 @@ Values = Iterable[Value]
 _FREE = Value()  # a constant
 
 
-def residuals(program: Any, differentiated: Sequence[bool]) -> Any:
+def residuals(program: Program, differentiated: Sequence[bool]) -> Any:
     """Return the program that computes the residuals of another."""
     if not isinstance(program, ClosedJaxpr):
         program = ClosedJaxpr(program, [])

@@ -86,7 +86,7 @@ def remembered(change: Callable[..., Any]) -> Callable[..., Any]:
     known: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(change)
-    def changed(program: Any, *options: Any) -> Any:
+    def changed(program: Program, *options: Any) -> Any:
         results = known.setdefault(program, {})
         if options not in results:
             new = change(program, *options)
@@ -236,7 +236,7 @@ def with_eqns(
     return like(program, jaxpr.replace(eqns=eqns, invars=inputs, effects=effects))
 
 
-def with_programs(eqn: JaxprEqn, change: Callable[[Any], Any]) -> Any:
+def with_programs(eqn: JaxprEqn, change: Callable[[Program], Program]) -> Any:
     """Return an equation with each program in it changed, and its new effects."""
     params = jax.tree.map(
         lambda x: change(x) if isinstance(x, Program) else x, eqn.params

@@ -2,8 +2,8 @@
 
 A selection, such as ``sort``, returns elements of its operand as they are. If its
 result is kept and its operand is computed again, an element may differ from itself. So
-the policy treats the name of an operand like the selection. A selection is each
-operation that is not known to be none: see ``SMOOTH``.
+the policy treats the name of an operand like the selection. Every operation counts as a
+selection unless it is in ``SMOOTH``.
 """
 
 import collections
@@ -20,6 +20,7 @@ from .._dtypes import is_inexact
 from .primitives import COPIES, SMOOTH, TRANSPARENT
 from .residuals import operand_of, operations_of
 from .rewrite import (
+    Program,
     eqn_like,
     jaxpr_of,
     new_var,
@@ -33,13 +34,13 @@ from .rewrite import (
 Selections = frozenset[str]
 
 
-def with_named_operands(program: Any) -> Any:
+def with_named_operands(program: Program) -> Any:
     """Name each value that elements are selected from, once for each operation."""
     return _with_names(program, (frozenset(),) * len(jaxpr_of(program).outvars))
 
 
 @remembered
-def _with_names(program: Any, of_results: tuple[Selections, ...]) -> Any:
+def _with_names(program: Program, of_results: tuple[Selections, ...]) -> Any:
     """Name values in a program whose results are also selected from."""
     selections = _selections(program, of_results)
 
@@ -65,7 +66,7 @@ def _naming(selection: str) -> Callable[[jax.Array], jax.Array]:
 
 
 @remembered
-def _selections(program: Any, of_results: tuple[Selections, ...]) -> Any:
+def _selections(program: Program, of_results: tuple[Selections, ...]) -> Any:
     """Return the selections from each variable of a program.
 
     Reshapes and other copies lead back to where the elements were computed.

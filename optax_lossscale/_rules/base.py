@@ -251,9 +251,9 @@ def next_state(
     fields = dict(getattr(rule, "__dict__", {}))
     # The state is checked already. A class with an `update` of the user's own has no
     # other, even if it is derived from a class that has.
-    [owner, *_] = (cls for cls in type(rule).__mro__ if "update" in vars(cls))
-    update = vars(owner).get("_compiled", vars(owner)["update"])
-    new_state = update(rule, state, *args)
+    owner = next(cls for cls in type(rule).__mro__ if "update" in vars(cls))
+    compiled = vars(owner).get("_compiled")
+    new_state = compiled(rule, state, *args) if compiled else rule.update(state, *args)
     if changed := [x for x in fields if fields[x] is not getattr(rule, x, None)]:
         raise TypeError(
             f"`rule` must not change in its `update`, got another `{changed[0]}` in "

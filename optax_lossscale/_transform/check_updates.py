@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from .._axes import AxisName, all_along
-from .._dtypes import dtype_of, is_inexact, wide_dtype
+from .._dtypes import Leaf, dtype_of, is_inexact, wide_dtype
 from .._finite import is_nonfinite, none_is_true
 from .._tree import at_paths_of
 
@@ -42,7 +42,7 @@ def _outcome_finite(
     return none_is_true(_join(bad_updates, bad_state))
 
 
-def _bad_change(new: Any, old: Any) -> Any:
+def _bad_change(new: Leaf, old: Leaf) -> Any:
     """Return where a leaf changed to a non-finite value."""
     if not is_inexact(new):
         return None
@@ -56,7 +56,7 @@ def _bad_change(new: Any, old: Any) -> Any:
     return is_nonfinite(new) & (new_bits != old_bits)
 
 
-def _bad_update(update: Any, param: Any) -> Any:
+def _bad_update(update: Leaf, param: Leaf) -> Any:
     """Return where an update, or the updated parameter, is not finite."""
     if not is_inexact(update):
         return None
@@ -73,7 +73,7 @@ def _bad_update(update: Any, param: Any) -> Any:
     return bad | _bad_change(new.astype(dtype_of(param)), param)
 
 
-def _join(updates: Any, state: Any) -> list[jax.Array]:
+def _join(updates: optax.Updates, state: optax.OptState) -> list[jax.Array]:
     """Combine the flags of each parameter: of its update and of its moments.
 
     The update depends on the moments, which are then computed and read only once.

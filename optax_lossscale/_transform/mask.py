@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._dtypes import dtype_of, is_inexact
+from .._dtypes import Leaf, dtype_of, is_inexact
 from .._jax_internals import is_ref, is_staging, unknown_jax
 from .._tree import is_array, select, where
 from .._validation import is_traced, warn
@@ -32,7 +32,7 @@ class _Arrays(NamedTuple):
 # Runs an update, and masks its results. It takes whether the gradients and the loss are
 # finite, the arrays and the old state. It returns whether the step is applied, its
 # updates, and the state after it.
-_Masked = Callable[[jax.Array, _Arrays, Any], tuple[jax.Array, Any, Any]]
+_Masked = Callable[[jax.Array, _Arrays, optax.OptState], tuple[jax.Array, Any, Any]]
 
 
 def masked_update(
@@ -74,7 +74,7 @@ def masked_update(
 def _in_place_or(at_end: _Masked, update: Any, is_checked: bool) -> _Masked:
     """Return a function that masks in place, or else at the end."""
 
-    def masked(finite: jax.Array, arrays: _Arrays, old_state: Any) -> Any:
+    def masked(finite: jax.Array, arrays: _Arrays, old_state: optax.OptState) -> Any:
         # A program returns arrays alone, but the state may hold functions of a model.
         if not all(map(is_array, jax.tree.leaves(old_state))):
             return at_end(finite, arrays, old_state)
@@ -89,6 +89,8 @@ def _in_place_or(at_end: _Masked, update: Any, is_checked: bool) -> _Masked:
             given = finite, arrays, old_state
             outputs = mask_in_place(traced, shapes, derived, is_checked, *given)
         except Exception as error:
+            # First: an error of the user's own derivative is raised here, too.
+            outputs = at_end(finite, arrays, old_state)
             warn(
                 "The updates take more time and memory on a CPU, with the same "
                 f"results. {unknown_jax(error)}",
@@ -112,7 +114,7 @@ def _select_at_end(
 
 
 def _arrays_of(
-    grads: Any, extra_args: dict[str, Any], staging: bool
+    grads: optax.Updates, extra_args: dict[str, Any], staging: bool
 ) -> tuple[_Arrays, Callable[[_Arrays], tuple[Any, dict[str, Any]]]]:
     """Return the arrays among the arguments, and a function that replaces them.
 
@@ -164,7 +166,7 @@ def _finite_grads(finite: jax.Array, grads: list[jax.Array]) -> list[jax.Array]:
     return [where(finite, x, _placeholder(x)) for x in grads]
 
 
-def _largest(x: Any) -> float:
+def _largest(x: Leaf) -> float:
     return float(jnp.finfo(dtype_of(x)).max)
 
 
@@ -183,7 +185,7 @@ def _placeholder(x: jax.Array) -> jax.Array:
     return jnp.zeros_like(x) + (jnp.asarray(steps) / 64).astype(dtype_of(x))
 
 
-def _zeros_like(x: Any) -> Any:
+def _zeros_like(x: Leaf) -> Leaf:
     """Return zeros that change no bit of a number when they are added to it."""
     dtype = dtype_of(x)
     if jnp.issubdtype(dtype, np.inexact):

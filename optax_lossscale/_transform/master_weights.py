@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._dtypes import as_type, dtype_of, is_inexact, loses_range
+from .._dtypes import Leaf, as_type, dtype_of, is_inexact, loses_range
 from .._find import find_nodes
 from .._flax_internals.float8_overwrites import is_overwritten
 from .._state import MasterWeightsState
@@ -78,7 +78,7 @@ def with_master_weights(
             "`jax.config.update('jax_enable_x64', True)` first, or leave `dtype` out."
         )
 
-    def wide(x: Any) -> Any:
+    def wide(x: Leaf) -> Leaf:
         return as_type(x, dtype) if _has_fewer_bits(x, dtype) else x
 
     def init_fn(params: optax.Params) -> MasterWeightsState:
@@ -113,11 +113,11 @@ def with_master_weights(
             **drop_unknown(extra_args),
         )
 
-        def stepped(p: Any, master: Any, update: Any) -> Any:
+        def stepped(p: Leaf, master: Leaf, update: Leaf) -> Leaf:
             absent = _is_absent(master) or update is None
             return master if absent else optax.apply_updates(master, update)
 
-        def to_master(p: Any, master: Any, update: Any) -> Any:
+        def to_master(p: Leaf, master: Leaf, update: Leaf) -> Leaf:
             absent = _is_absent(master) or update is None
             return update if absent else update_to(master, p)
 
@@ -128,13 +128,13 @@ def with_master_weights(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def has_master_weights(state: Any) -> bool:
+def has_master_weights(state: optax.OptState) -> bool:
     """Return whether an optimizer state contains any master weights."""
     nodes = find_nodes(state, MasterWeightsState)
     return any(jax.tree.leaves(node.master_weights) for node in nodes)
 
 
-def check_last(state: Any) -> None:
+def check_last(state: optax.OptState) -> None:
     """Raise if a chain continues after `with_master_weights`, which sets updates."""
 
     def continues(node: Any) -> bool:
@@ -177,7 +177,7 @@ def warn_of_float16(params: optax.Params, inner_state: optax.OptState) -> None:
     )
 
 
-def warn_of_narrow_grads(grads: Any, params: Any) -> None:
+def warn_of_narrow_grads(grads: optax.Updates, params: Any) -> None:
     """Warn if the gradients are float16 or float8, but their parameters are not."""
     own = jax.tree.leaves(at_paths_of(grads, params))
     pairs = zip(jax.tree_util.tree_leaves_with_path(grads), own, strict=True)
@@ -195,7 +195,7 @@ def warn_of_narrow_grads(grads: Any, params: Any) -> None:
             return
 
 
-def _has_fewer_bits(x: Any, dtype: Any) -> bool:
+def _has_fewer_bits(x: Leaf, dtype: Any) -> bool:
     is_real = is_inexact(x) and jnp.isrealobj(x)
     return is_real and jnp.finfo(dtype_of(x)).bits < jnp.finfo(dtype).bits
 
@@ -207,7 +207,7 @@ def _keep_narrow(params: Any, dtype: Any) -> Any:
     )
 
 
-def _is_absent(master: Any) -> bool:
+def _is_absent(master: Leaf) -> bool:
     return isinstance(master, optax.MaskedNode)
 
 

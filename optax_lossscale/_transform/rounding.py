@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._dtypes import dtype_of
+from .._dtypes import Leaf, dtype_of
 from .._tree import as_sharded
 
 
-def update_to(master: jax.Array, param: Any) -> jax.Array:
+def update_to(master: jax.Array, param: Leaf) -> jax.Array:
     """Return the update that sets a parameter to its rounded master weight."""
     narrow, param = dtype_of(param), jnp.asarray(param, master.dtype)
     target = round_to(master, narrow)

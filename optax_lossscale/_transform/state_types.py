@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from .._dtypes import dtype_of, is_inexact, loses_range, widen
+from .._dtypes import Leaf, dtype_of, is_inexact, loses_range, widen
 from .._tree import (
     as_strongly_typed,
     at_paths_of,
@@ -91,7 +91,7 @@ def with_kept_types(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _as_narrow(update: Any, grad: Any, param: Any) -> Any:
+def _as_narrow(update: Leaf, grad: Leaf, param: Leaf) -> Leaf:
     """Return an update in the dtype of its gradient if its parameter is also narrow."""
     both = loses_range(grad) and loses_range(param)
     return jnp.asarray(update, dtype_of(grad)) if both else update

@@ -153,13 +153,21 @@ def test_skipped_steps_are_counted_whatever_the_rule_counts(rule):
     assert seen == [(1, 1, False), (2, 2, False), (2, 0, True)]
 
 
-def test_update_of_a_class_derived_from_a_rule_is_called():
-    class Slower(ls.DynamicLossScale):
-        def update(self, state, grads_finite):
-            state = super().update(state, grads_finite)
-            return state._replace(loss_scale=state.loss_scale - 1)
+class Slower(ls.DynamicLossScale):
+    def update(self, state, grads_finite):
+        state = super().update(state, grads_finite)
+        return state._replace(loss_scale=state.loss_scale - 1)
 
-    tx = ls.with_loss_scaling(optax.sgd(0.1), Slower(8.0))
+
+class Static(ls.DynamicLossScale):
+    @staticmethod
+    def update(state, grads_finite):
+        return state._replace(loss_scale=state.loss_scale - 1)
+
+
+@pytest.mark.parametrize("rule", [Slower, Static])
+def test_update_of_a_class_derived_from_a_rule_is_called(rule):
+    tx = ls.with_loss_scaling(optax.sgd(0.1), rule(8.0))
     _, state = tx.update(jnp.ones(2), tx.init(jnp.ones(2)))
     assert ls.get_loss_scale(state) == 7
 
