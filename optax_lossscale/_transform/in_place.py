@@ -167,26 +167,26 @@ def call_with_derivatives_of(
         fixed: list[bool] = []
 
         @jax.custom_jvp
-        def outputs(*leaves: Any) -> tuple[Any, ...]:
+        def outputs(moving: dict[int, Any], *leaves: Any) -> tuple[Any, ...]:
             return leaves
 
         # Results without a tangent get a symbolic zero, not an array of zeros: 0 times
         # the derivative of a root at 0 would be NaN in later operations.
         @functools.partial(outputs.defjvp, symbolic_zeros=True)
         def _(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-            fixed.extend(map(_is_zero, tangents))
-            return primals, tangents
+            fixed.extend(map(_is_zero, tangents[1:]))
+            return primals[1:], tangents[1:]
 
         def along(moving: dict[int, Any]) -> Any:
             leaves = [moving.get(i, x) for i, x in enumerate(primals)]
             results = derived(*jax.tree.unflatten(structure, leaves))
             return jax.tree.unflatten(
-                jax.tree.structure(results), outputs(*jax.tree.leaves(results))
+                jax.tree.structure(results), outputs(moving, *jax.tree.leaves(results))
             )
 
         results, tangents = jax.jvp(along, [moving], [directions])
         leaves, shapes = jax.tree.flatten(tangents)
-        pairs = zip(leaves, fixed or [True] * len(leaves), strict=True)
+        pairs = zip(leaves, fixed, strict=True)
         tangents = [no_tangent(x) if is_fixed else x for x, is_fixed in pairs]
         return results, jax.tree.unflatten(shapes, tangents)
 

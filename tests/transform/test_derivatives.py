@@ -159,3 +159,16 @@ def test_moment_that_stays_0_has_the_derivative_of_optax(case):
         for wrap in (WRAPPERS[name], lambda tx: tx)
     )
     np.testing.assert_allclose(ours, theirs, 1e-3)
+
+
+def test_inner_direction_that_reaches_no_result_leaves_the_outer_derivative_finite():
+    """The optimizer ignores ``value``, so ``x`` moves only the last term."""
+    w, tx = jnp.array([1.0, 2.0]), scaled(optax.sgd(0.1, momentum=0.9))
+
+    def fun(x, y):
+        updates, _ = tx.update(y * w, tx.init(w), w, value=x)
+        return jnp.sum(jnp.sqrt(updates * updates)) + x
+
+    along_x = jax.jacfwd(fun)
+    of_both = jax.jit(lambda x, y: jax.jvp(lambda y: along_x(x, y), (y,), (1.0,))[0])
+    assert of_both(1.0, 0.0) == 1
