@@ -9,6 +9,7 @@ import numpy as np
 
 from ._axes import AxisName, all_along, check_axis_name, reduce_along
 from ._dtypes import dtype_of, is_inexact, wide_dtype
+from ._jax_internals import has_plain_type
 
 # The scope of the matmul in a check, by which a report leaves that matmul out.
 CHECK_SCOPE = "optax_lossscale_check"
@@ -45,27 +46,54 @@ def all_finite(tree: Any, *, axis_name: AxisName | None = None) -> jax.Array:
 @jax.jit
 def _all_finite(leaves: list[jax.Array]) -> jax.Array:
     parts = [y for x in leaves for y in _real_parts(x)]
-    sums = [
-        _finite_if_all_are(x, i) for i, x in enumerate(parts) if x.dtype == jnp.float32
-    ]
+    floats = [x for x in parts if x.dtype == jnp.float32]
     flags = [_any(is_nonfinite(x)) for x in parts if x.dtype != jnp.float32]
+    sums = _sums([x for x in floats if not _row_length(x)])
+    if large := [x for x in floats if _row_length(x)]:
+        sums += jax.lax.platform_dependent(large, cpu=_sums_by_rows, default=_sums)
     scores = [jnp.stack(flags)] if flags else []
     if sums:
         scores.append(is_nonfinite(jnp.stack(sums)).astype(jnp.float32))
     return _are_zero(scores)
 
 
-def _finite_if_all_are(x: jax.Array, number: int) -> jax.Array:
-    """Return a sum of small multiples of float32 numbers, each below 8 if finite.
+def _sums(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Return sums of small multiples of float32 numbers, each below 8 if finite.
 
-    The sum needs no temporary memory on a CPU, where XLA would write flags to memory,
-    and no pass of its own beside a global norm. ``x - x`` would do as well as addends,
-    but a compiler with fast math folds it: https://github.com/jax-ml/jax/issues/276.
-    The factor differs for each ``number``, because XLA on a CPU writes an array of
-    factors that several leaves share.
+    A sum needs no temporary memory on a CPU, where XLA would write flags to memory, and
+    no pass of its own beside a global norm. ``x - x`` would do as well as addends, but
+    a compiler with fast math folds it: https://github.com/jax-ml/jax/issues/276. The
+    factors differ, because XLA on a CPU writes an array of factors that several sums
+    share.
     """
-    factor = 2.0**-126 * (1 + 2.0**-23 * number)
-    return jnp.sum(x * np.float32(factor))
+    factors = (2.0**-126 * (1 + 2.0**-23 * i) for i in range(len(arrays)))
+    pairs = zip(arrays, factors, strict=True)
+    return [jnp.sum(x * np.float32(factor)) for x, factor in pairs]
+
+
+def _sums_by_rows(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Return such sums by matmuls, in which XLA on a CPU reads twice as fast."""
+    return [_sum_by_rows(x, _row_length(x)) for x in arrays]
+
+
+def _sum_by_rows(x: jax.Array, length: int) -> jax.Array:
+    factors = jnp.full(length, 2.0**-126, jnp.float32)
+    with jax.named_scope(CHECK_SCOPE):
+        rows = jnp.matmul(x.reshape(-1, length), factors, precision="highest")
+    return jnp.sum(rows)
+
+
+def _row_length(x: jax.Array) -> int:
+    """Return the length of the rows in which to sum up an array, or 0 for no rows.
+
+    A matmul takes longer to compile, and each row takes memory for its sum. Of several
+    CPU devices, each may hold a part of a row.
+    """
+    # A size that `jax.export` leaves open is no int.
+    is_large = isinstance(x.size, int) and x.size >= 2**17
+    if not is_large or jax.device_count("cpu") > 1 or not has_plain_type(x):
+        return 0
+    return next((n for n in range(4096, 255, -1) if x.size % n == 0), 0)
 
 
 def _real_parts(x: jax.Array) -> list[jax.Array]:

@@ -73,6 +73,12 @@ def in_memory_of(x: jax.Array, other: Any) -> jax.Array:
     return x if here == there else jax.device_put(x, there)
 
 
+def has_plain_type(x: jax.Array) -> bool:
+    """Return whether the type of an array has no sharding, memory or mapped axes."""
+    aval: Any = jax.typeof(x)
+    return bool(aval.update(weak_type=False) == jax.core.ShapedArray(x.shape, x.dtype))
+
+
 def is_ref(x: jax.Array) -> bool:
     """Return whether an array is mutable, a ``jax.Ref``."""
     return hasattr(jax.typeof(x), "inner_aval")

@@ -9,10 +9,13 @@ import numpy as np
 import optax
 import pytest
 from asserts import assert_no_update
+from jax import export
+from jax.sharding import PartitionSpec as P
+from meshes import on_mesh
 from shared import enable_x64
 
 import optax_lossscale as ls
-from optax_lossscale._finite import is_nonfinite
+from optax_lossscale._finite import _all_finite, is_nonfinite
 
 FLOATS = ["float16", "bfloat16", "float32", "float8_e5m2", "float8_e4m3fn", "float64"]
 FLOATS += ["float8_e5m2fnuz"]  # its only NaN has the bits of -0.0 in other types
@@ -156,3 +159,66 @@ def test_fast_math_lets_no_bad_update_pass(options):
         updates, _ = update(grads, tx.init(grads))
         assert_no_update(updates)
     assert np.all(update(np.ones(2, np.float32), tx.init(grads))[0])
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    """As where one CPU is the only one: the rows of large arrays are summed up."""
+    monkeypatch.setattr(jax, "device_count", lambda *_: 1)
+    _all_finite.clear_cache()
+    yield
+    _all_finite.clear_cache()
+
+
+LARGE = {
+    "matrix": (512, 256),
+    "few factors of two": (333, 777),
+    "vector": (2**17,),
+    "prime": (2**17 + 29,),
+    "kernel": (3, 3, 128, 128),
+}
+
+
+@pytest.mark.parametrize("shape", LARGE.values(), ids=LARGE)
+@pytest.mark.parametrize(
+    "options", [{}, *fast_math.args[1]], ids=["", "fast", "fastest"]
+)
+def test_one_bad_element_of_a_large_array_is_found(one_device, shape, options):
+    check = jax.jit(ls.all_finite, compiler_options=options)
+    for number in (1, LARGEST, -LARGEST):
+        assert check(np.resize(np.float32([0, number]), shape)), number
+    x = np.ones(shape, np.float32)
+    for place, bad in itertools.product((0, x.size // 3, -1), BAD):
+        x.flat[place] = bad
+        assert not check(x), (place, bad)
+        x.flat[place] = 1
+    x.flat[0], x.flat[-1] = np.inf, -np.inf
+    assert not check(x)
+
+
+def products(fun, *args):
+    return str(jax.make_jaxpr(fun)(*args)).count("dot_general[")
+
+
+def test_only_large_arrays_of_one_device_are_summed_up_by_rows(one_device):
+    large, small = jnp.ones(LARGE["matrix"]), jnp.ones((64, 64))
+    assert products(ls.all_finite, small) == 1 < products(ls.all_finite, large)
+    across = on_mesh(lambda x: ls.all_finite(x, axis_name="d"), P("d"), P())
+    assert products(across, large) == 1 and across(large)
+
+
+def test_large_arrays_are_checked_by_vmap_in_host_memory_and_at_open_sizes(one_device):
+    members = np.ones((3, *LARGE["matrix"]), np.float32)
+    members[1, 7, 9] = np.nan
+    np.testing.assert_array_equal(jax.vmap(ls.all_finite)(members), [True, False, True])
+    if hasattr(jax, "memory"):
+        far = jax.device_put(members, jax.memory.Space.Host)
+        assert not jax.jit(ls.all_finite)(far)
+    [rows] = export.symbolic_shape("rows")
+    like = jax.ShapeDtypeStruct((rows, 256), np.float32)
+    program = export.export(jax.jit(ls.all_finite), platforms=("cpu", "tpu"))(like)
+    assert program.call(members[0]) and not program.call(members[1])
+
+
+def test_report_leaves_out_the_matmul_of_a_check(one_device):
+    assert ls.autocast_report(ls.all_finite, jnp.ones(LARGE["matrix"])) == ()

@@ -106,6 +106,7 @@ def _warn_if_narrow(loss: Any) -> None:
         )
 
 
+@jax.named_scope("optax_lossscale_unscale")
 def unscale(tree: Any, scale: jax.Array) -> Any:
     """Multiply by the reciprocal of the scale; see ``grad_dtype`` for the types."""
     scale = jax.lax.stop_gradient(scale)

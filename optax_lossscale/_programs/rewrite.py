@@ -135,10 +135,13 @@ def evaluate_with_nan(jaxpr: Jaxpr, *inputs: jax.Array) -> Sequence[jax.Array]:
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, []))(*inputs)
 
 
-def as_one_equation(jaxpr: Jaxpr, *inputs: jax.Array) -> Sequence[jax.Array]:
-    """Run a program that may compute with NaN as one equation, not traced again."""
+def as_one_equation(name: str, jaxpr: Jaxpr, *inputs: jax.Array) -> Sequence[jax.Array]:
+    """Run a program that may compute with NaN as one equation, not traced again.
+
+    A profile shows its ``name``.
+    """
     eqn = _empty_call(len(inputs), len(jaxpr.outvars))
-    params = {**eqn.params, "jaxpr": ClosedJaxpr(jaxpr, [])}
+    params = {**eqn.params, "jaxpr": ClosedJaxpr(jaxpr, []), "name": name}
     return eqn.primitive.bind(*inputs, **params)
 
 

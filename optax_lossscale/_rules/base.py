@@ -42,6 +42,8 @@ def check_fields(rule: Any) -> None:
 # transfers nothing from the host.
 compile_for_rule = functools.partial(jax.jit, static_argnums=0)
 
+_in_scope = jax.named_scope("optax_lossscale_rule")  # shown by a profile
+
 
 class LossScale(abc.ABC):
     """The base class of rules, which choose the first loss scale and each next one.
@@ -232,6 +234,7 @@ def matching_state(rule: LossScale, state: Any) -> LossScaleState:
     return _take_over(rule, state)
 
 
+@_in_scope
 def next_state(
     rule: LossScale,
     state: LossScaleState,
@@ -280,6 +283,7 @@ def _magnitude_if(
     return jnp.where(finite, finite_max_magnitude(leaves, axis_name), 0)
 
 
+@_in_scope
 @compile_for_rule
 def _take_over(rule: LossScale, state: LossScaleState) -> LossScaleState:
     """Return the rule's first state if the scale is or was fixed, else the state.

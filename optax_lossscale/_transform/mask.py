@@ -20,6 +20,9 @@ from .._jax_internals import is_ref, is_staging, unknown_jax
 from .._tree import is_array, select, where
 from .._validation import is_traced, warn
 
+# A profile of a step shows the wrapped optimizer by this name.
+UPDATE_SCOPE = "optax_lossscale_update"
+
 
 class _Arrays(NamedTuple):
     """The floating-point arrays that an update gets, and a skipped step replaces."""
@@ -56,7 +59,8 @@ def masked_update(
     arrays, arguments_with = _arrays_of(grads, extra_args, staging)
 
     def update_with(arrays: _Arrays) -> Any:
-        return update(*arguments_with(arrays))
+        with jax.named_scope(UPDATE_SCOPE):
+            return update(*arguments_with(arrays))
 
     # Eager derivatives need a second run. Compiled, it would double the cost.
     runs_twice = is_checked and not staging and is_traced((arrays, old_state))

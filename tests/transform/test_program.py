@@ -82,6 +82,23 @@ def test_check_of_updates_holds_no_second_copy_of_the_moments():
     assert temporary("optax.adamw", "checked") < 1.2  # 2 if they waited for the check
 
 
+def test_checked_step_computes_a_global_norm_once():
+    """Its second run takes over the scalars of the first."""
+    programs = (compiled("clip + adamw", x) for x in ("plain", "checked"))
+    norms = [len(re.findall(r"f32\[\]\S* sqrt\(", x.as_text())) for x in programs]
+    assert norms[0] == norms[1]
+
+
+SCOPES = ["check", "rule", "unscale", "update"]
+
+
+def test_profile_names_the_parts_of_a_step():
+    lowered = STEP.lower(PARAMS, jax.eval_shape(ADAM.init, PARAMS), X)
+    names = re.findall(r'op_name="([^"]*)"', lowered.compile().as_text())
+    found = {x for name in names for x in re.findall(r"optax_lossscale_(\w+)", name)}
+    assert sorted(found) == SCOPES
+
+
 @guarded
 def test_program_grows_linearly_with_the_leaves(name):
     """Every mask reads one flag, and does not combine those of all leaves again."""
