@@ -58,21 +58,29 @@ def _all_finite(leaves: list[jax.Array]) -> jax.Array:
 
 
 def _sums(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Return sums of small multiples of float32 numbers, each below 8 if finite.
+    """Return a number for each array, which is finite if the array is."""
+    # The factors differ, because XLA on a CPU writes an array of factors that several
+    # sums share.
+    factors = (2.0**-126 * (1 + 2.0**-23 * i) for i in range(len(arrays)))
+    return [_sum(x, factor) for x, factor in zip(arrays, factors, strict=True)]
+
+
+def _sum(x: jax.Array, factor: float) -> jax.Array:
+    """Return a sum of small multiples of float32 numbers, each below 8 if finite.
 
     A sum needs no temporary memory on a CPU, where XLA would write flags to memory, and
     no pass of its own beside a global norm. ``x - x`` would do as well as addends, but
-    a compiler with fast math folds it: https://github.com/jax-ml/jax/issues/276. The
-    factors differ, because XLA on a CPU writes an array of factors that several sums
-    share.
+    a compiler with fast math folds it: https://github.com/jax-ml/jax/issues/276.
     """
-    factors = (2.0**-126 * (1 + 2.0**-23 * i) for i in range(len(arrays)))
-    pairs = zip(arrays, factors, strict=True)
-    return [jnp.sum(x * np.float32(factor)) for x, factor in pairs]
+    if isinstance(x.size, int) and x.size <= 1024:
+        # XLA on a CPU adds few floats up one by one, but not so a maximum of integers.
+        bits = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
+        return jnp.max(bits, initial=0).view(jnp.float32)
+    return jnp.sum(x * np.float32(factor))
 
 
 def _sums_by_rows(arrays: list[jax.Array]) -> list[jax.Array]:
-    """Return such sums by matmuls, in which XLA on a CPU reads twice as fast."""
+    """Return sums by matmuls, in which XLA on a CPU reads twice as fast."""
     return [_sum_by_rows(x, _row_length(x)) for x in arrays]
 
 
