@@ -4,9 +4,9 @@ It saves time and memory on a CPU. With the mask of ``mask.py``, a new moment is
 twice: unmasked in the update and masked in the state. XLA on a CPU then computes it
 twice and copies the old one. Without this file, an update takes 4.3 times the
 wall-clock time of the plain one by adamw, 3.2 times by momentum, and 2.0 times by clip
-+ adamw, and temporary memory of twice the parameters. With it, 1.17, 1.2 and 1.1 times,
-and none (timed side by side on two cores). On an H100 and a v5e it saves nothing: an
-update moves as many bytes without this file.
++ adamw, and temporary memory of twice the parameters. With it, 1.16, 1.22 and 1.07
+times, and none (timed side by side on two cores). On an H100 and a v5e it saves
+nothing: an update moves as many bytes without this file.
 
 In a skipped step the program runs on NaN, and on a mix of old and new moments, so it
 must tolerate NaN. Its derivatives would be NaN, so it has the derivatives of
