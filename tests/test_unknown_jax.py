@@ -61,7 +61,6 @@ def without(monkeypatch):
             if name in vars(module):
                 monkeypatch.setattr(module, name, broken)
 
-    jax.clear_caches()
     return break_it
 
 
@@ -93,7 +92,7 @@ def test_updates_are_right_without_rewriting_and_warn(without, helper):
     expected = steps(TX.update)
     without(helper)
     with pytest.warns(UserWarning, match=f"more time and memory on a CPU.*{VERSIONS}"):
-        found = steps(jax.jit(TX.update))
+        found = steps(jax.jit(lambda *args, **kw: TX.update(*args, **kw)))
     for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
     (params, state), (skipped_params, skipped) = found
