@@ -75,7 +75,8 @@ def _sum(x: jax.Array, factor: float) -> jax.Array:
     if isinstance(x.size, int) and x.size <= 1024:
         # XLA on a CPU adds few floats up one by one, but not so a maximum of integers.
         bits = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
-        return jnp.max(bits, initial=0).view(jnp.float32)
+        largest = jax.lax.reduce_max(bits, tuple(range(x.ndim)))
+        return jax.lax.bitcast_convert_type(largest, jnp.float32)
     return jnp.sum(x * np.float32(factor))
 
 
