@@ -66,17 +66,18 @@ def _sums(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 def _sum(x: jax.Array, factor: float) -> jax.Array:
-    """Return a sum of small multiples of float32 numbers, each below 8 if finite.
+    """Return a number that is finite if a float32 array is.
 
-    A sum needs no temporary memory on a CPU, where XLA would write flags to memory, and
-    no pass of its own beside a global norm. ``x - x`` would do as well as addends, but
-    a compiler with fast math folds it: https://github.com/jax-ml/jax/issues/276.
+    It is the largest magnitude of few numbers, and a sum of small multiples of many,
+    each below 8 if finite. A sum needs no temporary memory on a CPU, where XLA would
+    write flags to memory, and no pass of its own beside a global norm. ``x - x`` would
+    do as well as addends, but a compiler with fast math folds it:
+    https://github.com/jax-ml/jax/issues/276.
     """
     if isinstance(x.size, int) and x.size <= 1024:
         # XLA on a CPU adds few floats up one by one, but not so a maximum of integers.
         bits = jax.lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF
-        largest = jax.lax.reduce_max(bits, tuple(range(x.ndim)))
-        return jax.lax.bitcast_convert_type(largest, jnp.float32)
+        return jax.lax.bitcast_convert_type(_largest(bits), jnp.float32)
     return jnp.sum(x * np.float32(factor))
 
 
@@ -116,7 +117,12 @@ def none_is_true(flags: list[jax.Array]) -> jax.Array:
 
 def _any(flags: jax.Array) -> jax.Array:
     # On CPUs, the maximum of small integers is the fastest reduction of flags.
-    return jnp.max(flags.astype(jnp.uint8), initial=0).astype(jnp.float32)
+    return _largest(flags.astype(jnp.uint8)).astype(jnp.float32)
+
+
+def _largest(x: jax.Array) -> jax.Array:
+    """Return the maximum, of no elements the lowest number of the dtype."""
+    return jax.lax.reduce_max(x, tuple(range(x.ndim)))
 
 
 def _are_zero(scores: list[jax.Array]) -> jax.Array:
