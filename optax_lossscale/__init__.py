@@ -75,10 +75,10 @@ from ._transform.with_loss_scaling import with_loss_scaling
 from ._tree import select
 
 try:  # These rewrite programs, which a new jax may make in another way.
+    from ._autocast.autocast import autocast
     from ._gradients.backward import scale_backward, scale_block
     from ._gradients.retries import value_and_grad_with_retries
-    from ._programs.autocast import autocast
-    from ._programs.report import AutocastReport, autocast_report
+    from ._reports.autocast_report import AutocastReport, autocast_report
 except Exception as _error:
     AutocastReport = _unavailable(_error)  # type: ignore[misc]
     autocast = autocast_report = scale_backward = _unavailable(_error)

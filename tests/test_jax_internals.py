@@ -1,6 +1,6 @@
 """What is private in JAX: if a test fails, a release has moved it.
 
-Fix `_jax_internals.py`. What `_programs/rewrite.py` uses, tests/programs runs.
+Fix `_jax_internals.py`. What `_programs/rewrite.py` uses, tests/autocast runs.
 """
 
 import jax

@@ -1,6 +1,5 @@
-"""Where the products of a program are: their lines, scopes and passes."""
+"""Where the equations of a program are: their lines, scopes and passes."""
 
-import inspect
 import os
 import re
 import sysconfig
@@ -10,16 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import JaxprEqn
 
-from .._finite import CHECK_SCOPE
-from .primitives import PRODUCTS
-from .products import (
-    BY_SHAPE,
-    DERIVATIVE,
-    Left,
-    is_looked_into,
-    reason_inside,
-    reason_to_leave,
-)
+from .primitives import CUSTOM, TRANSPARENT
 from .rewrite import Program, with_eqns, with_programs
 
 # Code that is not the user's. jax may be installed in any folder. Each name ends with a
@@ -28,57 +18,46 @@ _JAX = os.path.join(os.path.dirname(jax.__file__), "")
 _STANDARD = os.path.join(sysconfig.get_path("stdlib"), "")
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _THIS_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
-# The file of JAX that calls a derivative of the user's own.
-_DERIVATIVES = inspect.unwrap(jax.custom_vjp.__call__).__code__.co_filename
-
-
-class Site(NamedTuple):
-    """Where a product is, and why `autocast` leaves it, if it does."""
-
-    line: str  # of the user, for both passes
-    scope: str
-    is_backward: bool
-    left: Left | None
 
 
 class Place(NamedTuple):
-    """The surroundings of an equation, and how the products before it are cast."""
+    """The surroundings of an equation."""
 
-    scopes: str
-    reason: Left | None
-    line: str
-    lefts: dict[str, Left | None]  # by the lines of products
+    around: tuple[JaxprEqn, ...] = ()  # the equations that it is inside of
+    scopes: str = ""
+    line: str = ""
 
     def inside(self, eqn: JaxprEqn) -> "Place":
         # JAX names the backward pass of a checkpoint twice, as in
         # `transpose(jvp(decoder))/layers_3/jvp(decoder)/layers_3`.
         stack = str(eqn.source_info.name_stack)
         stack = re.sub(r"(transpose\(.*?)/jvp\(.*", r"\1", stack)
-        reason, line = reason_inside(eqn, self.reason), _user_line(eqn) or self.line
-        return Place(f"{self.scopes}/{stack}", reason, line, self.lefts)
+        line = _user_line(eqn) or self.line
+        return Place((*self.around, eqn), f"{self.scopes}/{stack}", line)
 
-    def site(self, eqn: JaxprEqn) -> Site | None:
-        """Return where a product is, or None for another equation."""
-        scopes = f"{self.scopes}/{eqn.source_info.name_stack}"
-        if eqn.primitive.name not in PRODUCTS or CHECK_SCOPE in scopes:
-            return None
-        # Of a function that was traced before, JAX has only the lines of that time.
+    def where(self, eqn: JaxprEqn) -> "Where":
+        """Return the line, the scope and the pass of an equation."""
+        # Of a function that was traced before, JAX keeps the lines of the first trace.
         line = _user_line(eqn) or self.line or _line(eqn, (_JAX,)) or "?"
-        # A gradient has no call of a function with a derivative of its own any more.
-        is_own = any(x.file_name == _DERIVATIVES for x in _frames(eqn))
-        outside = self.reason or (DERIVATIVE if is_own else None)
-        left = reason_to_leave(eqn, "float16", outside)
+        scopes = f"{self.scopes}/{eqn.source_info.name_stack}"
         is_backward = "transpose(" in scopes
-        if is_backward and left in BY_SHAPE:
-            # It is the derivative of a product that is cast or left.
-            left = self.lefts.get(line, left)
-        elif self.lefts.setdefault(line, left):
-            self.lefts[line] = left
         # Without transformations, as in `transpose(jvp(decoder))/layers_3/vmap()`, and
         # without the scope that ``jax.checkpoint`` adds.
         scopes = scopes.replace("rematted_computation", "")
         names = re.findall(r"[^/()]+(?=[/)]|$)", scopes)
-        return Site(line, "/".join(names), is_backward, left)
+        return Where(line, "/".join(names), is_backward)
+
+
+class Where(NamedTuple):
+    """What a report shows of an equation."""
+
+    line: str  # of the user, for both passes
+    scope: str
+    is_backward: bool
+
+    @property
+    def text(self) -> str:
+        return self.line + ", backward" * self.is_backward
 
 
 def with_eqns_inside(program: Any, change: Callable[..., Iterable[JaxprEqn]]) -> Any:
@@ -93,7 +72,12 @@ def with_eqns_inside(program: Any, change: Callable[..., Iterable[JaxprEqn]]) ->
 
         return with_eqns(program, new)
 
-    return rewritten(program, Place("", None, "", {}))
+    return rewritten(program, Place())
+
+
+def is_looked_into(eqn: JaxprEqn) -> bool:
+    """Return whether the equations inside are listed. Those of a kernel are not."""
+    return eqn.primitive.name in TRANSPARENT | CUSTOM
 
 
 def _user_line(eqn: JaxprEqn) -> str:
@@ -102,7 +86,7 @@ def _user_line(eqn: JaxprEqn) -> str:
 
 def _line(eqn: JaxprEqn, left_out: Sequence[str]) -> str:
     # The innermost one outside of some folders, with its function.
-    for frame in _frames(eqn):
+    for frame in frames(eqn):
         if not any(folder in frame.file_name for folder in left_out):
             file = os.path.basename(frame.file_name)
             function = frame.function_name.rpartition("<locals>.")[2]
@@ -110,7 +94,7 @@ def _line(eqn: JaxprEqn, left_out: Sequence[str]) -> str:
     return ""
 
 
-def _frames(eqn: JaxprEqn) -> Iterator[Any]:
+def frames(eqn: JaxprEqn) -> Iterator[Any]:
     traceback: Any = eqn.source_info.traceback
     for frame in traceback.frames if traceback else ():
         if frame.file_name.startswith(_THIS_PACKAGE):

@@ -26,6 +26,7 @@ class TracedCall(NamedTuple):
 
     jaxpr: Jaxpr  # the program, which holds no arrays
     inputs: list[jax.Array]  # those in the arguments, then those closed over
+    paths: list[Any]  # of the inputs in ``(args, kwargs)``; empty for other inputs
     effects: set[str]  # the names of the effects of the program
     overwritten: list[bool]  # for each input, whether its gradient is its new value
     # Turns the outputs of the program into the output of the function.
@@ -74,19 +75,20 @@ def traced_call(
         # Errors of JAX name the function that it unwraps.
         vars(flat).update(__wrapped__=fun, __signature__=inspect.signature(flat))
         closed_jaxpr = jax.make_jaxpr(flat)(first, arrays)
-        before, behind = [False] * len(first), [False] * len(closed_jaxpr.consts)
-        overwritten = [*before, *(is_overwritten(paths[i][0]) for i in arrays), *behind]
         inputs = [*first, *arrays.values(), *closed_jaxpr.consts]
+        keys = [*([()] * len(first)), *(paths[i][0] for i in arrays)]
+        keys += [()] * len(closed_jaxpr.consts)
         with rewriting():
             jaxpr, bypassing = _without_bypassing(closed_jaxpr, inputs)
             effects = effect_names(jaxpr)
+        overwritten = [*map(is_overwritten, keys)]
 
         def put_back(computed: Sequence[jax.Array]) -> Any:
             rest = iter(computed)
             all_outputs = [next(rest) if x is None else x for x in bypassing]
             return output.put_back(all_outputs)
 
-        yield TracedCall(jaxpr, inputs, effects, overwritten, put_back)
+        yield TracedCall(jaxpr, inputs, keys, effects, overwritten, put_back)
 
 
 def _without_bypassing(

@@ -13,11 +13,12 @@ from jax.extend.core import JaxprEqn
 from .._dtypes import is_inexact
 from .._finite import magnitude_bits
 from .._jax_internals import rewriting
+from .._programs.places import Place, with_eqns_inside
+from .._programs.rewrite import eqn_of, evaluate_with_nan
+from .._programs.traced_call import traced_call
 from .._validation import check_concrete, check_function, check_switch
 from .errors import errors_of_lines
-from .places import Place, Site, with_eqns_inside
-from .rewrite import eqn_of, evaluate_with_nan
-from .traced_call import traced_call
+from .sites import Site, Sites
 
 # The program runs only once, and slower, so that it compiles in a half of the time.
 _RUNS_ONCE = dict(
@@ -178,10 +179,11 @@ def autocast_report(
         with traced_call(fun, args, kwargs) as call:
             check_concrete("fun", call.inputs, "Call it outside of `jax.jit`.")
             found = errors_of_lines(call) if errors else {}
+            sites = Sites()
 
             def change(eqn: JaxprEqn, place: Place) -> Iterator[JaxprEqn]:
                 yield eqn
-                if site := place.site(eqn):
+                if site := sites.of(eqn, place):
                     row, numbers = _row(eqn, site, found), list[list[float]]()
                     seen.append((row, numbers))
                     yield _noting(eqn, numbers)
@@ -218,10 +220,11 @@ def _rows(seen: _Seen) -> Iterator[Product]:
 def _row(eqn: JaxprEqn, site: Site, errors: dict[str, list[float]]) -> Product:
     avals: list[Any] = [x.aval for x in eqn.invars[:2]]
     operands = ", ".join(f"{x.dtype.name}{[*x.shape]}" for x in avals)
-    line = site.line + ", backward" * site.is_backward
     left = site.left.reason if site.left else ""
-    measured = () if site.left else errors.get(site.line, ())
-    return Product(line, site.scope, operands, 0, left, (0, 0, 0), *measured)
+    measured = () if site.left else errors.get(site.where.line, ())
+    return Product(
+        site.where.text, site.where.scope, operands, 0, left, (0, 0, 0), *measured
+    )
 
 
 def _noting(eqn: JaxprEqn, numbers: list[list[float]]) -> JaxprEqn:

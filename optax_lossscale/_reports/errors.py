@@ -11,8 +11,8 @@ from jax.extend.core import JaxprEqn
 
 from .._dtypes import is_inexact
 from .._jax_internals import rewriting
-from .places import Place, with_eqns_inside
-from .rewrite import (
+from .._programs.places import Place, with_eqns_inside
+from .._programs.rewrite import (
     DEBUGGING,
     effect_names,
     eqn_of,
@@ -20,7 +20,8 @@ from .rewrite import (
     new_var,
     refuse_effects,
 )
-from .traced_call import TracedCall
+from .._programs.traced_call import TracedCall
+from .sites import Sites
 
 
 def errors_of_lines(call: TracedCall) -> dict[str, list[float]]:
@@ -31,13 +32,15 @@ def errors_of_lines(call: TracedCall) -> dict[str, list[float]]:
     """
     refuse_effects(call.effects - DEBUGGING)
     inputs = call.inputs
+    sites = Sites()
     types: dict[str, int] = {}  # 0 is float32, 1 float16, 2 bfloat16
 
     def change(eqn: Any, place: Place) -> Iterator[JaxprEqn]:
-        site = place.site(eqn)
+        site = sites.of(eqn, place)
         if site and not site.left:
-            types[site.line] = 0
-            yield from _rounded(eqn, lambda: np.int32(types[site.line]))
+            line = site.where.line
+            types[line] = 0
+            yield from _rounded(eqn, lambda: np.int32(types[line]))
         elif eqn.outvars or effect_names(eqn) - DEBUGGING:
             yield eqn  # the others, which are left out, would print in every run
 

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import JaxprEqn
 
-from .primitives import CUSTOM, PRODUCTS, TRANSPARENT
-from .rewrite import Program, programs_in
+from .._programs.places import is_looked_into
+from .._programs.primitives import PRODUCTS, TRANSPARENT
+from .._programs.rewrite import Program, programs_in
 
 # How many numbers an element of a matmul sums at least, to be cast.
 FEWEST = 8
@@ -62,11 +63,6 @@ def reasons_to_leave(
         elif is_looked_into(eqn):
             for inner in programs_in(eqn.params):
                 yield from reasons_to_leave(inner, dtype, reason_inside(eqn, outside))
-
-
-def is_looked_into(eqn: JaxprEqn) -> bool:
-    """Return whether the products inside are listed. A kernel's products are not."""
-    return eqn.primitive.name in TRANSPARENT | CUSTOM
 
 
 def reason_inside(eqn: JaxprEqn, outside: Left | None) -> Left | None:

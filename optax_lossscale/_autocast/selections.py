@@ -17,9 +17,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import JaxprEqn, Var
 
 from .._dtypes import is_inexact
-from .primitives import COPIES, SMOOTH, TRANSPARENT
-from .residuals import operand_of, operations_of
-from .rewrite import (
+from .._programs.primitives import COPIES, SMOOTH, TRANSPARENT
+from .._programs.rewrite import (
     Program,
     eqn_like,
     jaxpr_of,
@@ -29,6 +28,7 @@ from .rewrite import (
     with_eqns,
     with_programs,
 )
+from .residuals import operand_of, operations_of
 
 # The names of the operations that select elements from a variable.
 Selections = frozenset[str]

@@ -17,8 +17,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from .._dtypes import is_inexact
 from .._jax_internals import inputs_of_scan, zeros_like_aval
-from .primitives import CALLS, CUSTOM, DECISIONS, ONE_PROGRAM
-from .rewrite import Program, equations, jaxpr_of, programs_in, walked
+from .._programs.primitives import CALLS, CUSTOM, DECISIONS, ONE_PROGRAM
+from .._programs.rewrite import Program, equations, jaxpr_of, programs_in, walked
 
 
 @dataclasses.dataclass(eq=False)

@@ -23,8 +23,7 @@ from jax.extend.core import JaxprEqn
 
 from .._dtypes import is_inexact
 from .._jax_internals import inputs_of_scan, inside_of_shard_map, like
-from .origins import Origin, Origins, origin_of_variables, origins_inside
-from .primitives import (
+from .._programs.primitives import (
     CHECKPOINTS,
     ELEMENTWISE,
     PRODUCTS,
@@ -32,18 +31,7 @@ from .primitives import (
     RESHAPES,
     TRANSPARENT,
 )
-from .residuals import (
-    Value,
-    Values,
-    bytes_kept,
-    operand_of,
-    operations_of,
-    outputs_as_values,
-    reachable,
-    residuals,
-    size_of,
-)
-from .rewrite import (
+from .._programs.rewrite import (
     COLLECTIVE,
     Program,
     effect_names,
@@ -56,6 +44,18 @@ from .rewrite import (
     with_eqns,
     with_programs,
 )
+from .origins import ORIGINS, Origin, Origins
+from .residuals import (
+    Value,
+    Values,
+    bytes_kept,
+    operand_of,
+    operations_of,
+    outputs_as_values,
+    reachable,
+    residuals,
+    size_of,
+)
 from .selections import with_named_operands
 
 Policy = Callable[..., bool]
@@ -66,7 +66,7 @@ def with_less_kept(program: Program, dtype: str, inputs: Origins) -> Any:
     """Return a program whose loops keep less, if they have products in a dtype."""
     if "scan" not in operations(program):
         return program
-    origin_of = origin_of_variables(program, inputs)
+    origin_of = ORIGINS.of_variables(program, inputs)
 
     def change(eqn: JaxprEqn) -> Iterable[JaxprEqn]:
         # JAX cannot differentiate a `while` backward.
@@ -79,7 +79,7 @@ def with_less_kept(program: Program, dtype: str, inputs: Origins) -> Any:
 
 def _with_less_kept_inside(eqn: JaxprEqn, dtype: str, known: list[Origin]) -> JaxprEqn:
     def change(program: Program) -> Any:
-        inputs = origins_inside(eqn, program, known)
+        inputs = ORIGINS.inside(eqn, program, known)
         new = with_less_kept(program, dtype, inputs)
         if eqn.primitive.name == "scan" and _gets_policy(program, dtype, inputs):
             constants = len(inputs_of_scan(eqn.params, inputs)[0])
@@ -160,13 +160,13 @@ def _with_least_kept(body: Any, inputs: Origins, constants: int, length: int) ->
 
 def _has_product_with_tangent(program: Program, inputs: Origins) -> bool:
     """Return whether a ``jnp.prod`` is differentiated. `jnp.fft` has one of sizes."""
-    origin_of = origin_of_variables(program, inputs)
+    origin_of = ORIGINS.of_variables(program, inputs)
 
     def found_in(eqn: JaxprEqn) -> bool:
         known = [*map(origin_of, eqn.invars)]
         if eqn.primitive.name in TRANSPARENT:
             return any(
-                _has_product_with_tangent(x, origins_inside(eqn, x, known))
+                _has_product_with_tangent(x, ORIGINS.inside(eqn, x, known))
                 for x in programs_in(eqn.params)
             )
         names = {eqn.primitive.name}.union(*map(operations, programs_in(eqn.params)))

@@ -10,20 +10,8 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
 from .._jax_internals import rewriting
-from .._validation import (
-    Arguments,
-    Output,
-    advise_if_left_out,
-    check_dtype,
-    check_function,
-    is_traced,
-    warn,
-)
-from .loops import with_less_kept
-from .origins import origins_of_arguments
-from .primitives import MOVES, PRODUCTS, TRANSPARENT
-from .products import VECTORS, Left, reason_to_leave, reasons_to_leave
-from .rewrite import (
+from .._programs.primitives import MOVES, PRODUCTS, TRANSPARENT
+from .._programs.rewrite import (
     MUTABLE_ARRAYS,
     Program,
     eqn_like,
@@ -36,7 +24,19 @@ from .rewrite import (
     with_eqns,
     with_programs,
 )
-from .traced_call import TracedCall, on_traced_calls
+from .._programs.traced_call import TracedCall, on_traced_calls
+from .._validation import (
+    Arguments,
+    Output,
+    advise_if_left_out,
+    check_dtype,
+    check_function,
+    is_traced,
+    warn,
+)
+from .loops import with_less_kept
+from .origins import origins_of_arguments
+from .products import VECTORS, Left, reason_to_leave, reasons_to_leave
 
 
 @advise_if_left_out(

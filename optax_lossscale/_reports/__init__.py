@@ -1,0 +1,1 @@
+"""Reports that run a program and measure it. Nothing else needs this folder."""
