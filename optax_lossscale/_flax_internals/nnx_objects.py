@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import operator
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -43,6 +43,18 @@ def as_arrays(tree: Any, unchanged: Mapping[int, Any] = {}) -> Any:
         return nnx.NodeStates.from_split(*context.split(x), metadata=_TAG)
 
     return nnx.to_tree(tree, split_fn=split, ctxtag=_TAG)
+
+
+def without_own(path: Sequence[Any]) -> list[Any]:
+    """Return a path of ``as_arrays`` without the keys that NNX adds: states, 0, value.
+
+    Those in the middle are of a module, or of each variable in a state.
+    """
+    names = [getattr(key, "name", "") for key in path]
+    if "states" not in names or names[-1] != "value":
+        return [*path]
+    i = names.index("states")
+    return [*path[:i], *path[i + 2 : -1]]
 
 
 def with_objects(tree: Any, *, copies: bool) -> Any:

@@ -13,11 +13,13 @@ from jax.extend.core import JaxprEqn
 from .._dtypes import is_inexact
 from .._finite import magnitude_bits
 from .._jax_internals import rewriting
-from .._programs.places import Place, with_eqns_inside
+from .._programs.names import FEW, in_common, shared_names
+from .._programs.places import BACKWARD, Place
 from .._programs.rewrite import eqn_of, evaluate_with_nan
 from .._programs.traced_call import traced_call
 from .._validation import check_concrete, check_function, check_switch
-from .errors import errors_of_lines
+from .errors import Group, errors_of_groups
+from .rows import Report
 from .sites import Site, Sites
 
 # The program runs only once, and slower, so that it compiles in a half of the time.
@@ -34,6 +36,7 @@ class Product(NamedTuple):
 
     line: str
     scope: str
+    parameter: str
     operands: str
     times: int
     left: str
@@ -47,21 +50,31 @@ class Product(NamedTuple):
         return all(x <= _LARGEST for x in self.largest) and not self._underflows
 
     @property
+    def name(self) -> str:
+        """The name of the row for ``keep``: its parameter, scope or line."""
+        return self.parameter or self.scope or self.line.removesuffix(BACKWARD)
+
+    @property
     def _underflows(self) -> bool:
         return any(0 < x <= _SMALLEST for x in self.largest[:2])
 
-    def _cells(self) -> list[str]:
+    @property
+    def _state(self) -> str:
         states = {
             "OVERFLOWS": any(x > _LARGEST for x in self.largest),
             "UNDERFLOWS": self._underflows,
             "NAN": any(map(math.isnan, self.largest)),
         }
-        state = ", ".join(name for name, is_so in states.items() if is_so)
+        return ", ".join(name for name, is_so in states.items() if is_so)
+
+    def _cells(self) -> list[str]:
+        state = self._state
         cast = f"no: {self.left}" if self.left else "yes" if self.fits else state
         numbers = [f"{x:.3g}" for x in self.largest]
         errors = self.float16_error, self.bfloat16_error
         percent = ["" if x is None else f"{x:.2%}" for x in errors]
-        place = [self.line, self.scope, self.operands, f"{self.times:,}"]
+        name = self.parameter or self.scope
+        place = [self.line, name, self.operands, f"{self.times:,}"]
         return [*place, cast, *percent, *numbers]
 
     def _rank(self) -> tuple[float, bool]:
@@ -69,7 +82,7 @@ class Product(NamedTuple):
         return -error, bool(self.left) or self.fits
 
 
-class AutocastReport(tuple[Product, ...]):
+class AutocastReport(Report[Product]):
     """The result of `autocast_report`: a row for each matmul and convolution.
 
     An interactive session shows a table. Matmuls of one line and shape share a row if
@@ -178,52 +191,73 @@ def autocast_report(
     with jax.disable_jit(False), jax.debug_nans(False), jax.enable_checks(False):
         with traced_call(fun, args, kwargs) as call:
             check_concrete("fun", call.inputs, "Call it outside of `jax.jit`.")
-            found = errors_of_lines(call) if errors else {}
-            sites = Sites()
+            found = errors_of_groups(call) if errors else {}
+            sites = Sites(call)
 
             def change(eqn: JaxprEqn, place: Place) -> Iterator[JaxprEqn]:
                 yield eqn
                 if site := sites.of(eqn, place):
-                    row, numbers = _row(eqn, site, found), list[list[float]]()
-                    seen.append((row, numbers))
+                    numbers = list[list[float]]()
+                    seen.append((eqn, site, numbers))
                     yield _noting(eqn, numbers)
 
             with rewriting():
-                program = with_eqns_inside(call.jaxpr, change)
+                program = sites.names.with_eqns_inside(call.jaxpr, change)
             run = functools.partial(evaluate_with_nan, program)
             compiled = jax.jit(run, compiler_options=_RUNS_ONCE)
             jax.block_until_ready(compiled(*call.inputs))
         jax.effects_barrier()
-    return AutocastReport(sorted(_rows(seen), key=Product._rank))
+    return AutocastReport(sorted(_rows(seen, found), key=Product._rank))
 
 
 # The products of a program, and the largest values each time that one is computed.
-_Seen = list[tuple[Product, list[list[float]]]]
+_Seen = list[tuple[JaxprEqn, Site, list[list[float]]]]
+_Errors = dict[Group, list[float]]
 
 
-def _rows(seen: _Seen) -> Iterator[Product]:
-    """Yield a row for each product, or for all of a line that are alike and fit."""
-    rows: dict[Any, Product] = {}
-    for i, (product, numbers) in enumerate(seen):
-        if not numbers:
-            continue  # its branch was not taken
-        a, b, c = np.max(numbers, axis=0).tolist()
-        row = product._replace(times=len(numbers), largest=(a, b, c))
-        key = product if row.fits else i
-        if (same := rows.get(key)) is not None:
-            a, b, c = np.maximum(same.largest, row.largest).tolist()
-            row = row._replace(times=same.times + row.times, largest=(a, b, c))
-        rows[key] = row
-    yield from rows.values()
+def _rows(seen: _Seen, errors: _Errors) -> Iterator[Product]:
+    """Yield a row for each product, or for equal ones of a line."""
+    # Without numbers, its branch was not taken.
+    rows = [_row(*product, errors) for product in seen if product[2]]
+    names = shared_names(name for x in rows for name in (x.scope, x.parameter))
+    equal: dict[Any, list[Product]] = {}
+    for row in rows:
+        shared = names[row.scope], names[row.parameter]
+        key = row._replace(scope="", parameter="", times=0, largest=(0, 0, 0))
+        equal.setdefault((key, shared, row._state), []).append(row)
+    for same in equal.values():
+        # A few that float16 cannot hold are told apart, or else the first of many.
+        apart = 0 if same[0].fits else len(same) if len(same) <= FEW else 1
+        yield from same[:apart]
+        if rest := same[apart:]:
+            yield functools.reduce(_together, rest)
 
 
-def _row(eqn: JaxprEqn, site: Site, errors: dict[str, list[float]]) -> Product:
+def _together(one: Product, other: Product) -> Product:
+    a, b, c = np.maximum(one.largest, other.largest).tolist()
+    return one._replace(
+        scope=in_common(one.scope, other.scope),
+        parameter=in_common(one.parameter, other.parameter),
+        times=one.times + other.times,
+        largest=(a, b, c),
+    )
+
+
+def _row(
+    eqn: JaxprEqn, site: Site, numbers: list[list[float]], errors: _Errors
+) -> Product:
     avals: list[Any] = [x.aval for x in eqn.invars[:2]]
     operands = ", ".join(f"{x.dtype.name}{[*x.shape]}" for x in avals)
-    left = site.left.reason if site.left else ""
-    measured = () if site.left else errors.get(site.where.line, ())
+    a, b, c = np.max(numbers, axis=0).tolist()
     return Product(
-        site.where.text, site.where.scope, operands, 0, left, (0, 0, 0), *measured
+        site.where.text,
+        site.where.scope,
+        site.named.parameter,
+        operands,
+        len(numbers),
+        site.left.reason if site.left else "",
+        (a, b, c),
+        *(() if site.left else errors.get(site.group, ())),
     )
 
 
