@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from .._programs.names import Named, Names
-from .._programs.places import BACKWARD, Place, is_looked_into
+from .._programs.places import BACKWARD, Place, is_looked_into, with_eqns_inside
 from .._programs.primitives import PRODUCTS
 from .._programs.rewrite import remembered, with_eqns, with_programs
 from .._programs.traced_call import TracedCall
@@ -34,7 +34,7 @@ def with_kept(call: TracedCall, keep: Sequence[str]) -> Any:
             products.append((names.note(eqn, place), is_wide))
         yield eqn
 
-    names.with_eqns_inside(call.jaxpr, change)
+    with_eqns_inside(call.jaxpr, change, names)
     known = [(_names_of(product), is_wide) for product, is_wide in products]
     wide = {x for xs, is_wide in known if is_wide for x in xs}
     by_hand = {x for xs, is_wide in known if not is_wide for x in xs}

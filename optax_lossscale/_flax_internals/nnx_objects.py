@@ -3,8 +3,9 @@
 import contextlib
 import dataclasses
 import operator
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -45,16 +46,12 @@ def as_arrays(tree: Any, unchanged: Mapping[int, Any] = {}) -> Any:
     return nnx.to_tree(tree, split_fn=split, ctxtag=_TAG)
 
 
-def without_own(path: Sequence[Any]) -> list[Any]:
-    """Return a path of ``as_arrays`` without the keys that NNX adds: states, 0, value.
+def without_own(path: str) -> str:
+    """Return a path in ``as_arrays`` without NNX's own keys: states, 0 and value.
 
-    Those in the middle are of a module, or of each variable in a state.
+    They are around the path of a module, or behind that of a variable in a state.
     """
-    names = [getattr(key, "name", "") for key in path]
-    if "states" not in names or names[-1] != "value":
-        return [*path]
-    i = names.index("states")
-    return [*path[:i], *path[i + 2 : -1]]
+    return re.sub(r"(^|/)states/0/(.*?)/?value$", r"\1\2", path).strip("/")
 
 
 def with_objects(tree: Any, *, copies: bool) -> Any:

@@ -66,14 +66,11 @@ class Where(NamedTuple):
 
 
 def with_eqns_inside(
-    program: Any,
-    change: Callable[..., Iterable[JaxprEqn]],
-    facts: Facts[Any],
-    inputs: Sequence[Any],
+    program: Any, change: Callable[..., Iterable[JaxprEqn]], facts: Facts[Any]
 ) -> Any:
     """Replace each equation, at any depth, by those of ``change(eqn, place)``.
 
-    ``place.fact_of`` tells the facts, which are given for the inputs of the program.
+    ``place.fact_of`` tells the fact about an operand or a result.
     """
 
     def rewritten(program: Program, place: Place, inputs: Sequence[Any]) -> Any:
@@ -82,16 +79,14 @@ def with_eqns_inside(
         def new(eqn: JaxprEqn) -> Iterable[JaxprEqn]:
             if is_looked_into(eqn):
                 inside, known = place.inside(eqn), [*map(place.fact_of, eqn.invars)]
-
-                def changed(program: Program) -> Any:
-                    return rewritten(program, inside, facts.inside(eqn, program, known))
-
-                return change(with_programs(eqn, changed), place)
+                eqn = with_programs(
+                    eqn, lambda x: rewritten(x, inside, facts.inside(eqn, x, known))
+                )
             return change(eqn, place)
 
         return with_eqns(program, new)
 
-    return rewritten(program, Place(), inputs)
+    return rewritten(program, Place(), facts.inputs)
 
 
 def is_looked_into(eqn: JaxprEqn) -> bool:

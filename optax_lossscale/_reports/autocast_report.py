@@ -14,7 +14,7 @@ from .._dtypes import is_inexact
 from .._finite import magnitude_bits
 from .._jax_internals import rewriting
 from .._programs.names import FEW, in_common, shared_names
-from .._programs.places import BACKWARD, Place
+from .._programs.places import BACKWARD, Place, with_eqns_inside
 from .._programs.rewrite import eqn_of, evaluate_with_nan
 from .._programs.traced_call import traced_call
 from .._validation import check_concrete, check_function, check_switch
@@ -202,7 +202,7 @@ def autocast_report(
                     yield _noting(eqn, numbers)
 
             with rewriting():
-                program = sites.names.with_eqns_inside(call.jaxpr, change)
+                program = with_eqns_inside(call.jaxpr, change, sites.names)
             run = functools.partial(evaluate_with_nan, program)
             compiled = jax.jit(run, compiler_options=_RUNS_ONCE)
             jax.block_until_ready(compiled(*call.inputs))
@@ -250,14 +250,14 @@ def _row(
     operands = ", ".join(f"{x.dtype.name}{[*x.shape]}" for x in avals)
     a, b, c = np.max(numbers, axis=0).tolist()
     return Product(
-        site.where.text,
-        site.where.scope,
+        site.named.where.text,
+        site.named.where.scope,
         site.named.parameter,
         operands,
         len(numbers),
         site.left.reason if site.left else "",
         (a, b, c),
-        *(() if site.left else errors.get(site.group, ())),
+        *(() if site.left else errors.get(site.named.group, ())),
     )
 
 

@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn
 from .._dtypes import is_inexact
 from .._jax_internals import rewriting
 from .._programs.names import FEW, shared_names
-from .._programs.places import Place
+from .._programs.places import Place, with_eqns_inside
 from .._programs.rewrite import (
     DEBUGGING,
     effect_names,
@@ -52,7 +52,7 @@ def errors_of_groups(call: TracedCall) -> dict[Group, list[float]]:
     inner = jax.jit(functools.partial(evaluate_with_nan, call.jaxpr))
     traced = jax.make_jaxpr(inner)(*inputs)
     with rewriting():
-        program = places.names.with_eqns_inside(traced.jaxpr, change)
+        program = with_eqns_inside(traced.jaxpr, change, places.names)
     if not sites:
         raise ValueError(
             "`fun` must have float32 matmuls or convolutions that `autocast` casts if "
@@ -62,7 +62,7 @@ def errors_of_groups(call: TracedCall) -> dict[Group, list[float]]:
     run = functools.partial(evaluate_with_nan, program)
     # Otherwise XLA leaves out some of the rounding.
     compiled = jax.jit(run, compiler_options={"xla_allow_excess_precision": False})
-    groups = [site.group for site in sites]
+    groups = [site.named.group for site in sites]
 
     def results(rounded: Iterable[Group], dtype: int) -> list[np.ndarray]:
         types[:] = [dtype * (group in rounded) for group in groups]
@@ -77,38 +77,33 @@ def errors_of_groups(call: TracedCall) -> dict[Group, list[float]]:
             "Without errors=True, the report shows where NaN and inf begin."
         )
 
-    def error(rounded: Iterable[Group], dtype: int) -> float:
-        return _distance(exact, results(rounded, dtype)) / size
+    def measured(rounded: Iterable[Group]) -> list[float]:
+        return [_distance(exact, results(rounded, dtype)) / size for dtype in (1, 2)]
 
-    return _by_group(groups, error)
+    return _by_group(groups, measured)
 
 
 def _by_group(
-    groups: Sequence[Group], error: Callable[[Iterable[Group], int], float]
+    groups: Sequence[Group], measured: Callable[[Iterable[Group]], list[float]]
 ) -> dict[Group, list[float]]:
-    """Measure equal layers together, and a few alone if they make half of an error."""
+    """Measure equal layers together, and a few alone that make half of a large error.
+
+    Where many layers overflow, none stands out.
+    """
     names = shared_names(name for _, name in groups)
     equal: dict[Group, dict[Group, None]] = {}
     for line, name in groups:
         equal.setdefault((line, names[name]), {})[line, name] = None
-
-    def measured(members: Iterable[Group]) -> list[float]:
-        return [error(members, dtype) for dtype in (1, 2)]
-
-    together = {tuple(members): measured(members) for members in equal.values()}
-    found = {x: errors for members, errors in together.items() for x in members}
-    largest = sorted(together.items(), key=lambda item: -max(item[1]))[:FEW]
+    together = [(members, measured(members)) for members in equal.values()]
+    found = {x: errors for members, errors in together for x in members}
+    largest = sorted(together, key=lambda pair: -max(pair[1]))[:FEW]
     for members, errors in largest:
-        half = max(errors) / 2
-        if len(members) == 1 or half < max(largest[0][1]) / 4:
-            continue
-        dtype = errors.index(max(errors)) + 1
-        apart = [x for x in members if error([x], dtype) >= half]
-        # Where many layers overflow, none stands out.
-        if 0 < len(apart) <= FEW:
-            rest = [x for x in members if x not in apart]
-            found |= dict.fromkeys(rest, measured(rest))
-            found |= {x: measured([x]) for x in apart}
+        if len(members) > 1 and max(errors) >= max(largest[0][1]) / 2:
+            alone = {x: measured([x]) for x in members}
+            apart = {x: y for x, y in alone.items() if max(y) >= max(errors) / 2}
+            if 0 < len(apart) <= FEW:
+                rest = members.keys() - apart
+                found |= dict.fromkeys(rest, measured(rest)) | apart
     return found
 
 

@@ -15,7 +15,7 @@ from .._autocast.products import (
 )
 from .._finite import CHECK_SCOPE
 from .._programs.names import Named, Names
-from .._programs.places import Place, Where, frames
+from .._programs.places import Place, frames
 from .._programs.primitives import PRODUCTS
 from .._programs.traced_call import TracedCall
 
@@ -28,15 +28,6 @@ class Site(NamedTuple):
 
     named: Named
     left: Left | None
-
-    @property
-    def where(self) -> Where:
-        return self.named.where
-
-    @property
-    def group(self) -> tuple[str, str]:
-        """The line, and the parameter or else the scope, once all sites are known."""
-        return self.where.line, self.named.parameter or self.where.scope
 
 
 class Sites:
