@@ -95,21 +95,13 @@ def test_layers_of_a_scan_are_named_by_their_stack():
     assert kept(fun, ["layers/w"], params, X) == {"layers/w"}
 
 
-class Model(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.blocks = nnx.List([nnx.Linear(8, 8, rngs=rngs) for _ in range(3)])
-
-    def __call__(self, x):
-        for block in self.blocks:
-            x = jnp.tanh(block(x))
-        return jnp.mean(x)
-
-
-def test_block_of_an_nnx_module_is_kept():
-    cast = ls.autocast(lambda model, x: model(x), "float16", keep=["blocks/1"])
-    rows = report(nnx.grad(cast), Model(), X)
-    assert {x.parameter for x in rows if x.left} == {"blocks/1/kernel"}
+def test_layer_of_an_nnx_module_is_kept():
+    model = nnx.Sequential(*(nnx.Linear(8, 8, rngs=nnx.Rngs(i)) for i in range(3)))
+    cast = ls.autocast(
+        lambda model, x: jnp.mean(model(x)), "float16", keep=["layers/1"]
+    )
+    rows = report(nnx.grad(cast), model, X)
+    assert {x.parameter for x in rows if x.left} == {"layers/1/kernel"}
 
 
 def test_scope_of_a_linen_module_is_kept():
