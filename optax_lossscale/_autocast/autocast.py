@@ -45,7 +45,7 @@ from .products import VECTORS, Left, reason_to_leave, reasons_to_leave
     "Write `autocast(loss_fn, jnp.float16)` and scale the loss with `value_and_grad`, "
     "or `autocast(loss_fn, jnp.bfloat16)`, which needs no scale. A decorator is "
     "`functools.partial(autocast, dtype=jnp.float16)`. It is not a context manager: "
-    '`keep=["router"]` keeps a part in float32.'
+    '`with jax.default_matmul_precision("highest"):` keeps a part in float32.'
 )
 def autocast(
     fun: Callable[Arguments, Output], dtype: Any, *, keep: Sequence[str] = ()

@@ -104,11 +104,13 @@ class Names(Facts[Source]):
         found = self._parameters(product.sources)
         if not found and product.where.is_backward:
             # The gradient of a parameter is a product of two values that have met it.
-            # What only one has met is another one, unless it stands in the same place.
+            # If only one has, or both have met more, it is one of the same place.
             met = [self._met[x] for x in product.sources if x in self._met]
-            found = set.intersection(*met) if met else found
-            if len(met) < 2 or len(found) > 1:
-                found = found & self._at[product.where[:2]]
+            either = found.union(*met)
+            found = either.intersection(*met)
+            if len(met) < 2 or len(found) != 1:
+                here = self._at[product.where[:2]].intersection(found or either)
+                found = here if found or len(here) == 1 else found
         return sorted({self.paths[i] for x in found for i in x})
 
     def _parameters(self, sources: Sequence[Source]) -> set[Source]:

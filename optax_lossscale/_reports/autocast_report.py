@@ -85,23 +85,34 @@ class Product(NamedTuple):
 class AutocastReport(Report[Product]):
     """The result of `autocast_report`: a row for each matmul and convolution.
 
-    An interactive session shows a table. Matmuls of one line and shape share a row if
-    float16 can hold their values. Matmuls that `autocast` casts, but whose values
-    float16 cannot hold, come first. The others follow in the order of the program. With
-    ``errors=True``, rows with larger errors come first. Each row has
+    An interactive session shows a table, also of a slice, such as ``report[:5]``. Equal
+    matmuls of a line, such as those of equal layers, share a row. Of those that float16
+    cannot hold, up to 3 have their own, or else the first of them. Matmuls that
+    `autocast` casts, but whose values float16 cannot hold, come first. The others
+    follow in the order of the program. With ``errors=True``, rows with larger errors
+    come first. Each row has
 
     - ``line``: the innermost line outside of installed packages, or else outside of
       JAX, with its function, and "backward" if the row is its backward pass;
     - ``scope``: the path of the module or of ``jax.named_scope``, such as
       "decoder/layers_3/mlp", or an empty string;
+    - ``parameter``: the path of the parameter that is an operand, such as
+      "blocks/3/mlp/kernel", in the argument that holds it, or an empty string. It is
+      found through casts, moves and elementwise operations. Of two arguments, it is the
+      one in a tree, or else the first one;
+    - ``name``: the parameter, or else the scope, or else the line, for the argument
+      ``keep`` of `autocast`. In the name of a shared row, a star stands for a number in
+      a list, "blocks/*", or at the end of a name that more than 3 neighbors have,
+      "block_*". So ``wi_0`` and ``wi_1`` have two rows;
     - ``operands``: the dtypes and shapes of both operands;
     - ``times``: how often it was computed, on all devices together;
     - ``left``: why it is not in float16, or an empty string if it is;
     - ``largest``: the largest absolute values of both operands and of the result;
     - ``fits``: whether float16 can hold these values;
     - ``float16_error``, ``bfloat16_error``: with ``errors=True``, how much the results
-      change if only the matmuls of this line are in this dtype: the Euclidean norm of
-      the change, relative to the norm of the results. None if ``left`` has a reason.
+      change if only the matmuls of this line and parameter (or else scope) are in this
+      dtype: the Euclidean norm of the change, relative to the norm of the results. None
+      if ``left`` has a reason.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -141,15 +152,17 @@ def autocast_report(
     values that overflow are inf, and later values may be NaN.
 
     A matmul whose values fit may still cost accuracy, because float16 and bfloat16
-    round. With ``errors=True``, the report measures this for each line of code. Pass
-    the gradient function of the float32 program, ``ls.grad(loss_fn, opt_state)``,
-    because gradients change more than the loss. All matmuls of a line are rounded
-    together, forward and backward, because ``precision="highest"`` also applies to the
-    whole line. Compare the errors only with each other: near a minimum of the loss, the
-    gradients are small, so all errors are large.
+    round. With ``errors=True``, the report measures this for each parameter in a line,
+    or else each scope. Pass the gradient function of the float32 program,
+    ``ls.grad(loss_fn, opt_state)``, because gradients change more than the loss. Both
+    passes are rounded together, because ``keep`` also applies to both. Equal layers are
+    rounded together, but up to 3 that make half of a large error have their own rows.
+    Compare the errors only with each other: near a minimum of the loss, the gradients
+    are small, so all errors are large.
 
     With ``errors=True``, operands and results are rounded, and sums are in float32, as
-    on an accelerator. The program is compiled once more, and runs twice for each line.
+    on an accelerator. The program is compiled once more, and runs twice for each row of
+    the forward pass, and twice for each of equal layers whose error is large.
     A ``while`` loop that waits for convergence may never end in float16. In a
     ``shard_map``, all axes of the mesh must be manual. Integer results are not
     compared.
@@ -157,7 +170,7 @@ def autocast_report(
     Args:
         fun: a function.
         args: its arguments, which must be concrete. Flax NNX modules are not changed.
-        errors: whether to measure how much each line changes the results in float16 and
+        errors: whether to measure how much each row changes the results in float16 and
             in bfloat16. It is not passed on to ``fun``.
         kwargs: its other keyword arguments.
 
