@@ -396,7 +396,7 @@ def in_turn(params, x):
 
 def test_equal_layers_share_a_row_but_those_that_overflow_are_named():
     params = {f"block_{i}": LAYERS[i % 5] for i in range(12)}
-    params["block_7"] *= 1e6
+    params["block_7"] = 1e6 * LAYERS[2]
     bad, others = found = report(in_turn, params, X)
     assert not bad.fits and bad.name == "block_7" and bad.times == 1
     assert others.name == "block_*" and others.times == 11
