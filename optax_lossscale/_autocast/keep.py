@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
+from .._jax_internals import rewriting
 from .._programs.names import Named, Names
 from .._programs.places import BACKWARD, Place, is_looked_into, with_eqns_inside
 from .._programs.primitives import PRODUCTS
@@ -34,7 +35,8 @@ def with_kept(call: TracedCall, keep: Sequence[str]) -> Any:
             products.append((names.note(eqn, place), is_wide))
         yield eqn
 
-    with_eqns_inside(call.jaxpr, change, names)
+    with rewriting():
+        with_eqns_inside(call.jaxpr, change, names)
     known = [(_names_of(product), is_wide) for product, is_wide in products]
     wide = {x for xs, is_wide in known if is_wide for x in xs}
     by_hand = {x for xs, is_wide in known if not is_wide for x in xs}
@@ -44,7 +46,8 @@ def with_kept(call: TracedCall, keep: Sequence[str]) -> Any:
         if not _is_in(name, wide) and not is_used_later:
             raise _unknown(name, wide)
     flags = (is_wide and any(_is_in(x, xs) for x in chosen) for xs, is_wide in known)
-    return _with_highest(call.jaxpr, tuple(flags))
+    with rewriting():
+        return _with_highest(call.jaxpr, tuple(flags))
 
 
 @remembered

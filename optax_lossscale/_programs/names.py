@@ -83,10 +83,8 @@ class Names(Facts[Source]):
         return [object() for _ in range(count)]
 
     def joined(self, one: Source, other: Source) -> Source:
-        for x in (one, other):
-            if _is_computed(x):
-                return x
-        return one | other
+        computed = [*filter(_is_computed, (one, other))]
+        return computed[0] if computed else one | other
 
     def note(self, eqn: JaxprEqn, place: Place) -> Named:
         """Remember a product, in the order of the program."""
@@ -130,8 +128,9 @@ def _paths_and_ranks(call: TracedCall) -> list[tuple[str, Any]]:
     """
     known: dict[Any, tuple[int, str]] = {}
     with contextlib.suppress(TypeError, ValueError):  # of a function in C
-        for i, name in enumerate(inspect.signature(call.fun).parameters):
-            known[i] = known[name] = i, name
+        for i, x in enumerate(inspect.signature(call.fun).parameters.values()):
+            if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD):
+                known[i] = known[x.name] = i, x.name
 
     def named(_: Any, argument: Any, *keys: Any) -> tuple[str, Any]:
         key = getattr(argument, "key", getattr(argument, "idx", None))
