@@ -48,8 +48,9 @@ devices diverge silently.
   `value_and_grad_with_retries`.
 - To protect other state in a skipped step, such as BatchNorm statistics:
   `keep_if_applied`, `all_finite`, `select`.
-- To find out what went wrong: `autocast_report`, `gradient_report`, `format_report`,
-  `suggest_loss_scale`, `check_loss_scale`, and figures in `plots`.
+- To find out what went wrong: `nonfinite_report`, `autocast_report`,
+  `gradient_report`, `format_report`, `suggest_loss_scale`, `check_loss_scale`, and
+  figures in `plots`.
 """
 
 from . import plots, presets

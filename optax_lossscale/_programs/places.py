@@ -1,5 +1,6 @@
 """Where the equations of a program are: their lines, scopes and passes."""
 
+import functools
 import os
 import re
 import sysconfig
@@ -30,6 +31,7 @@ class Place(NamedTuple):
     around: tuple[JaxprEqn, ...] = ()  # the equations that it is inside of
     scopes: str = ""
     line: str = ""
+    iteration: str = ""  # of the loops, if they run step by step
     fact_of: Callable[[Any], Any] = str  # the fact about a variable beside it
 
     def inside(self, eqn: JaxprEqn) -> "Place":
@@ -38,7 +40,7 @@ class Place(NamedTuple):
         stack = str(eqn.source_info.name_stack)
         stack = re.sub(r"(transpose\(.*?)/jvp\(.*", r"\1", stack)
         line, around = _user_line(eqn) or self.line, (*self.around, eqn)
-        return Place(around, f"{self.scopes}/{stack}", line)
+        return Place(around, f"{self.scopes}/{stack}", line, self.iteration)
 
     def where(self, eqn: JaxprEqn) -> "Where":
         """Return the line, the scope and the pass of an equation."""
@@ -66,7 +68,9 @@ class Where(NamedTuple):
 
 
 def with_eqns_inside(
-    program: Any, change: Callable[..., Iterable[JaxprEqn]], facts: Facts[Any]
+    program: Any,
+    change: Callable[..., Iterable[JaxprEqn]],
+    facts: Facts[Any] | None = None,
 ) -> Any:
     """Replace each equation, at any depth, by those of ``change(eqn, place)``.
 
@@ -74,19 +78,22 @@ def with_eqns_inside(
     """
 
     def rewritten(program: Program, place: Place, inputs: Sequence[Any]) -> Any:
-        place = place._replace(fact_of=facts.of_variables(program, inputs))
+        if facts:
+            place = place._replace(fact_of=facts.of_variables(program, inputs))
+
+        def inside(eqn: JaxprEqn, program: Program) -> Any:
+            known = [*map(place.fact_of, eqn.invars)]
+            inputs = facts.inside(eqn, program, known) if facts else known
+            return rewritten(program, place.inside(eqn), inputs)
 
         def new(eqn: JaxprEqn) -> Iterable[JaxprEqn]:
             if is_looked_into(eqn):
-                inside, known = place.inside(eqn), [*map(place.fact_of, eqn.invars)]
-                eqn = with_programs(
-                    eqn, lambda x: rewritten(x, inside, facts.inside(eqn, x, known))
-                )
+                eqn = with_programs(eqn, functools.partial(inside, eqn))
             return change(eqn, place)
 
         return with_eqns(program, new)
 
-    return rewritten(program, Place(), facts.inputs)
+    return rewritten(program, Place(), facts.inputs if facts else ())
 
 
 def is_looked_into(eqn: JaxprEqn) -> bool:

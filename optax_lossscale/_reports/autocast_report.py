@@ -6,19 +6,17 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from .._dtypes import is_inexact
-from .._finite import magnitude_bits
 from .._jax_internals import rewriting
 from .._programs.names import FEW, in_common, shared_names
 from .._programs.places import BACKWARD, Place, with_eqns_inside
-from .._programs.rewrite import eqn_of, evaluate_with_nan
+from .._programs.rewrite import evaluate_with_nan
 from .._programs.traced_call import traced_call
 from .._validation import check_concrete, check_function, check_switch
 from .errors import Group, errors_of_groups
+from .noting import noting
 from .rows import Report
 from .sites import Site, Sites
 
@@ -212,7 +210,7 @@ def autocast_report(
                 if site := sites.of(eqn, place):
                     numbers = list[list[float]]()
                     seen.append((eqn, site, numbers))
-                    yield _noting(eqn, numbers)
+                    yield noting([*eqn.invars[:2], *eqn.outvars], numbers)
 
             with rewriting():
                 program = with_eqns_inside(call.jaxpr, change, sites.names)
@@ -272,21 +270,3 @@ def _row(
         (a, b, c),
         *(() if site.left else errors.get(site.named.group, ())),
     )
-
-
-def _noting(eqn: JaxprEqn, numbers: list[list[float]]) -> JaxprEqn:
-    """Return an equation that notes the values of a product each time it runs."""
-
-    def note(*largest: Any) -> None:
-        numbers.append([float(x) for x in largest])
-
-    def measure(*arrays: jax.Array) -> None:
-        jax.debug.callback(note, *map(_largest, arrays))
-
-    return eqn_of(measure, [*eqn.invars[:2], *eqn.outvars])
-
-
-def _largest(x: jax.Array) -> jax.Array:
-    # Unlike `max_magnitude`, it is one reduction, which compiles faster.
-    x = x if is_inexact(x) else x.astype(jnp.float32)
-    return jnp.max(magnitude_bits(x), initial=0).view(jnp.float32)

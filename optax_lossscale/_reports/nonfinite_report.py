@@ -1,6 +1,5 @@
 """Report where the NaN and inf in the results of a call are born."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,12 +7,15 @@ import jax
 
 from .._programs.traced_call import traced_call
 from .._validation import check_concrete, check_function
-from .births import Birth, Cause, Origins, Search, tools
+from .births import Birth, Births, Cause, Origins
 from .rows import Report
 
 # How many causes at most are tried one by one.
 _MOST_TRIED = 16
 _MOST_SHOWN = 20
+_NOTHING = """\
+No NaN or inf. If a step with these arguments was skipped, its loss scale was higher, or
+`value_and_grad` got another state than `update`, or `grads_finite` is inverted."""
 
 
 class NonfiniteReport(Report[Birth]):
@@ -27,6 +29,8 @@ class NonfiniteReport(Report[Birth]):
       JAX, with its function. Of an argument, its number or name, and its path;
     - ``scope``: the path of the module or of ``jax.named_scope``, or an empty string;
     - ``is_backward``: whether the operation is part of the backward pass;
+    - ``parameter``: of a matmul, the path of the parameter that is an operand, such as
+      "blocks/3/mlp/kernel", or an empty string;
     - ``iteration``: of the loops around it, the first one in which it makes NaN or inf,
       or an empty string;
     - ``values``: the operands and the result at the first such element, or the types
@@ -45,17 +49,15 @@ class NonfiniteReport(Report[Birth]):
 
     def __repr__(self) -> str:
         if not self:
-            return (
-                "No NaN or inf. If such a step was skipped, it had other arguments, or "
-                "another\nloss scale: `value_and_grad` and `update` need the same state. "
-                "Or `grads_finite` is\ninverted: True means finite."
-            )
+            return _NOTHING
         lines = [f"{len(self)} origin{'s' * (len(self) > 1)} of NaN and inf"]
         for row in self[:_MOST_SHOWN]:
             at = " " if row.operation == "argument" else " at "
             line = f"{row.operation}{at}{row.line}{', backward' * row.is_backward}"
             iteration = row.iteration and f"iteration {row.iteration}"
-            lines.append(", ".join(filter(None, [line, row.scope, iteration])))
+            lines.append(
+                ", ".join(filter(None, [line, row.parameter or row.scope, iteration]))
+            )
             lines.append(f"    {row.values}{row.note and ': ' + row.note}")
             if row.becomes_nan:
                 lines.append(f"    inf becomes NaN: {row.becomes_nan}")
@@ -118,41 +120,40 @@ def nonfinite_report(
         traced_call(fun, args, kwargs) as call,
     ):
         check_concrete("fun", call.inputs, "Call it outside of `jax.jit`.")
-        if not all(x.is_fully_addressable for x in call.inputs):
+        if not all(getattr(x, "is_fully_addressable", True) for x in call.inputs):
             raise ValueError(
                 "`args` must be arrays of this process, got arrays of several. Copy "
                 "them first: `jax.experimental.multihost_utils.process_allgather`."
             )
-        search = functools.partial(Search, call, tools())
-        first = search()
-        found = _needed(first.found, lambda replaced: search(replaced).found)
-    rows = first.rows
-    order = [cause for cause, _ in rows]
+        births = Births(call)
+        causes = frozenset(cause for cause, _ in births.found)
+        if 1 < len(causes) <= _MOST_TRIED:
+            causes = _needed(causes, births.origins)
+    order = [cause for cause, _ in births.rows]
 
     def rank(pair: tuple[Cause, Cause | None]) -> Any:
         cause, turned = pair
-        is_mask = cause[0] in ("constant inf", "constant -inf")
-        return is_mask, order.index(cause), turned is None
+        return cause[0].endswith("inf"), order.index(cause), turned is None
 
     report: dict[Cause, Birth] = {}
-    for cause, turned in sorted(found, key=rank):
-        row = rows[cause, False]
+    for cause, turned in sorted(births.found, key=rank):
+        text = ""
         if turned:
-            x = rows[turned, True]
-            place = f"{x.line}{', backward' * x.is_backward}"
-            row = row._replace(becomes_nan=f"{place}, {x.values}")
-        report.setdefault(cause, row)
+            row = births.rows[turned, True]
+            text = f"{turned[1].text}, {row.values}"
+        row = births.rows[cause, False]._replace(becomes_nan=text)
+        if cause in causes:
+            report.setdefault(cause, row)
     return NonfiniteReport(report.values())
 
 
-def _needed(found: Origins, search: Callable[[frozenset[Cause]], Origins]) -> Origins:
+def _needed(
+    causes: frozenset[Cause], origins: Callable[[frozenset[Cause]], Origins]
+) -> frozenset[Cause]:
     """Leave out what is no cause: alone, it does no harm, and without it, harm remains.
 
     A mask of -inf, for example, reaches whatever an overflow next to it reaches.
     """
-    causes = frozenset(cause for cause, _ in found)
-    if not 1 < len(causes) <= _MOST_TRIED:
-        return found
-    needed = {x for x in causes if x in {y for y, _ in search(causes - {x})}}
-    needed = needed or {x for x in causes if not search(frozenset({x}))}
-    return frozenset(x for x in found if x[0] in needed) or found
+    needed = {x for x in causes if x in {y for y, _ in origins(causes - {x})}}
+    needed = needed or {x for x in causes if not origins(frozenset({x}))}
+    return frozenset(needed) or causes

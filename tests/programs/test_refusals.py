@@ -18,6 +18,7 @@ BAD_FUNCTIONS = {
     "number as a function": ("got 1", lambda: ls.autocast(1, jnp.float16)),
     "swapped": ("got .*float16.* comes first", lambda: ls.autocast(jnp.float16, X)),
     "report of an array": ("got .*`autocast_report", lambda: ls.autocast_report(X)),
+    "no function": ("got .*`nonfinite_report", lambda: ls.nonfinite_report(X)),
 }
 
 
@@ -114,6 +115,8 @@ def test_function_that_changes_its_arguments_is_refused(key, change):
     [
         ("args", lambda x: ls.autocast_report(jnp.sum, x)),
         ("fun", lambda x: ls.autocast_report(lambda: x @ x)),
+        ("args", lambda x: ls.nonfinite_report(jnp.sum, x)),
+        ("fun", lambda x: ls.nonfinite_report(lambda: x @ x)),
     ],
 )
 def test_report_of_arrays_that_are_being_traced_is_refused(name, report):
