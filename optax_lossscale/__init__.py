@@ -48,8 +48,9 @@ devices diverge silently.
   `value_and_grad_with_retries`.
 - To protect other state in a skipped step, such as BatchNorm statistics:
   `keep_if_applied`, `all_finite`, `select`.
-- To find out what went wrong: `autocast_report`, `gradient_report`, `format_report`,
-  `suggest_loss_scale`, `check_loss_scale`, and figures in `plots`.
+- To find out what went wrong: `nonfinite_report`, `autocast_report`,
+  `gradient_report`, `format_report`, `suggest_loss_scale`, `check_loss_scale`, and
+  figures in `plots`.
 """
 
 from . import plots, presets
@@ -79,9 +80,11 @@ try:  # These rewrite programs, which a new jax may make in another way.
     from ._gradients.backward import scale_backward, scale_block
     from ._gradients.retries import value_and_grad_with_retries
     from ._reports.autocast_report import AutocastReport, autocast_report
+    from ._reports.nonfinite_report import NonfiniteReport, nonfinite_report
 except Exception as _error:
-    AutocastReport = _unavailable(_error)  # type: ignore[misc]
+    AutocastReport = NonfiniteReport = _unavailable(_error)  # type: ignore[misc]
     autocast = autocast_report = scale_backward = _unavailable(_error)
+    nonfinite_report = _unavailable(_error)
     scale_block = value_and_grad_with_retries = _unavailable(_error)
 
 __version__ = "0.1.0"
@@ -97,6 +100,7 @@ __all__ = [
     "LossScaleError",
     "LossScaleState",
     "MasterWeightsState",
+    "NonfiniteReport",
     "SuggestedLossScale",
     "WithLossScalingState",
     "all_finite",
@@ -110,6 +114,7 @@ __all__ = [
     "gradient_report",
     "keep_if_applied",
     "max_magnitude",
+    "nonfinite_report",
     "plots",
     "presets",
     "scale_backward",

@@ -95,6 +95,15 @@ def check_switch(name: str, value: Any, advice: str) -> bool:
     return value
 
 
+def check_names(name: str, value: Any, advice: str) -> None:
+    is_list = isinstance(value, list | tuple)
+    if not is_list or not all(isinstance(x, str) and x for x in value):
+        raise ValueError(
+            f'`{name}` must be a list of names, such as ["router"], got {value!r}. '
+            f"{advice}"
+        )
+
+
 def check_choice(name: str, value: Any, choices: tuple[str, ...], advice: str) -> str:
     if value not in choices:
         *most, last = (f'"{x}"' for x in choices)

@@ -107,8 +107,9 @@ SIGNATURES = {
     "format_report": "report * limit=20",
     "suggest_loss_scale": "grads * dtype headroom=3.0 min_scale=2.0**-14 "
     "max_scale=2.0**24",
-    "autocast": "fun dtype",
+    "autocast": "fun dtype * keep",
     "autocast_report": "fun args * errors=False kwargs",
+    "nonfinite_report": "fun args kwargs",
     **dict.fromkeys(("get_loss_scale", "get_loss_scale_state", "was_applied"), "state"),
     "WithLossScalingState": "scale_state inner_state",
     "MasterWeightsState": "master_weights inner_state",

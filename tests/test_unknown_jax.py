@@ -33,13 +33,16 @@ REWRITING = {
     "derivative of autocast": lambda: jax.grad(ls.autocast(loss_fn, jnp.float16))(W, X),
     "autocast_report": lambda: ls.autocast_report(loss_fn, W, X),
     "errors of a report": lambda: ls.autocast_report(loss_fn, W, X, errors=True),
+    "nonfinite_report": lambda: ls.nonfinite_report(loss_fn, W, X),
     "scale_backward": lambda: jax.grad(ls.scale_backward(loss_fn, 8.0))(W, X),
     "scale_block": lambda: jax.grad(ls.scale_block(loss_fn))(W, X),
     "retries": lambda: ls.value_and_grad_with_retries(loss_fn, TX.init(W))(W, X),
 }
 HELPERS = {
     "without_constants": [*REWRITING],
-    "with_eqns": ["autocast", "autocast_report", "errors of a report"],
+    "with_eqns": [
+        *("autocast", "autocast_report", "errors of a report", "nonfinite_report")
+    ],
     "eqn_like": ["autocast"],
     "eqn_of": ["autocast_report", "errors of a report"],
     "operations": ["autocast"],
@@ -160,7 +163,8 @@ for name in {names}:
         print(name, "tested with" in str(error))
 """
 NAMES = [
-    *("autocast", "autocast_report", "scale_backward", "scale_block"),
+    *("autocast", "autocast_report", "nonfinite_report", "scale_backward"),
+    "scale_block",
     "value_and_grad_with_retries",
 ]
 

@@ -31,9 +31,11 @@ from .._validation import (
     advise_if_left_out,
     check_dtype,
     check_function,
+    check_names,
     is_traced,
     warn,
 )
+from .keep import with_kept
 from .loops import with_less_kept
 from .origins import origins_of_arguments
 from .products import VECTORS, Left, reason_to_leave, reasons_to_leave
@@ -46,7 +48,7 @@ from .products import VECTORS, Left, reason_to_leave, reasons_to_leave
     '`with jax.default_matmul_precision("highest"):` keeps a part in float32.'
 )
 def autocast(
-    fun: Callable[Arguments, Output], dtype: Any
+    fun: Callable[Arguments, Output], dtype: Any, *, keep: Sequence[str] = ()
 ) -> Callable[Arguments, Output]:
     """Create a function that computes its matmuls and convolutions in ``dtype``.
 
@@ -68,8 +70,8 @@ def autocast(
     - vector, outer and elementwise products, such as ``jnp.vdot``, and matmuls whose
       elements sum fewer than 8 numbers, such as rotations;
     - matmuls and convolutions in other dtypes than float32;
-    - matmuls and convolutions with a ``precision`` other than the default. To keep a
-      part of ``fun`` in float32, use ``jax.default_matmul_precision("highest")``;
+    - those that ``keep`` names, which get the highest ``precision``;
+    - matmuls and convolutions with a ``precision`` other than the default;
     - functions with their own derivative or batch rule (``jax.custom_jvp``,
       ``jax.custom_vjp``, ``jax.custom_batching.custom_vmap``, Pallas). Put `autocast`
       inside these, for example ``scale_backward(autocast(fun, dtype), scale)``.
@@ -85,6 +87,10 @@ def autocast(
             arguments, except for Flax NNX modules, or use a ``jax.Ref`` from outside.
         dtype: the dtype of the matmuls and convolutions: float16, bfloat16, or the name
             of one of these.
+        keep: names of matmuls and convolutions that stay in float32, forward and
+            backward, as `autocast_report` shows them: parts of the path of a parameter
+            or of a scope, such as "router" or "blocks/*/mlp", or a line, such as
+            "model.py:12". A star stands for any text within a part.
 
     Returns:
         A function with the arguments of ``fun``. Its results and gradients have the
@@ -95,7 +101,8 @@ def autocast(
         TypeError: if an argument is left out, or ``fun`` is not a function; when
             called, if ``fun`` uses a ``jax.Ref``.
         ValueError: if ``dtype`` is not float16 or bfloat16; when called, if ``fun``
-            changes an array in its arguments.
+            changes an array in its arguments, or if a name in ``keep`` is neither of a
+            float32 matmul nor of an array in the arguments.
 
     Warns:
         UserWarning: when called, if ``fun`` has matmuls or convolutions, but none of
@@ -117,6 +124,7 @@ def autocast(
         `torch.autocast <https://docs.pytorch.org/docs/stable/amp.html>`_
     """
     check_function("fun", fun, "It comes first: `autocast(loss_fn, jnp.float16)`.")
+    check_names("keep", keep, "A row of `autocast_report` has its `name`.")
     name = check_dtype("dtype", dtype)
     if name not in ("float16", "bfloat16"):
         raise ValueError(
@@ -132,8 +140,9 @@ def autocast(
         _warn_if_nothing_is_cast(left)
         # The constants of a program are no transfers that a guard should stop.
         with jax.transfer_guard_host_to_device("allow"):
+            program = with_kept(call, keep) if keep else call.jaxpr
             with rewriting():
-                cast = _cast(call.jaxpr, name)
+                cast = _cast(program, name)
                 program = with_less_kept(cast, name, origins_of_arguments(call.inputs))
                 if is_traced(call.inputs) and not _is_debugging():
                     program = with_calls(program)

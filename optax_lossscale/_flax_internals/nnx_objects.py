@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import operator
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -43,6 +44,14 @@ def as_arrays(tree: Any, unchanged: Mapping[int, Any] = {}) -> Any:
         return nnx.NodeStates.from_split(*context.split(x), metadata=_TAG)
 
     return nnx.to_tree(tree, split_fn=split, ctxtag=_TAG)
+
+
+def without_own(path: str) -> str:
+    """Return a path in ``as_arrays`` without NNX's own keys: states, 0 and value.
+
+    They are around the path of a module, or behind that of a variable in a state.
+    """
+    return re.sub(r"(^|/)states/0/(.*?)/?value$", r"\1\2", path).strip("/")
 
 
 def with_objects(tree: Any, *, copies: bool) -> Any:

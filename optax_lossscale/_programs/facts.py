@@ -25,6 +25,8 @@ class Facts(Generic[Fact]):
     """The fact about a constant."""
     entered = ONE_PROGRAM | {"scan", "while", "cond"}
     """The operations whose programs are walked through."""
+    inputs: Sequence[Fact] = ()
+    """The facts about the inputs of a program, if they are known from the start."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[Any, dict[Any, Any]]

@@ -1,5 +1,6 @@
 """Where the equations of a program are: their lines, scopes and passes."""
 
+import functools
 import os
 import re
 import sysconfig
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import JaxprEqn
 
+from .facts import Facts
 from .primitives import CUSTOM, TRANSPARENT
 from .rewrite import Program, with_eqns, with_programs
 
@@ -20,20 +22,25 @@ _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 _THIS_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
+BACKWARD = ", backward"  # what follows a line of the backward pass
+
+
 class Place(NamedTuple):
     """The surroundings of an equation."""
 
     around: tuple[JaxprEqn, ...] = ()  # the equations that it is inside of
     scopes: str = ""
     line: str = ""
+    iteration: str = ""  # of the loops, if they run step by step
+    fact_of: Callable[[Any], Any] = str  # the fact about a variable beside it
 
     def inside(self, eqn: JaxprEqn) -> "Place":
         # JAX names the backward pass of a checkpoint twice, as in
         # `transpose(jvp(decoder))/layers_3/jvp(decoder)/layers_3`.
         stack = str(eqn.source_info.name_stack)
         stack = re.sub(r"(transpose\(.*?)/jvp\(.*", r"\1", stack)
-        line = _user_line(eqn) or self.line
-        return Place((*self.around, eqn), f"{self.scopes}/{stack}", line)
+        line, around = _user_line(eqn) or self.line, (*self.around, eqn)
+        return Place(around, f"{self.scopes}/{stack}", line, self.iteration)
 
     def where(self, eqn: JaxprEqn) -> "Where":
         """Return the line, the scope and the pass of an equation."""
@@ -57,22 +64,36 @@ class Where(NamedTuple):
 
     @property
     def text(self) -> str:
-        return self.line + ", backward" * self.is_backward
+        return self.line + BACKWARD * self.is_backward
 
 
-def with_eqns_inside(program: Any, change: Callable[..., Iterable[JaxprEqn]]) -> Any:
-    """Replace each equation, at any depth, by those of ``change(eqn, place)``."""
+def with_eqns_inside(
+    program: Any,
+    change: Callable[..., Iterable[JaxprEqn]],
+    facts: Facts[Any] | None = None,
+) -> Any:
+    """Replace each equation, at any depth, by those of ``change(eqn, place)``.
 
-    def rewritten(program: Program, place: Place) -> Any:
+    ``place.fact_of`` tells the fact about an operand or a result.
+    """
+
+    def rewritten(program: Program, place: Place, inputs: Sequence[Any]) -> Any:
+        if facts:
+            place = place._replace(fact_of=facts.of_variables(program, inputs))
+
+        def inside(eqn: JaxprEqn, program: Program) -> Any:
+            known = [*map(place.fact_of, eqn.invars)]
+            inputs = facts.inside(eqn, program, known) if facts else known
+            return rewritten(program, place.inside(eqn), inputs)
+
         def new(eqn: JaxprEqn) -> Iterable[JaxprEqn]:
             if is_looked_into(eqn):
-                inside = place.inside(eqn)
-                eqn = with_programs(eqn, lambda program: rewritten(program, inside))
+                eqn = with_programs(eqn, functools.partial(inside, eqn))
             return change(eqn, place)
 
         return with_eqns(program, new)
 
-    return rewritten(program, Place())
+    return rewritten(program, Place(), facts.inputs if facts else ())
 
 
 def is_looked_into(eqn: JaxprEqn) -> bool:

@@ -140,7 +140,7 @@ def as_one_equation(name: str, jaxpr: Jaxpr, *inputs: jax.Array) -> Sequence[jax
 
     A profile shows its ``name``.
     """
-    eqn = _empty_call(len(inputs), len(jaxpr.outvars))
+    eqn = empty_call(len(inputs), len(jaxpr.outvars))
     params = {**eqn.params, "jaxpr": ClosedJaxpr(jaxpr, []), "name": name}
     return eqn.primitive.bind(*inputs, **params)
 
@@ -152,7 +152,7 @@ def with_calls(program: Jaxpr) -> Jaxpr:
     takes half of the time to trace the gradient of a model without loops. `jax.numpy`
     also makes such calls. A trace takes only their operations.
     """
-    empty_call = functools.cache(_empty_call)  # of this mesh
+    empty = functools.cache(empty_call)  # of this mesh
     # What is remembered of this program lives as long as JAX keeps it in its caches.
     with jax.disable_jit(False):
         [kept] = programs_in(jax.make_jaxpr(_nothing)().jaxpr.eqns[0].params)
@@ -164,7 +164,7 @@ def with_calls(program: Jaxpr) -> Jaxpr:
         types, results = (
             tuple(x.aval for x in variables) for variables in (eqn.invars, eqn.outvars)
         )
-        call = empty_call(len(types), len(results))
+        call = empty(len(types), len(results))
         items = tuple(eqn.params.items())
         shared = _with_one(kept, eqn.primitive, types, results, items, eqn.ctx)
         params = {**call.params, "jaxpr": shared, "inline": inlined()}
@@ -183,22 +183,32 @@ def _with_one(
     _: Any, operation: Any, types: Any, results: Any, params: Any, context: Any
 ) -> Any:
     """Return a program of one operation, which is not traced again."""
-    call = _empty_call(len(types), len(results))
-    inputs: list[Any] = [*map(new_var, types)]
-    outputs: list[Any] = [*map(new_var, results)]
+    call = empty_call(len(types), len(results))
     eqn = call.replace(
         primitive=operation,
-        invars=inputs,
-        outvars=outputs,
+        invars=[*map(new_var, types)],
+        outvars=[*map(new_var, results)],
         params=dict(params),
         ctx=context,
     )
+    return program_of(eqn, call)
+
+
+def program_of(eqn: JaxprEqn, call: JaxprEqn) -> Any:
+    """Return a program of one equation. ``call`` is an `empty_call` of its size."""
+    inputs: list[Any] = [new_var(x.aval) for x in eqn.invars]
+    outputs: list[Any] = [new_var(x.aval) for x in eqn.outvars]
     program = call.params["jaxpr"]
-    jaxpr = jaxpr_of(program).replace(invars=inputs, outvars=outputs, eqns=[eqn])
+    jaxpr = jaxpr_of(program).replace(
+        invars=inputs,
+        outvars=outputs,
+        eqns=[eqn.replace(invars=inputs, outvars=outputs)],
+        effects=eqn.effects,
+    )
     return like(program, jaxpr)
 
 
-def _empty_call(inputs: int, outputs: int) -> JaxprEqn:
+def empty_call(inputs: int, outputs: int) -> JaxprEqn:
     """Return a call of a program that computes nothing.
 
     Two calls with as many inputs and outputs, on one mesh, differ only in it.

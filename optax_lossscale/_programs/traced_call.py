@@ -24,6 +24,7 @@ _ARRAY = object()  # marks the place of an array in the output
 class TracedCall(NamedTuple):
     """A function call, turned into a function of arrays."""
 
+    fun: Callable[..., Any]
     jaxpr: Jaxpr  # the program, which holds no arrays
     inputs: list[jax.Array]  # those in the arguments, then those closed over
     paths: list[Any]  # of the inputs in ``(args, kwargs)``; empty for other inputs
@@ -88,7 +89,7 @@ def traced_call(
             all_outputs = [next(rest) if x is None else x for x in bypassing]
             return output.put_back(all_outputs)
 
-        yield TracedCall(jaxpr, inputs, keys, effects, overwritten, put_back)
+        yield TracedCall(fun, jaxpr, inputs, keys, effects, overwritten, put_back)
 
 
 def _without_bypassing(

@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from .._dtypes import is_inexact
-from .._finite import magnitude_bits
 from .._jax_internals import rewriting
-from .._programs.places import Place, with_eqns_inside
-from .._programs.rewrite import eqn_of, evaluate_with_nan
+from .._programs.names import FEW, in_common, shared_names
+from .._programs.places import BACKWARD, Place, with_eqns_inside
+from .._programs.rewrite import evaluate_with_nan
 from .._programs.traced_call import traced_call
 from .._validation import check_concrete, check_function, check_switch
-from .errors import errors_of_lines
+from .errors import Group, errors_of_groups
+from .noting import noting
+from .rows import Report
 from .sites import Site, Sites
 
 # The program runs only once, and slower, so that it compiles in a half of the time.
@@ -34,6 +34,7 @@ class Product(NamedTuple):
 
     line: str
     scope: str
+    parameter: str
     operands: str
     times: int
     left: str
@@ -47,21 +48,31 @@ class Product(NamedTuple):
         return all(x <= _LARGEST for x in self.largest) and not self._underflows
 
     @property
+    def name(self) -> str:
+        """The name of the row for ``keep``: its parameter, scope or line."""
+        return self.parameter or self.scope or self.line.removesuffix(BACKWARD)
+
+    @property
     def _underflows(self) -> bool:
         return any(0 < x <= _SMALLEST for x in self.largest[:2])
 
-    def _cells(self) -> list[str]:
+    @property
+    def _state(self) -> str:
         states = {
             "OVERFLOWS": any(x > _LARGEST for x in self.largest),
             "UNDERFLOWS": self._underflows,
             "NAN": any(map(math.isnan, self.largest)),
         }
-        state = ", ".join(name for name, is_so in states.items() if is_so)
+        return ", ".join(name for name, is_so in states.items() if is_so)
+
+    def _cells(self) -> list[str]:
+        state = self._state
         cast = f"no: {self.left}" if self.left else "yes" if self.fits else state
         numbers = [f"{x:.3g}" for x in self.largest]
         errors = self.float16_error, self.bfloat16_error
         percent = ["" if x is None else f"{x:.2%}" for x in errors]
-        place = [self.line, self.scope, self.operands, f"{self.times:,}"]
+        name = self.parameter or self.scope
+        place = [self.line, name, self.operands, f"{self.times:,}"]
         return [*place, cast, *percent, *numbers]
 
     def _rank(self) -> tuple[float, bool]:
@@ -69,26 +80,37 @@ class Product(NamedTuple):
         return -error, bool(self.left) or self.fits
 
 
-class AutocastReport(tuple[Product, ...]):
+class AutocastReport(Report[Product]):
     """The result of `autocast_report`: a row for each matmul and convolution.
 
-    An interactive session shows a table. Matmuls of one line and shape share a row if
-    float16 can hold their values. Matmuls that `autocast` casts, but whose values
-    float16 cannot hold, come first. The others follow in the order of the program. With
-    ``errors=True``, rows with larger errors come first. Each row has
+    An interactive session shows a table, also of a slice, such as ``report[:5]``. Equal
+    matmuls of a line, such as those of equal layers, share a row. Of those that float16
+    cannot hold, up to 3 have their own, or else the first of them. Matmuls that
+    `autocast` casts, but whose values float16 cannot hold, come first. The others
+    follow in the order of the program. With ``errors=True``, rows with larger errors
+    come first. Each row has
 
     - ``line``: the innermost line outside of installed packages, or else outside of
       JAX, with its function, and "backward" if the row is its backward pass;
     - ``scope``: the path of the module or of ``jax.named_scope``, such as
       "decoder/layers_3/mlp", or an empty string;
+    - ``parameter``: the path of the parameter that is an operand, such as
+      "blocks/3/mlp/kernel", in the argument that holds it, or an empty string. It is
+      found through casts, moves and elementwise operations. Of two arguments, it is the
+      one in a tree, or else the first one;
+    - ``name``: the parameter, or else the scope, or else the line, for the argument
+      ``keep`` of `autocast`. In the name of a shared row, a star stands for a number in
+      a list, "blocks/*", or at the end of a name that more than 3 neighbors have,
+      "block_*". So ``wi_0`` and ``wi_1`` have two rows;
     - ``operands``: the dtypes and shapes of both operands;
     - ``times``: how often it was computed, on all devices together;
     - ``left``: why it is not in float16, or an empty string if it is;
     - ``largest``: the largest absolute values of both operands and of the result;
     - ``fits``: whether float16 can hold these values;
     - ``float16_error``, ``bfloat16_error``: with ``errors=True``, how much the results
-      change if only the matmuls of this line are in this dtype: the Euclidean norm of
-      the change, relative to the norm of the results. None if ``left`` has a reason.
+      change if only the matmuls of this line and parameter (or else scope) are in this
+      dtype: the Euclidean norm of the change, relative to the norm of the results. None
+      if ``left`` has a reason.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -128,15 +150,17 @@ def autocast_report(
     values that overflow are inf, and later values may be NaN.
 
     A matmul whose values fit may still cost accuracy, because float16 and bfloat16
-    round. With ``errors=True``, the report measures this for each line of code. Pass
-    the gradient function of the float32 program, ``ls.grad(loss_fn, opt_state)``,
-    because gradients change more than the loss. All matmuls of a line are rounded
-    together, forward and backward, because ``precision="highest"`` also applies to the
-    whole line. Compare the errors only with each other: near a minimum of the loss, the
-    gradients are small, so all errors are large.
+    round. With ``errors=True``, the report measures this for each parameter in a line,
+    or else each scope. Pass the gradient function of the float32 program,
+    ``ls.grad(loss_fn, opt_state)``, because gradients change more than the loss. Both
+    passes are rounded together, because ``keep`` also applies to both. Equal layers are
+    rounded together, but up to 3 that make half of a large error have their own rows.
+    Compare the errors only with each other: near a minimum of the loss, the gradients
+    are small, so all errors are large.
 
     With ``errors=True``, operands and results are rounded, and sums are in float32, as
-    on an accelerator. The program is compiled once more, and runs twice for each line.
+    on an accelerator. The program is compiled once more, and runs twice for each row of
+    the forward pass, and twice for each of equal layers whose error is large.
     A ``while`` loop that waits for convergence may never end in float16. In a
     ``shard_map``, all axes of the mesh must be manual. Integer results are not
     compared.
@@ -144,7 +168,7 @@ def autocast_report(
     Args:
         fun: a function.
         args: its arguments, which must be concrete. Flax NNX modules are not changed.
-        errors: whether to measure how much each line changes the results in float16 and
+        errors: whether to measure how much each row changes the results in float16 and
             in bfloat16. It is not passed on to ``fun``.
         kwargs: its other keyword arguments.
 
@@ -178,68 +202,71 @@ def autocast_report(
     with jax.disable_jit(False), jax.debug_nans(False), jax.enable_checks(False):
         with traced_call(fun, args, kwargs) as call:
             check_concrete("fun", call.inputs, "Call it outside of `jax.jit`.")
-            found = errors_of_lines(call) if errors else {}
-            sites = Sites()
+            found = errors_of_groups(call) if errors else {}
+            sites = Sites(call)
 
             def change(eqn: JaxprEqn, place: Place) -> Iterator[JaxprEqn]:
                 yield eqn
                 if site := sites.of(eqn, place):
-                    row, numbers = _row(eqn, site, found), list[list[float]]()
-                    seen.append((row, numbers))
-                    yield _noting(eqn, numbers)
+                    numbers = list[list[float]]()
+                    seen.append((eqn, site, numbers))
+                    yield noting([*eqn.invars[:2], *eqn.outvars], numbers)
 
             with rewriting():
-                program = with_eqns_inside(call.jaxpr, change)
+                program = with_eqns_inside(call.jaxpr, change, sites.names)
             run = functools.partial(evaluate_with_nan, program)
             compiled = jax.jit(run, compiler_options=_RUNS_ONCE)
             jax.block_until_ready(compiled(*call.inputs))
         jax.effects_barrier()
-    return AutocastReport(sorted(_rows(seen), key=Product._rank))
+    return AutocastReport(sorted(_rows(seen, found), key=Product._rank))
 
 
 # The products of a program, and the largest values each time that one is computed.
-_Seen = list[tuple[Product, list[list[float]]]]
+_Seen = list[tuple[JaxprEqn, Site, list[list[float]]]]
+_Errors = dict[Group, list[float]]
 
 
-def _rows(seen: _Seen) -> Iterator[Product]:
-    """Yield a row for each product, or for all of a line that are alike and fit."""
-    rows: dict[Any, Product] = {}
-    for i, (product, numbers) in enumerate(seen):
-        if not numbers:
-            continue  # its branch was not taken
-        a, b, c = np.max(numbers, axis=0).tolist()
-        row = product._replace(times=len(numbers), largest=(a, b, c))
-        key = product if row.fits else i
-        if (same := rows.get(key)) is not None:
-            a, b, c = np.maximum(same.largest, row.largest).tolist()
-            row = row._replace(times=same.times + row.times, largest=(a, b, c))
-        rows[key] = row
-    yield from rows.values()
+def _rows(seen: _Seen, errors: _Errors) -> Iterator[Product]:
+    """Yield a row for each product, or for equal ones of a line."""
+    # Without numbers, its branch was not taken.
+    rows = [_row(*product, errors) for product in seen if product[2]]
+    names = shared_names(name for x in rows for name in (x.scope, x.parameter))
+    equal: dict[Any, list[Product]] = {}
+    for row in rows:
+        shared = names[row.scope], names[row.parameter]
+        key = row._replace(scope="", parameter="", times=0, largest=(0, 0, 0))
+        equal.setdefault((key, shared, row._state), []).append(row)
+    for same in equal.values():
+        # A few that float16 cannot hold are told apart, or else the first of many.
+        apart = 0 if same[0].fits else len(same) if len(same) <= FEW else 1
+        yield from same[:apart]
+        if rest := same[apart:]:
+            yield functools.reduce(_together, rest)
 
 
-def _row(eqn: JaxprEqn, site: Site, errors: dict[str, list[float]]) -> Product:
-    avals: list[Any] = [x.aval for x in eqn.invars[:2]]
-    operands = ", ".join(f"{x.dtype.name}{[*x.shape]}" for x in avals)
-    left = site.left.reason if site.left else ""
-    measured = () if site.left else errors.get(site.where.line, ())
-    return Product(
-        site.where.text, site.where.scope, operands, 0, left, (0, 0, 0), *measured
+def _together(one: Product, other: Product) -> Product:
+    a, b, c = np.maximum(one.largest, other.largest).tolist()
+    return one._replace(
+        scope=in_common(one.scope, other.scope),
+        parameter=in_common(one.parameter, other.parameter),
+        times=one.times + other.times,
+        largest=(a, b, c),
     )
 
 
-def _noting(eqn: JaxprEqn, numbers: list[list[float]]) -> JaxprEqn:
-    """Return an equation that notes the values of a product each time it runs."""
-
-    def note(*largest: Any) -> None:
-        numbers.append([float(x) for x in largest])
-
-    def measure(*arrays: jax.Array) -> None:
-        jax.debug.callback(note, *map(_largest, arrays))
-
-    return eqn_of(measure, [*eqn.invars[:2], *eqn.outvars])
-
-
-def _largest(x: jax.Array) -> jax.Array:
-    # Unlike `max_magnitude`, it is one reduction, which compiles faster.
-    x = x if is_inexact(x) else x.astype(jnp.float32)
-    return jnp.max(magnitude_bits(x), initial=0).view(jnp.float32)
+def _row(
+    eqn: JaxprEqn, site: Site, numbers: list[list[float]], errors: _Errors
+) -> Product:
+    avals: list[Any] = [x.aval for x in eqn.invars[:2]]
+    operands = ", ".join(f"{x.dtype.name}{[*x.shape]}" for x in avals)
+    a, b, c = np.max(numbers, axis=0).tolist()
+    return Product(
+        site.named.where.text,
+        site.named.where.scope,
+        site.named.parameter,
+        operands,
+        len(numbers),
+        site.left.reason if site.left else "",
+        (a, b, c),
+        *(() if site.left else errors.get(site.named.group, ())),
+    )

@@ -1,7 +1,7 @@
-"""Measure how much the results change if the products of one line are rounded."""
+"""Measure how much the results change if some products are rounded."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ from jax.extend.core import JaxprEqn
 
 from .._dtypes import is_inexact
 from .._jax_internals import rewriting
+from .._programs.names import FEW, shared_names
 from .._programs.places import Place, with_eqns_inside
 from .._programs.rewrite import (
     DEBUGGING,
@@ -21,26 +22,29 @@ from .._programs.rewrite import (
     refuse_effects,
 )
 from .._programs.traced_call import TracedCall
-from .sites import Sites
+from .sites import Site, Sites
+
+Group = tuple[str, str]  # a line, and a parameter or a scope
 
 
-def errors_of_lines(call: TracedCall) -> dict[str, list[float]]:
-    """Return the relative change of the results in float16 and bfloat16, by line.
+def errors_of_groups(call: TracedCall) -> dict[Group, list[float]]:
+    """Return the relative change of the results in float16 and bfloat16, by group.
 
-    The program is compiled once: its products ask the host for the dtype of their line.
-    A dtype that is an input would need a path into every loop.
+    The program is compiled once: its products ask the host for their dtype. A dtype
+    that is an input would need a path into every loop.
     """
     refuse_effects(call.effects - DEBUGGING)
     inputs = call.inputs
-    sites = Sites()
-    types: dict[str, int] = {}  # 0 is float32, 1 float16, 2 bfloat16
+    places = Sites(call)
+    sites: list[Site] = []
+    types: list[int] = []  # of the sites: 0 is float32, 1 float16, 2 bfloat16
 
     def change(eqn: Any, place: Place) -> Iterator[JaxprEqn]:
-        site = sites.of(eqn, place)
+        site = places.of(eqn, place)
         if site and not site.left:
-            line = site.where.line
-            types[line] = 0
-            yield from _rounded(eqn, lambda: np.int32(types[line]))
+            i = len(sites)
+            sites.append(site)
+            yield from _rounded(eqn, lambda: np.int32(types[i]))
         elif eqn.outvars or effect_names(eqn) - DEBUGGING:
             yield eqn  # the others, which are left out, would print in every run
 
@@ -48,8 +52,8 @@ def errors_of_lines(call: TracedCall) -> dict[str, list[float]]:
     inner = jax.jit(functools.partial(evaluate_with_nan, call.jaxpr))
     traced = jax.make_jaxpr(inner)(*inputs)
     with rewriting():
-        program = with_eqns_inside(traced.jaxpr, change)
-    if not types:
+        program = with_eqns_inside(traced.jaxpr, change, places.names)
+    if not sites:
         raise ValueError(
             "`fun` must have float32 matmuls or convolutions that `autocast` casts if "
             "errors=True, got none. Pass `fun` without `autocast`: "
@@ -58,21 +62,49 @@ def errors_of_lines(call: TracedCall) -> dict[str, list[float]]:
     run = functools.partial(evaluate_with_nan, program)
     # Otherwise XLA leaves out some of the rounding.
     compiled = jax.jit(run, compiler_options={"xla_allow_excess_precision": False})
+    groups = [site.named.group for site in sites]
 
-    def results(line: str, dtype: int) -> list[np.ndarray]:
-        types[line] = dtype
+    def results(rounded: Iterable[Group], dtype: int) -> list[np.ndarray]:
+        types[:] = [dtype * (group in rounded) for group in groups]
         arrays = jax.block_until_ready(compiled(*inputs))
-        types[line] = 0
         return [np.asarray(x) for x in arrays if is_inexact(x)]
 
-    exact = results(next(iter(types)), 0)
+    exact = results((), 0)
     size = _distance(exact, [np.zeros_like(x) for x in exact])
     if not size:
         raise ValueError(
             "`fun` must return a finite number other than 0 if errors=True, got none. "
             "Without errors=True, the report shows where NaN and inf begin."
         )
-    return {x: [_distance(exact, results(x, i)) / size for i in (1, 2)] for x in types}
+
+    def measured(rounded: Iterable[Group]) -> list[float]:
+        return [_distance(exact, results(rounded, dtype)) / size for dtype in (1, 2)]
+
+    return _by_group(groups, measured)
+
+
+def _by_group(
+    groups: Sequence[Group], measured: Callable[[Iterable[Group]], list[float]]
+) -> dict[Group, list[float]]:
+    """Measure equal layers together, and a few alone that make half of a large error.
+
+    Where many layers overflow, none stands out.
+    """
+    names = shared_names(name for _, name in groups)
+    equal: dict[Group, dict[Group, None]] = {}
+    for line, name in groups:
+        equal.setdefault((line, names[name]), {})[line, name] = None
+    together = [(members, measured(members)) for members in equal.values()]
+    found = {x: errors for members, errors in together for x in members}
+    largest = sorted(together, key=lambda pair: -max(pair[1]))[:FEW]
+    for members, errors in largest:
+        if len(members) > 1 and max(errors) >= max(largest[0][1]) / 2:
+            alone = {x: measured([x]) for x in members}
+            apart = {x: y for x, y in alone.items() if max(y) >= max(errors) / 2}
+            if 0 < len(apart) <= FEW:
+                rest = members.keys() - apart
+                found |= dict.fromkeys(rest, measured(rest)) | apart
+    return found
 
 
 def _rounded(eqn: JaxprEqn, dtype: Callable[[], Any]) -> Iterator[JaxprEqn]:

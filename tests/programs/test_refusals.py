@@ -18,6 +18,7 @@ BAD_FUNCTIONS = {
     "number as a function": ("got 1", lambda: ls.autocast(1, jnp.float16)),
     "swapped": ("got .*float16.* comes first", lambda: ls.autocast(jnp.float16, X)),
     "report of an array": ("got .*`autocast_report", lambda: ls.autocast_report(X)),
+    "no function": ("got .*`nonfinite_report", lambda: ls.nonfinite_report(X)),
 }
 
 
@@ -56,6 +57,32 @@ def test_type_that_is_neither_float16_nor_bfloat16_is_refused(dtype, words):
         ls.autocast(jnp.sum, dtype)
 
 
+def two_layers(params, x):
+    return jnp.tanh(x @ params["w"]) @ params["router"]
+
+
+KEPT = {
+    "of nothing": (
+        two_layers,
+        ["w", "rooter"],
+        r"'rooter'.*nearest names are \['router'",
+    ),
+    "of a product cast by hand": (
+        lambda *args: ls.autocast(two_layers, "float16")(*args),
+        ["router"],
+        "name float32 matmuls",
+    ),
+    "in no list": (two_layers, "router", "be a list of names"),
+    "no text": (two_layers, [1], r"be a list of names.*got \[1\]. A row"),
+}
+
+
+@pytest.mark.parametrize(("fun", "keep", "words"), KEPT.values(), ids=KEPT)
+def test_name_that_cannot_be_kept_is_refused(fun, keep, words):
+    with pytest.raises(ValueError, match=f"`keep` must .*{words}"):
+        ls.autocast(fun, "float16", keep=keep)({"w": X, "router": X}, X)
+
+
 def test_function_that_writes_a_ref_is_refused_before_it_runs():
     calls = new_ref(np.float32(0))
 
@@ -88,6 +115,8 @@ def test_function_that_changes_its_arguments_is_refused(key, change):
     [
         ("args", lambda x: ls.autocast_report(jnp.sum, x)),
         ("fun", lambda x: ls.autocast_report(lambda: x @ x)),
+        ("args", lambda x: ls.nonfinite_report(jnp.sum, x)),
+        ("fun", lambda x: ls.nonfinite_report(lambda: x @ x)),
     ],
 )
 def test_report_of_arrays_that_are_being_traced_is_refused(name, report):

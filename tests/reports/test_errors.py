@@ -240,3 +240,44 @@ def test_overflow_is_an_infinite_error_and_infinities_of_float32_are_left_out():
 
     [row] = report(fun, 1e5 * jnp.abs(X))
     assert row.float16_error == np.inf and 0 < row.bfloat16_error < 0.01
+
+
+def test_layers_of_a_library_are_measured_separately():
+    """They have one line, of the user."""
+    model = nn.Sequential([nn.Dense(8), lambda x: jnp.sin(100 * x), nn.Dense(8)])
+    params = model.init(jax.random.key(0), X)
+    gradient = ls.grad(lambda params: jnp.mean(model.apply(params, X) ** 2), STATE)
+    rows = report(gradient, params)
+    assert len({x.line.removesuffix(", backward") for x in rows}) == 1
+    found = {(x.name, x.float16_error) for x in rows}
+    (first, most), (last, least) = sorted(found)  # both passes have one error
+    assert (first, last) == ("params/layers_0/kernel", "params/layers_2/kernel")
+    assert most > 10 * least
+
+
+def forward_rows(layers):
+    def loss_fn(params):
+        x = X
+        for w in params["layers"]:
+            x = x + costs(jnp.sin(x), w)
+        return jnp.mean(jnp.cos(x))
+
+    rows = report(ls.grad(loss_fn, STATE), {"layers": layers})
+    return [x for x in rows if "backward" not in x.line]
+
+
+def test_equal_layers_share_an_error_but_one_that_makes_half_of_it_has_its_own():
+    layers = [W / 100] * 12
+    [row] = forward_rows(layers)
+    assert row.name == "layers/*" and row.times == 12
+    layers[7] = 100 * W
+    first, rest = forward_rows(layers)
+    assert first.name == "layers/7" and first.times == 1
+    assert rest.name == "layers/*" and rest.times == 11
+    assert first.bfloat16_error > 2 * rest.bfloat16_error
+
+
+def test_layers_that_all_overflow_share_two_rows():
+    first, rest = forward_rows([1e5 * W] * 12)
+    assert first.float16_error == rest.float16_error == np.inf
+    assert (first.name, rest.name) == ("layers/0", "layers/*")

@@ -1,5 +1,6 @@
 """autocast_report: each product, its line, its size, and what autocast makes of it."""
 
+import collections
 import functools
 from pathlib import Path
 
@@ -307,3 +308,140 @@ def test_product_in_shard_map_is_measured_on_each_device(checks):
     with jax.enable_checks(checks):
         [row] = report(mapped, normal(4, 16), normal(16, 8))
     assert (row.times, row.operands) == (2, "float32[4, 8], float32[8, 8]")
+
+
+def by_parameter(fun, *args):
+    """How often the parameters are operands, in the forward and the backward pass."""
+    counts = collections.Counter()
+    for x in report(jax.grad(fun), *args):
+        counts[x.parameter, x.line.endswith(", backward")] += x.times
+    return counts
+
+
+AROUND = {
+    "nothing": lambda fun: fun,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "vmap": lambda fun: jax.vmap(fun, (None, 0)),
+    "scan": lambda fun: (
+        lambda w, x: jax.lax.scan(lambda x, _: (fun(w, x), None), x, length=1)[0]
+    ),
+    "cond": lambda fun: lambda w, x: jax.lax.cond(x[0, 0] < 9, fun, fun, w, x),
+    "own derivative": lambda fun: lambda w, x: own_vjp(fun(w, x), jnp.tanh(x.T @ x)),
+}
+
+
+@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
+def test_product_is_named_by_its_parameter_in_both_passes(around):
+    """Through casts, moves and calls. Layers that share a program are told apart."""
+    apply = around(lambda w, x: jnp.sin(jnp.cos(x) @ w["kernel"].T.astype("float32")))
+
+    def fun(params, x):
+        return jnp.mean(apply(params["b"], apply(params["a"], x) @ params["mid"]))
+
+    params = {"a": {"kernel": LAYERS[0]}, "b": {"kernel": LAYERS[1]}, "mid": LAYERS[2]}
+    counts = by_parameter(fun, params, X)
+    paths = {"a/kernel", "mid", "b/kernel"}
+    named = {x: count for x, count in counts.items() if x[0]}
+    assert {*named} == {(path, backward) for path in paths for backward in (0, 1)}
+    assert all(counts[path, False] == 1 for path in paths)
+
+
+def test_stacked_layers_are_named_by_their_stack():
+    def fun(params, x):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.sin(x @ w), None), x, params["layers"])
+        return jnp.mean(x @ params["embed"].T)
+
+    counts = by_parameter(fun, {"layers": LAYERS, "embed": LAYERS[0]}, X)
+    forward, backward = ({x: n for x, n in counts.items() if x[1] == y} for y in (0, 1))
+    assert forward == {("layers", False): 5, ("embed", False): 1}
+    assert backward == {("layers", True): 10, ("embed", True): 2}
+
+
+def test_product_of_two_activations_has_no_parameter():
+    """Even if both of them meet parameters in other products."""
+
+    def attention(params, x):
+        q, k = (jnp.sin(x @ params[name]) for name in "qk")
+        scores = q @ k.T
+        return jnp.mean(jax.nn.softmax(scores) @ jnp.sin(q) @ params["out"])
+
+    rows = report(jax.grad(attention), dict.fromkeys(("q", "k", "out"), LAYERS[0]), X)
+    assert {x.parameter for x in rows} == {"q", "k", "k, q", "out", ""}
+    lines = {
+        (x.name, x.line.removesuffix(", backward")) for x in rows if not x.parameter
+    }
+    assert len(lines) == 2 and all(name == line for name, line in lines)
+
+
+ORDERS = {
+    "w": (lambda x, params: x @ params["w"], (X, {"w": LAYERS[0]}), {}),
+    "params": (lambda params, x: x @ params, (LAYERS[0], X), {}),
+    "b/0": (lambda *, b, a: b[0] @ a["x"].T, (), {"b": [X], "a": {"x": X}}),
+    "argument 1/0": (lambda *args: args[0] @ args[1][0], (X, [LAYERS[0]]), {}),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_parameter_is_in_a_tree_or_else_the_first_argument(name):
+    fun, args, kwargs = ORDERS[name]
+    assert report(fun, *args, **kwargs)[0].name == name
+
+
+def in_turn(params, x):
+    for w in params.values():
+        x = jnp.sin(x @ w)
+    return x
+
+
+def test_equal_layers_share_a_row_but_those_that_overflow_are_named():
+    params = {f"block_{i}": LAYERS[i % 5] for i in range(12)}
+    params["block_7"] = 1e6 * LAYERS[2]
+    bad, others = found = report(in_turn, params, X)
+    assert not bad.fits and bad.name == "block_7" and bad.times == 1
+    assert others.name == "block_*" and others.times == 11
+    assert "  block_7  " in repr(found)
+    # Of more than 3, the first has its own row.
+    first, rest, others = report(
+        in_turn, {x: w * 1e6 for x, w in params.items()} | {"block_1": LAYERS[0]}, X
+    )
+    assert (first.name, rest.name, others.name) == ("block_0", "block_*", "block_1")
+    assert rest.times == 10
+
+
+def test_few_numbered_neighbors_have_their_own_names():
+    names = [f"blocks/{i}/{w}" for i in range(5) for w in ("wi_0", "wi_1", "conv1d_2")]
+    rows = report(in_turn, dict.fromkeys(names, LAYERS[0]), X)
+    assert [x.name.removeprefix("blocks/*/") for x in rows] == [
+        "conv1d_2",
+        "wi_0",
+        "wi_1",
+    ]
+
+
+def of_scaled_loss(fun):
+    state = ls.FixedLossScale(1.0).init()
+    return ls.grad(fun, state, value_and_grad=nnx.value_and_grad)
+
+
+def with_a_state(fun):
+    graph = nnx.graphdef(sequential())
+    return jax.grad(lambda state, x: fun(nnx.merge(graph, state), x))
+
+
+def sequential():
+    return nnx.Sequential(*(nnx.Linear(8, 8, rngs=nnx.Rngs(i)) for i in range(2)))
+
+
+@pytest.mark.parametrize("gradient", [nnx.grad, of_scaled_loss, with_a_state])
+def test_parameters_of_a_module_have_their_paths(gradient):
+    model = nnx.state(sequential()) if gradient is with_a_state else sequential()
+    rows = report(gradient(lambda model, x: jnp.mean(model(x) ** 2)), model, X)
+    # Only the second layer has a gradient of its input.
+    assert {x.parameter for x in rows} == {"layers/*/kernel", "layers/1/kernel"}
+
+
+def test_slice_of_a_report_is_a_report(of_all_kinds):
+    first = of_all_kinds[:2]
+    assert isinstance(first, ls.AutocastReport) and first == tuple(of_all_kinds)[:2]
+    assert repr(first).startswith("2 matmuls and convolutions")

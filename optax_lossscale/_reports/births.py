@@ -1,0 +1,311 @@
+"""Run a program operation by operation, and follow NaN and inf to where they are born.
+
+Each value has the origins of its NaN and inf. If a result is not finite, the operation
+runs once more on operands in which a number takes the place of NaN and inf. If the
+result is still not finite, it is a birth. Otherwise, the origins are those of the
+operands.
+"""
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import eval_jaxpr
+from jax.extend.core import JaxprEqn, Var, jaxpr_as_fun
+
+from .._dtypes import is_inexact
+from .._finite import all_finite
+from .._jax_internals import inputs_of_scan, rewriting
+from .._programs.names import Named, Names
+from .._programs.places import Place, Where, with_eqns_inside
+from .._programs.primitives import CALLS, CUSTOM, PRODUCTS
+from .._programs.rewrite import (
+    Program,
+    empty_call,
+    equations,
+    jaxpr_of,
+    program_of,
+    programs_in,
+)
+from .._programs.traced_call import TracedCall
+from .noting import noting
+from .values import described, explained, number
+
+# The checks of this package: what is not finite there skips a step.
+_CHECKS = {"_all_finite", "_outcome_finite"}
+# Takes the place of NaN and inf. Fewer derivatives are infinite here than at 0 or 1.
+_NUMBER = 0.5
+_INF, _NAN = 1, 2  # what is in an array that is not finite
+
+
+class Birth(NamedTuple):
+    """A row of a `NonfiniteReport`."""
+
+    operation: str
+    line: str
+    scope: str
+    is_backward: bool
+    parameter: str
+    iteration: str
+    values: str
+    note: str
+    becomes_nan: str = ""
+
+
+# An operation and its place.
+Cause = tuple[str, Where]
+# The causes of the NaN and inf in a value, and where inf became NaN, if it did.
+Origins = frozenset[tuple[Cause, Cause | None]]
+
+
+class _Value(NamedTuple):
+    array: Any
+    kind: int = 0
+    origins: Origins = frozenset()
+
+
+class Births:
+    """Where the NaN and inf in the results of a call are born."""
+
+    def __init__(self, call: TracedCall) -> None:
+        self.rows: dict[tuple[Cause, bool], Birth] = {}  # of births, and of inf to NaN
+        self._call, self._named = call, dict[Any, Named]()
+        names = Names(call)
+
+        def name(eqn: JaxprEqn, place: Place) -> Iterator[JaxprEqn]:
+            if eqn.primitive.name in PRODUCTS:
+                self._named[(*place.around, eqn)] = names.note(eqn, place)
+            yield eqn
+
+        with rewriting():
+            with_eqns_inside(call.jaxpr, name, names)
+        empty = functools.cache(empty_call)
+
+        @functools.cache
+        def program(eqn: JaxprEqn) -> Any:
+            return program_of(eqn, empty(len(eqn.invars), len(eqn.outvars)))
+
+        self._program, self._compiled = program, functools.cache(_compiled)
+        self.found = self.origins(frozenset())
+
+    def origins(self, replaced: frozenset[Cause]) -> Origins:
+        """Run the program, with a number in the place of what some causes make."""
+        self._replaced, self._checked = replaced, Origins()
+        self._iterations: dict[Any, list[Origins]] = {}
+        inputs = [
+            self._given(x, "argument" if path else "constant", _argument(path))
+            for x, path in zip(self._call.inputs, self._call.paths, strict=True)
+        ]
+        return _origins(self._run(self._call.jaxpr, inputs, Place())) or self._checked
+
+    def _given(self, x: Any, operation: str, line: str) -> _Value:
+        """Return a value that no operation has made."""
+        x = jnp.asarray(x)  # a NumPy array may be a constant of a program
+        if not (kind := _kind(x)):
+            return _Value(x)
+        if operation == "constant" and not x.shape:
+            operation = f"constant {number(x)}"
+        cause = operation, Where(line, "", False)
+        row = Birth(operation, *cause[1], "", "", described(x), "")
+        self.rows.setdefault((cause, False), row)
+        if cause in self._replaced:  # a mask stays a mask
+            return _Value(jnp.nan_to_num(x, nan=_NUMBER, posinf=1e4, neginf=-1e4))
+        return _Value(x, kind, frozenset({(cause, None)}))
+
+    def _run(
+        self, program: Program, inputs: Iterable[_Value], place: Place
+    ) -> list[_Value]:
+        jaxpr: Any = jaxpr_of(program)
+        arrays = (_Value(x) for x in getattr(program, "consts", ()))
+        known = dict(
+            zip([*jaxpr.constvars, *jaxpr.invars], [*arrays, *inputs], strict=True)
+        )
+        used = [{x for x in eqn.invars if isinstance(x, Var)} for eqn in jaxpr.eqns]
+        last = {x: i for i, variables in enumerate(used) for x in variables}
+        last |= {x: len(used) for x in jaxpr.outvars if isinstance(x, Var)}
+
+        def read(x: Any) -> _Value:
+            if isinstance(x, Var):
+                return known[x]
+            return self._given(jnp.asarray(x.val, x.aval.dtype), "constant", line)
+
+        for i, eqn in enumerate(jaxpr.eqns):
+            line = place.where(eqn).line
+            results = self._equation(eqn, [*map(read, eqn.invars)], place)
+            known.update(zip(eqn.outvars, results, strict=True))
+            for x in {*used[i], *eqn.outvars}:
+                if last.get(x, i) == i:
+                    del known[x]  # its memory is free
+        return [*map(read, jaxpr.outvars)]
+
+    def _equation(
+        self, eqn: JaxprEqn, values: list[_Value], place: Place
+    ) -> Sequence[_Value]:
+        name, params, programs = eqn.primitive.name, eqn.params, programs_in(eqn.params)
+        inside = place.inside(eqn) if programs else place
+        if params.get("name") in _CHECKS:
+            self._checked |= _origins(values)
+        if name in CALLS | CUSTOM | {"composite"}:
+            return self._run(programs[0], values, inside)
+        if name == "cond":
+            index, *values = values
+            return self._run(programs[int(index.array)], values, inside)
+        results = self._operation(eqn, values, place)
+        # A loop runs as a whole first. A skipped step inside has finite results.
+        if not any(x.kind for x in results) and not any(map(_has_check, programs)):
+            return results
+        if name == "scan" and params["length"]:
+            return self._scan(params, values, inside)
+        return self._while(params, values, inside) if name == "while" else results
+
+    def _operation(
+        self, eqn: JaxprEqn, values: list[_Value], place: Place
+    ) -> Sequence[_Value]:
+        given, program = [x.array for x in values], self._program(eqn)
+        is_loop = eqn.primitive.name in ("scan", "while")
+        run = self._compiled(program) if is_loop else functools.partial(_run, program)
+        results = run(*given)
+        if not any(kinds := [*map(_kind, results)]):
+            return [*map(_Value, results)]
+        known, origins = max(x.kind for x in values), _origins(values)
+        finite = [*map(_finite, given)]
+        alone = run(*finite) if known else results
+        is_born = any(map(_kind, alone))
+        if is_born or max(kinds) > known:
+            name, where, texts = eqn.primitive.name, place.where(eqn), None
+            if is_born and name == "shard_map":
+                name, where, *texts = _first_inside(program, finite) or (name, where)
+            cause = name, where
+            if (cause, not is_born) not in self.rows:
+                shown = (finite, alone) if is_born else (given, results)
+                product = self._named.get((*place.around, eqn))
+                parameter = product.parameter if product else ""
+                texts = texts or explained(eqn, *shown)
+                row = Birth(name, *where, parameter, place.iteration, *texts)
+                self.rows[cause, not is_born] = row
+            if not is_born:
+                origins = frozenset((x, y or cause) for x, y in origins)
+            elif cause in self._replaced:
+                results = [*map(_finite, results, alone)]
+            else:
+                origins |= {(cause, None)}
+        return [_value(x, origins) for x in results]
+
+    def _scan(self, params: Any, values: list[_Value], place: Place) -> list[_Value]:
+        consts, carry, xs = inputs_of_scan(params, values)
+        order = range(params["length"])
+        rows: dict[int, list[_Value]] = {}
+        for i in reversed(order) if params["reverse"] else order:
+            inputs = [*consts, *carry, *(_value(x.array[i], x.origins) for x in xs)]
+            results = self._iteration(params["jaxpr"], inputs, place, i)
+            carry, rows[i] = results[: len(carry)], results[len(carry) :]
+        columns = zip(*(rows[i] for i in order), strict=True)
+        stacked = ((jnp.stack([x.array for x in xs]), _origins(xs)) for xs in columns)
+        return [*carry, *(_value(*x) for x in stacked)]
+
+    def _while(self, params: Any, values: list[_Value], place: Place) -> list[_Value]:
+        first = params["cond_nconsts"]
+        last = first + params["body_nconsts"]
+        carry, i = values[last:], 0
+        goes_on = self._compiled(params["cond_jaxpr"])
+        while goes_on(*(x.array for x in [*values[:first], *carry]))[0]:
+            inputs = [*values[first:last], *carry]
+            carry, i = self._iteration(params["body_jaxpr"], inputs, place, i), i + 1
+        return carry
+
+    def _iteration(
+        self, body: Any, values: list[_Value], place: Place, i: int
+    ) -> list[_Value]:
+        arrays = self._compiled(body)(*(x.array for x in values))
+        kinds = tuple(map(_kind, arrays))
+        is_checked = _has_check(body) or bool(self._replaced)
+        if not any(kinds) and not is_checked:
+            return [*map(_Value, arrays)]
+        # Later iterations are like the first one with NaN and inf at the same places.
+        key = body, tuple(x.origins for x in values), kinds
+        if is_checked or key not in self._iterations:
+            number = ", ".join(filter(None, [place.iteration, str(i)]))
+            results = self._run(body, values, place._replace(iteration=number))
+            self._iterations[key] = [x.origins for x in results]
+            return results
+        return [*map(_Value, arrays, kinds, self._iterations[key])]
+
+
+def _compiled(program: Program) -> Any:
+    # As on a GPU, float16 is rounded.
+    options = dict(
+        xla_backend_optimization_level=0,
+        xla_llvm_disable_expensive_passes=True,
+        xla_allow_excess_precision=False,
+    )
+    return jax.jit(jaxpr_as_fun(program), compiler_options=options)
+
+
+def _run(program: Any, *arrays: Any) -> Sequence[Any]:
+    return eval_jaxpr(jaxpr_of(program), [], *arrays)
+
+
+def _first_inside(program: Program, arrays: Sequence[Any]) -> Any:
+    """Return the first operation of a ``shard_map`` whose results are not finite.
+
+    The host cannot run its parts one by one.
+    """
+    seen: list[tuple[JaxprEqn, Where, list[list[float]]]] = []
+
+    def change(eqn: JaxprEqn, place: Place) -> Iterator[JaxprEqn]:
+        yield eqn
+        if not programs_in(eqn.params):
+            seen.append((eqn, place.where(eqn), []))
+            yield noting(eqn.outvars, seen[-1][2])
+
+    with rewriting():
+        changed = with_eqns_inside(program, change)
+    jax.block_until_ready(jax.jit(jaxpr_as_fun(changed))(*arrays))
+    jax.effects_barrier()
+    for eqn, where, numbers in seen:
+        if not np.all(np.isfinite(numbers)):
+            name = eqn.primitive.name
+            return name, where, f"{name}(...) = {np.max(numbers)}", "in a `shard_map`"
+    return None
+
+
+def _has_check(program: Program) -> bool:
+    return any(x.params.get("name") in _CHECKS for x in equations(program))
+
+
+def _argument(path: Any) -> str:
+    if not path:
+        return "an array that the function closes over"
+    name = getattr(path[1], "idx", getattr(path[1], "key", ""))
+    return f"{name}, {jax.tree_util.keystr(path[2:])}".removesuffix(", ")
+
+
+def _origins(values: Iterable[_Value]) -> Origins:
+    return frozenset().union(*(x.origins for x in values))
+
+
+def _value(x: Any, origins: Origins) -> _Value:
+    return _Value(x, kind, origins) if origins and (kind := _kind(x)) else _Value(x)
+
+
+def _kind(x: Any) -> int:
+    """Return whether an array holds NaN, or else inf."""
+    if not is_inexact(x):
+        return 0
+    # NumPy reads the memory of a CPU. Elsewhere, only a bad array is copied.
+    is_near = all(device.platform == "cpu" for device in x.devices())
+    if not is_near and all_finite(x) or np.all(np.isfinite(host := np.asarray(x))):
+        return 0
+    return _NAN if np.any(np.isnan(host)) else _INF
+
+
+def _finite(x: Any, like: Any = None) -> Any:
+    """Put a number in the place of NaN and inf, or where ``like`` is not finite."""
+    like = x if like is None else like
+    is_good = not _kind(like)
+    return (
+        x if is_good else jnp.where(jnp.isfinite(like), x, jnp.array(_NUMBER, x.dtype))
+    )
