@@ -35,7 +35,8 @@ _SEARCH_RATE = 0.1
 class LossScaleError(RuntimeError):
     """Raised by `check_loss_scale` if too many steps are skipped.
 
-    The message lists likely causes, and links to the page that shows how to fix them.
+    The message shows the call of `nonfinite_report` that finds the cause, and links to
+    the page with the fixes.
 
     Examples:
         >>> import optax_lossscale as ls
@@ -56,10 +57,10 @@ def check_loss_scale(
 ) -> None:
     """Raise an error if training has stopped, because too many steps are skipped.
 
-    The error lists likely causes. Call this where you log: it waits for the device. Or
-    call it in a compiled loop. In compiled code, an error ends the program with a
-    ``jax.errors.JaxRuntimeError`` that quotes the `LossScaleError`, and the results of
-    the program are lost. To keep them, pass ``on_error``.
+    The error shows the numbers and how to find the cause. Call this where you log: it
+    waits for the device. Or call it in a compiled loop. In compiled code, an error ends
+    the program with a ``jax.errors.JaxRuntimeError`` that quotes the `LossScaleError`,
+    and the results of the program are lost. To keep them, pass ``on_error``.
 
     It warns
 
@@ -79,8 +80,8 @@ def check_loss_scale(
             skip is an error.
         every: the number of skipped steps between two errors, 1 or more.
         grads: the gradients of this step. An error shows their `gradient_report`.
-        value: the unscaled loss of this step, which narrows down the causes: if the
-            loss is finite, the forward pass is not the cause.
+        value: the unscaled loss of this step, which an error shows: if it is finite,
+            the fault is in the backward pass.
         on_error: a function that is called on the host with the `LossScaleError`,
             instead of raising it.
         axis_name: the mapped axis, or a tuple of them, along which the state is the

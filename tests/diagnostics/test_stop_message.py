@@ -15,18 +15,6 @@ from training import normal
 
 import optax_lossscale as ls
 
-DATA, FORWARD = "the batch, the parameters", "an activation is above 65504"
-LOW, HIGH = (
-    "gradients overflow even at this scale",
-    "the scale is too high, if it is fixed",
-)
-DERIVATIVE, EMPTY = "a derivative is infinite (`sqrt`", "a mean over nothing is 0/0"
-OVERFLOW, MORE = "or the gradients overflow. ", "Pass `grads=grads` and"
-LAYER, OLD_STATE = "one layer overflows in the backward", "gets another state than"
-LABEL, BATCHES = "a label is out of range", "some batches contain NaN"
-LOSS = "the loss itself is above 65504"
-WRONG_WAY, CHECKED = "`grads_finite` is inverted", "with `check_updates=True`"
-
 DEFAULT, UNIT = ls.DynamicLossScale(), ls.FixedLossScale(1.0)
 W, X, NO_ROW = normal(8, 8), normal(64, 8), np.zeros(64, bool)
 ONE, NAN, BAD = np.float32(1.0), np.float32(np.nan), np.float32([100.0, np.nan])
@@ -72,27 +60,6 @@ LOSSES = {
     "label": label_loss,
     "classes": masked_classes,
 }
-LOW_RULE, HIGH_RULE = ls.DynamicLossScale(1.0), ls.FixedLossScale(2.0**24)
-FAULTS = {
-    "NaN in the batch": ("float16", W, X * NAN, DEFAULT, DATA),
-    "large activations": ("float16", 1e6 * W, X, DEFAULT, FORWARD),
-    "mean over nothing": ("mean", W, NO_ROW, DEFAULT, EMPTY),
-    "label out of range": ("label", W, COUNTED, DEFAULT, LABEL),
-    "inf times 0": ("classes", W, FIRST_CLASS, DEFAULT, "mask multiplies inf"),
-    "large float16 loss": ("float16 loss", 300 * W, X, LOW_RULE, LOSS),
-    "sum": ("sum", W, X, LOW_RULE, LOW),
-    "sum, scale below 1": ("sum", W, X, ls.DynamicLossScale(2.0**-14), LOW),
-    "high scale": ("float16", W, X, HIGH_RULE, HIGH),
-    "norm of 0, NaN": ("norm", 0 * W, X, DEFAULT, DERIVATIVE),
-    "root of 0, inf": ("root", 0 * W, X, DEFAULT, DERIVATIVE),
-    "clip after exp": ("k3", W, X, DEFAULT, "`exp` before a clip"),
-    # Without a scale, neither the scale nor float16 is a cause.
-    "unscaled, NaN in the batch": ("float32", W, X * NAN, UNIT, DATA),
-    "unscaled, divergence": ("float32", 1e30 * W, X, UNIT, "training diverges (clip"),
-    "unscaled, mean over nothing": ("mean", W, NO_ROW, UNIT, EMPTY),
-    "unscaled, label out of range": ("label", W, COUNTED, UNIT, LABEL),
-    "unscaled, root of 0": ("root", 0 * W, X, UNIT, DERIVATIVE),
-}
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -100,65 +67,40 @@ def value_and_grad(loss, state, *args):
     return ls.value_and_grad(loss, state)(*args)
 
 
-@pytest.mark.parametrize(
-    ("loss", "w", "x", "rule", "cause"), FAULTS.values(), ids=FAULTS
-)
-def test_message_names_the_fault_of_the_loss(loss, w, x, rule, cause):
-    state = stopped(rule)
-    value, grads = value_and_grad(LOSSES[loss], state, w, x)
-    text = message(state, grads=grads, value=value)
-    assert cause in text
-    # Only finite gradients put the blame on the loss itself.
-    assert (LOSS in text) == (rule is not UNIT and bool(np.all(np.isfinite(grads))))
-
-
 STOPPED, APPLIED = stopped(DEFAULT), {"consecutive_skips": 0}
 SHARE = {"consecutive_skips": 1, "skip_rate": 0.3}
-NUMBERS = " Loss scale: 32768. Skipped in all: 3. Likely causes: "
-ROW = (
-    "The last 3 steps were all skipped, more than `max_consecutive_skips`=2." + NUMBERS
-)
-SHARES = "Recently, 30% of the steps were skipped." + NUMBERS
+NUMBERS = " Loss scale: 32768. Skipped in all: 3. "
+CALL = "`ls.nonfinite_report(train_step, params, opt_state, batch)` names"
+ROW = "The last 3 steps were all skipped, more than `max_consecutive_skips`=2."
+SHARES = "Recently, 30% of the steps were skipped."
 UNSCALED = APPLIED | {"loss_scale": 1.0, "is_fixed": True}
 OFTEN = UNSCALED | {"skip_rate": 0.06, "skipped_steps": 61}
 TOP = APPLIED | {"loss_scale": 2.0**24, "growth_tracker": 500, "skipped_steps": 0}
-ZEROS = ["All gradients are exactly 0. Likely", "does not reach"]
-NO_LABEL = "no label of the batch counts"
+ZEROS = ["All gradients are exactly 0. Either", "does not reach", "no label of"]
 INVALID, UNDONE = "The loss scale is not a", "The gradients or the loss are not finite"
-VALUE = "the `value` that `update` got"
-INFINITE = "a divisor is inf in float16"
+INFINITE = "a divisor is inf (a count or a norm)"
 # What differs in the state; what is known; the words, in their order.
 KNOWN = {
-    "nothing": ({}, {}, [ROW + DATA, FORWARD, OVERFLOW, MORE]),
-    "bad gradients": ({}, {"grads": BAD}, [ROW + DATA, FORWARD, OVERFLOW, MORE]),
-    "finite loss": ({}, {"value": ONE}, [ROW + HIGH, DERIVATIVE, OLD_STATE, LAYER]),
-    "bad loss": ({}, {"value": NAN}, [ROW + DATA, FORWARD, EMPTY]),
-    "finite gradients": ({}, {"grads": ONE}, [ROW + VALUE, WRONG_WAY, CHECKED]),
-    "all finite": ({}, {"grads": ONE, "value": ONE}, [ROW + CHECKED, WRONG_WAY]),
-    "high rate": (SHARE, {}, [SHARES + BATCHES, FORWARD, "raise `growth_interval`"]),
-    "scale of NaN": ({"loss_scale": NAN}, {}, [INVALID, "restored from a", "(set a"]),
-    "bad gradients, applied": (
-        APPLIED,
-        {"grads": BAD},
-        [UNDONE, "an `if` or `lax.cond`"],
-    ),
-    "zeros": (APPLIED, {"grads": 0 * ONE}, [*ZEROS, NO_LABEL, INFINITE, "is too low"]),
-    "zeros, unscaled": (UNSCALED, {"grads": 0 * ONE}, [*ZEROS, NO_LABEL, "in float16"]),
+    "nothing": ({}, {}, [ROW + NUMBERS + CALL]),
+    "bad gradients": ({}, {"grads": BAD}, [ROW + NUMBERS + CALL, "nan"]),
+    "finite loss": ({}, {"value": ONE}, [ROW, "loss of this step: 1. " + CALL]),
+    "bad loss": ({}, {"value": NAN}, [ROW, "loss of this step: nan. " + CALL]),
+    "high rate": (SHARE, {}, [SHARES + NUMBERS + CALL]),
+    "scale of NaN": ({"loss_scale": NAN}, {}, [INVALID, "restored from a", "Set a"]),
+    "bad gradients, applied": (APPLIED, {"grads": BAD}, [UNDONE, "`value=loss`"]),
+    "zeros": (APPLIED, {"grads": 0 * ONE}, [*ZEROS, INFINITE]),
+    "zeros, unscaled": (UNSCALED, {"grads": 0 * ONE}, [*ZEROS, "in float16"]),
     "2**24": (TOP, {}, ["The loss scale is 2**24 or more. None", "jax.value_and_grad"]),
-    "often, unscaled": (
-        OFTEN,
-        {},
-        ["More than 5%", BATCHES, DERIVATIVE, "`exp` before a clip). https"],
-    ),
+    "often, unscaled": (OFTEN, {}, ["More than 5%", CALL]),
 }
 
 
 @pytest.mark.parametrize(("numbers", "known", "words"), KNOWN.values(), ids=KNOWN)
-def test_message_begins_with_the_event_and_lists_its_causes_in_order(
+def test_message_begins_with_the_event_and_the_numbers_before_what_to_do(
     numbers, known, words
 ):
     text = message(STOPPED._replace(**numbers), **known)
-    places = [text.find(x) for x in words]
+    places = [text.lower().find(x.lower()) for x in words]
     assert places[0] == 0 and -1 not in places and places == sorted(places)
 
 
@@ -183,7 +125,7 @@ def test_message_names_what_is_not_finite_in_the_optimizer_state(around):
     options = {"max_consecutive_skips": 2, "on_error": errors.append}
     around(lambda state: ls.check_loss_scale(state, **options))(state)
     jax.effects_barrier()
-    named = "Not finite in the optimizer state: .inner_state['mu']['b']. https"
+    named = "Not finite in the optimizer state: .inner_state['mu']['b']. `ls."
     assert named in " ".join(str(*errors).splitlines())
 
 
@@ -209,7 +151,7 @@ def test_message_has_lines_of_80_columns_and_an_address():
     with pytest.raises(ls.LossScaleError) as error:
         ls.check_loss_scale(STOPPED, max_consecutive_skips=2)
     *lines, address = str(error.value).splitlines()
-    assert [x.split()[0] for x in lines[:3]] == ["The", "Loss", "Likely"]
+    assert [x.split()[0] for x in lines[:3]] == ["The", "Loss", CALL.split()[0]]
     assert all(len(line) <= 80 for line in lines)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     book = project["urls"]["Documentation"].removesuffix("index.md")
