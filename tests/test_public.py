@@ -98,7 +98,7 @@ SIGNATURES = {
     "scale_block": "fun * dtype headroom=6.0 axis_name",
     "scale_loss": "loss state",
     "unscale_grads": "grads state",
-    "keep_if_applied": "state new old * axis_name",
+    "keep_if_applied": "state * new old axis_name",
     **dict.fromkeys(("all_finite", "max_magnitude"), "tree * axis_name"),
     "select": "pred on_true on_false",
     "check_loss_scale": "state * max_consecutive_skips=100 every=1 grads value "

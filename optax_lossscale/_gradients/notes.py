@@ -22,6 +22,7 @@ as `value_and_grad`::
                     DIVIDED          the gradients that it returns
                     SCALED_GRADS     the gradients that it is given, if traced
     update          RETURNED         the scale that it returns
+                    UPDATED          the count of skips that it is given, if traced
 
 Which notes make `forgotten` warn or raise::
 
@@ -50,7 +51,7 @@ from .._flax_internals.nnx_objects import unwrap
 from .._state import LossScaleState, WithLossScalingState, check_state
 from .._validation import is_traced
 
-Note = enum.Enum("Note", "SCALES DIVIDES RETURNED SCALED DIVIDED SCALED_GRADS")
+Note = enum.Enum("Note", "SCALES DIVIDES RETURNED UPDATED SCALED DIVIDED SCALED_GRADS")
 
 
 class Used(NamedTuple):

@@ -22,7 +22,7 @@ from .._state import (
     with_counts,
 )
 from .._tree import select
-from .._validation import check_flag, check_loss, check_switch, describe
+from .._validation import check_flag, check_loss, check_switch, describe, is_traced
 from .check_updates import results_finite
 from .inner import check_inner
 from .mask import masked_update
@@ -200,6 +200,8 @@ def with_loss_scaling(
         counted = with_counts(new_scale_state, recorded)
         counted = jax.tree.map(in_memory_of, counted, scale_state)
         note(Note.RETURNED, counted.loss_scale)
+        # Outside of a trace, the state of an earlier step may be looked at later.
+        note(Note.UPDATED, [*filter(is_traced, [state.scale_state.skipped_steps])])
         return new_updates, WithLossScalingState(counted, new)
 
     def always_apply_fn(

@@ -60,9 +60,9 @@ scaled = ls.scale_loss(loss_fn(params, x), opt_state)
 unscaled: Params = ls.unscale_grads(params, opt_state)
 
 # Values that the optimizer does not see.
-kept: Params = ls.keep_if_applied(opt_state, params, params)
+kept: Params = ls.keep_if_applied(opt_state, new=params, old=params)
 chosen: Params = ls.select(ls.all_finite(params), params, params)
-wrong: list[int] = ls.keep_if_applied(opt_state, params, params)  # type: ignore[arg-type]
+wrong: list[int] = ls.keep_if_applied(opt_state, new=params, old=params)  # type: ignore[arg-type]
 
 # The state, and another rule in its place.
 state = tx.init(params)

@@ -39,12 +39,12 @@ def init(inner, params=PARAMS, rule=NEVER_SKIPS):
 
 
 def keep(new, old):
-    return ls.keep_if_applied(NEVER_SKIPS.init(), new, old)
+    return ls.keep_if_applied(NEVER_SKIPS.init(), new=new, old=old)
 
 
 def keep_of_many_runs():
     states = jax.tree.map(lambda x: np.stack([x] * 3), NEVER_SKIPS.init())
-    return ls.keep_if_applied(states, 1.0, 2.0)
+    return ls.keep_if_applied(states, new=1.0, old=2.0)
 
 
 def swapped():
@@ -64,6 +64,7 @@ CALLS = {
         (lambda: wrap(SGD, ls.DynamicLossScale), r"call it: `DynamicLossScale\(...\)"),
         (lambda: wrap(SGD, ls.presets.deepspeed), r"call it: `deepspeed\(...\)"),
         (lambda: init(SGD, ONE, UsersRule(8.0)), "LossScaleState"),
+        (lambda: ls.keep_if_applied(ONE, TWO, ONE), "`: .*opt_state, new=new, old=old"),
         (lambda: SCALED.update(*swapped()), r"Call `tx.update\(grads, state, params"),
     ],
     ValueError: [
@@ -72,9 +73,12 @@ CALLS = {
         (lambda: init(CHAIN, HALF), LAST),
         (lambda: init(optax.MultiSteps(CHAIN, 2), HALF), LAST),
         (lambda: COPIED.init(FLOAT8), r"must not be float8 .*_e5m2 at \['w'\]"),
-        (lambda: keep({"a": TWO}, {"a": ONE, "b": ONE}), "must have the same"),
-        (lambda: keep({"a": TWO}, {"a": np.float32([0, 0, 0])}), "must have the same"),
-        (lambda: ls.keep_if_applied(ONE, TWO, NEVER_SKIPS.init()), "call is `keep_if"),
+        (lambda: keep({"a": TWO}, {"a": ONE, "b": ONE}), "^`new` and `old` must"),
+        (
+            lambda: keep({"a": TWO}, {"a": np.float32([0, 0, 0])}),
+            "^`new` and `old` must",
+        ),
+        (lambda: ls.keep_if_applied(ONE, new=TWO, old=ONE), "call is `keep_if"),
         (keep_of_many_runs, "the loss scale of one run.* `jax.vmap`"),
         (lambda: wrap(SGD, check_updates=1), "must be True or False, got 1"),
         (lambda: wrap(SGD, NEVER_SKIPS, check_updates=True), "must be False.* skips"),
