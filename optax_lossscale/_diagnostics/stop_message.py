@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from .._state import LossScaleState
+from .._state import MOST_COUNTED_SKIPS, LossScaleState
 from .._validation import BOOK
 from .table import ALL_KINDS, FINITE_KINDS, table_of
 
@@ -15,11 +15,15 @@ from .table import ALL_KINDS, FINITE_KINDS, table_of
 class Event(enum.Enum):
     """What the guard reports, in this order.
 
-    Each warning but ``OFTEN_SKIPPED`` has found a fault in a public program.
+    Each warning but the two about skips has found a fault in a public program.
     """
 
     NEVER_OVERFLOWED = "The loss scale is 2**24 or more. None of the steps was skipped."
     OFTEN_SKIPPED = "More than 5% of the recent steps are skipped."
+    LONG_ROW = (
+        "More than 50 steps in a row were skipped. A scale that falls to the right one "
+        "skips fewer."
+    )
     UPDATE_UNDONE = (
         "The gradients or the loss are not finite, but the step counts as applied."
     )
@@ -34,6 +38,7 @@ class Event(enum.Enum):
 WARNINGS = (
     Event.NEVER_OVERFLOWED,
     Event.OFTEN_SKIPPED,
+    Event.LONG_ROW,
     Event.UPDATE_UNDONE,
     Event.ALL_ZERO,
 )
@@ -64,14 +69,16 @@ _NAN_LOSS = (
     "inf by 0; a mean over nothing is 0/0"
 )
 _DIVERGES = "training diverges (clip the gradients, or lower the learning rate)"
+_SKIPS_ITSELF = "your program passes `value=nan` (early stopping, spikes)"
 _MORE = "Pass `grads=grads` and `value=loss` to `check_loss_scale` to learn more"
 _STOP_GRADIENT = "the loss does not reach the parameters (`stop_gradient`)"
 
 # The causes of skips in a row depend on what is known about the loss and the gradients.
 _LOSS_UNKNOWN = _Causes(
-    f"{_DATA}; {_FORWARD}; {_STATE}; or the gradients overflow. {_MORE}",
+    f"{_DATA}; {_FORWARD}; {_STATE}; {_SKIPS_ITSELF}; or the gradients overflow. "
+    f"{_MORE}",
     "troubleshooting.md#the-loss-is-nan-from-the-first-step",
-    f"{_DATA}; {_LABEL}; {_DERIVATIVE}; or {_DIVERGES}. {_MORE}",
+    f"{_DATA}; {_LABEL}; {_DERIVATIVE}; {_SKIPS_ITSELF}; or {_DIVERGES}. {_MORE}",
 )
 _LOSS_NOT_FINITE = _Causes(
     f"{_DATA}; {_FORWARD}; or a mean over nothing is 0/0",
@@ -102,11 +109,12 @@ _OPTIMIZER = (
 )
 _FLAG = "`grads_finite` is inverted: True means finite, unlike `found_inf` elsewhere"
 _GRADS_FINITE = _Causes(
-    f"the `value` that `update` got is not finite; its {_FLAG}; or, {_OPTIMIZER}",
+    f"the `value` that `update` got is not finite; {_SKIPS_ITSELF}; its {_FLAG}; or, "
+    f"{_OPTIMIZER}",
     "guides/wrappers.md#skip-a-step-yourself",
 )
 _ALL_FINITE = _Causes(
-    f"{_OPTIMIZER}; or {_FLAG}",
+    f"{_OPTIMIZER}; {_SKIPS_ITSELF}; or {_FLAG}",
     "start/guarantees.md#what-is-guaranteed",
 )
 _SOME_STEPS = _Causes(
@@ -164,7 +172,11 @@ def message(
     member = np.unravel_index(np.argmax(due), np.shape(due))
     named = f" of member {', '.join(map(str, member))}" if member else ""
     state = jax.tree.map(lambda x: np.asarray(x)[member], state._replace(rule_state=()))
-    why = _CAUSES.get(event) or _causes_of_skips(state, report, value)
+    is_row = state.consecutive_skips > MOST_COUNTED_SKIPS
+    if event not in _CAUSES or event is Event.HIGH_SKIP_RATE and is_row:
+        why = _causes_of_skips(state, report, value)
+    else:
+        why = _CAUSES[event]
     skips = state.consecutive_skips
     skips = f"step{named} was" if skips == 1 else f"{skips} steps{named} were all"
     fields = {"limit": limit, "member": named, "skips": skips, **state._asdict()}

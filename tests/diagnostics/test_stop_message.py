@@ -25,6 +25,7 @@ OVERFLOW, MORE = "or the gradients overflow. ", "Pass `grads=grads` and"
 LAYER, OLD_STATE = "one layer overflows in the backward", "gets another state than"
 LABEL, BATCHES = "a label is out of range", "some batches contain NaN"
 LOSS = "the loss itself is above 65504"
+ITSELF = "your program passes `value=nan`"
 WRONG_WAY, CHECKED = "`grads_finite` is inverted", "with `check_updates=True`"
 
 DEFAULT, UNIT = ls.DynamicLossScale(), ls.FixedLossScale(1.0)
@@ -36,7 +37,7 @@ COUNTED, FIRST_CLASS = np.int32(-100), np.float32(np.arange(8) == 0)
 def message(state, **arguments):
     """The error or, as warnings are errors, the warning."""
     with pytest.raises((ls.LossScaleError, UserWarning)) as error:
-        ls.check_loss_scale(state, max_consecutive_skips=2, **arguments)
+        ls.check_loss_scale(state, **{"max_consecutive_skips": 2} | arguments)
     return " ".join(str(error.value).splitlines())
 
 
@@ -121,6 +122,8 @@ ROW = (
 SHARES = "Recently, 30% of the steps were skipped." + NUMBERS
 UNSCALED = APPLIED | {"loss_scale": 1.0, "is_fixed": True}
 OFTEN = UNSCALED | {"skip_rate": 0.06, "skipped_steps": 61}
+SIXTY, LIMIT = {"consecutive_skips": 60}, {"max_consecutive_skips": 100}
+FIXED, LONG = {"is_fixed": True, "skip_rate": 0.45}, "More than 50 steps in a row"
 TOP = APPLIED | {"loss_scale": 2.0**24, "growth_tracker": 500, "skipped_steps": 0}
 ZEROS = ["All gradients are exactly 0. Likely", "does not reach"]
 NO_LABEL = "no label of the batch counts"
@@ -129,12 +132,18 @@ VALUE = "the `value` that `update` got"
 INFINITE = "a divisor is inf in float16"
 # What differs in the state; what is known; the words, in their order.
 KNOWN = {
-    "nothing": ({}, {}, [ROW + DATA, FORWARD, OVERFLOW, MORE]),
+    "nothing": ({}, {}, [ROW + DATA, FORWARD, ITSELF, OVERFLOW, MORE]),
+    "60 of 60": (SIXTY, LIMIT, [LONG, DATA, FORWARD, ITSELF, MORE]),
+    "60 of 60, fixed": (SIXTY | FIXED, LIMIT, ["Recently, 45%", DATA, ITSELF, MORE]),
     "bad gradients": ({}, {"grads": BAD}, [ROW + DATA, FORWARD, OVERFLOW, MORE]),
     "finite loss": ({}, {"value": ONE}, [ROW + HIGH, DERIVATIVE, OLD_STATE, LAYER]),
     "bad loss": ({}, {"value": NAN}, [ROW + DATA, FORWARD, EMPTY]),
-    "finite gradients": ({}, {"grads": ONE}, [ROW + VALUE, WRONG_WAY, CHECKED]),
-    "all finite": ({}, {"grads": ONE, "value": ONE}, [ROW + CHECKED, WRONG_WAY]),
+    "finite gradients": ({}, {"grads": ONE}, [ROW + VALUE, ITSELF, WRONG_WAY, CHECKED]),
+    "all finite": (
+        {},
+        {"grads": ONE, "value": ONE},
+        [ROW + CHECKED, ITSELF, WRONG_WAY],
+    ),
     "high rate": (SHARE, {}, [SHARES + BATCHES, FORWARD, "raise `growth_interval`"]),
     "scale of NaN": ({"loss_scale": NAN}, {}, [INVALID, "restored from a", "(set a"]),
     "bad gradients, applied": (
