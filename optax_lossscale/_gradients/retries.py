@@ -121,7 +121,7 @@ def value_and_grad_with_retries(
                 call.jaxpr, call.inputs, max_retries, backoff_factor, axis_name
             )
             _, output, grads = call.put_back(outputs)
-        note_divided(grads, used)
+        note_divided(grads, used._replace(is_retried=max_retries > 0))
         tracker = jnp.where(attempts > 1, 0, used.state.growth_tracker)
         new = used.state._replace(loss_scale=scale, growth_tracker=tracker)
         new_state = update_objects(state, replace_loss_scale_state(state, new))

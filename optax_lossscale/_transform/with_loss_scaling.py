@@ -114,6 +114,8 @@ def with_loss_scaling(
             - if ``scale_loss`` was called in this step, but not ``unscale_grads``;
             - if ``unscale_grads`` was called, but its result is not used;
             - if a compiled step divides by the scale of another optimizer;
+            - if a compiled step divides unscaled gradients by the scale by hand;
+            - if the state that `value_and_grad_with_retries` returned is not used;
             - if gradients are float16 or float8, but their parameters are not;
             - if the state of ``inner`` is rounded to narrower dtypes in every step;
             - if ``loss`` or a similar name is passed, but not ``value``.
@@ -253,7 +255,7 @@ def _checked_scale_state(
     check_loss(extra_args.get("value"))
     if getattr(rule, "loss_scale", None) != 1:  # unless it is fixed there
         refuse_gradients(params, updates)
-        warn_if_forgotten(state, updates)
+        warn_if_forgotten(state, updates, flag is not None)
         warn_of_narrow_grads(updates, params)
     warn_of_float16(params, state.inner_state)
     return matching_state(rule, state.scale_state)
