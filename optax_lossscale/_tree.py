@@ -42,21 +42,17 @@ def select(pred: "jax.typing.ArrayLike", on_true: Tree, on_false: Tree) -> Tree:
         {'mean': Array([0., 0.], dtype=float32)}
     """
     check_flag("pred", pred)
-    return select_each(itertools.repeat(pred), on_true, on_false)
+    names = "`on_true` and `on_false`"
+    return select_each(itertools.repeat(pred), on_true, on_false, names)
 
 
-def select_each(
-    preds: Iterator[Any],
-    on_true: Tree,
-    on_false: Tree,
-    names: str = "`on_true` and `on_false`",
-) -> Tree:
+def select_each(preds: Iterator[Any], new: Tree, old: Tree, names: str) -> Tree:
     """Select as `select` does, by one flag for each leaf, in their order."""
     # ``optax.tree.where`` broadcasts other shapes, and takes no functions as leaves.
-    if not same_structure(on_true, on_false):
+    if not same_structure(new, old):
         raise ValueError(
             f"{names} must have the same structure, got "
-            f"{jax.tree.structure(on_true)} and {jax.tree.structure(on_false)}. "
+            f"{jax.tree.structure(new)} and {jax.tree.structure(old)}. "
             "Select before adding or removing entries, and between containers of one "
             "class: a FrozenDict is not a dict."
         )
@@ -75,7 +71,7 @@ def select_each(
             "of one tree."
         )
 
-    return jax.tree_util.tree_map_with_path(leaf, on_true, on_false)
+    return jax.tree_util.tree_map_with_path(leaf, new, old)
 
 
 def where(pred: jax.typing.ArrayLike, new: Any, old: Any) -> jax.Array:

@@ -31,6 +31,10 @@ def test_all_equals_the_sorted_public_names(module):
     assert module.__all__ == sorted(public)
 
 
+def test_completion_shows_only_the_presets():
+    assert dir(ls.presets) == ls.presets.__all__
+
+
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_docstring_has_every_argument_and_section(function):
     docstring, signature = inspect.getdoc(function), inspect.signature(function)

@@ -20,10 +20,7 @@ class Event(enum.Enum):
 
     NEVER_OVERFLOWED = "The loss scale is 2**24 or more. None of the steps was skipped."
     OFTEN_SKIPPED = "More than 5% of the recent steps are skipped."
-    LONG_ROW = (
-        "More than 50 steps in a row were skipped. A scale that falls to the right one "
-        "skips fewer."
-    )
+    LONG_ROW = "More than 50 steps in a row were skipped."
     UPDATE_UNDONE = (
         "The gradients or the loss are not finite, but the step counts as applied."
     )
@@ -173,10 +170,8 @@ def message(
     named = f" of member {', '.join(map(str, member))}" if member else ""
     state = jax.tree.map(lambda x: np.asarray(x)[member], state._replace(rule_state=()))
     is_row = state.consecutive_skips > MOST_COUNTED_SKIPS
-    if event not in _CAUSES or event is Event.HIGH_SKIP_RATE and is_row:
-        why = _causes_of_skips(state, report, value)
-    else:
-        why = _CAUSES[event]
+    why = None if event is Event.HIGH_SKIP_RATE and is_row else _CAUSES.get(event)
+    why = why or _causes_of_skips(state, report, value)
     skips = state.consecutive_skips
     skips = f"step{named} was" if skips == 1 else f"{skips} steps{named} were all"
     fields = {"limit": limit, "member": named, "skips": skips, **state._asdict()}

@@ -22,7 +22,7 @@ as `value_and_grad`::
                     DIVIDED          the gradients that it returns
                     SCALED_GRADS     the gradients that it is given, if traced
     update          RETURNED         the scale that it returns
-                    UPDATED          the count of skips that it is given, if traced
+                    UPDATED          the count of skips that it is given
                     LENT             another scale, by which its gradients were divided
 
 Which notes make `forgotten` warn or raise::

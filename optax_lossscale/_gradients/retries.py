@@ -24,9 +24,10 @@ from .._programs.traced_call import traced_call
 from .._rules.fields import check_field
 from .._validation import Arguments, Output, check_count
 from .notes import Note, note_divided, using_scale
-from .value_and_grad import differentiate
+from .value_and_grad import advise_on_state, differentiate
 
 
+@advise_on_state
 def value_and_grad_with_retries(
     fun: Callable[Arguments, Output],
     state: Any,

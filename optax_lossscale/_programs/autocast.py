@@ -13,7 +13,7 @@ from .._jax_internals import rewriting
 from .._validation import (
     Arguments,
     Output,
-    advise_if_left_out,
+    advise_on_call,
     check_dtype,
     check_function,
     is_traced,
@@ -39,7 +39,7 @@ from .rewrite import (
 from .traced_call import TracedCall, on_traced_calls
 
 
-@advise_if_left_out(
+@advise_on_call(
     "Write `autocast(loss_fn, jnp.float16)` and scale the loss with `value_and_grad`, "
     "or `autocast(loss_fn, jnp.bfloat16)`, which needs no scale. A decorator is "
     "`functools.partial(autocast, dtype=jnp.float16)`. It is not a context manager: "

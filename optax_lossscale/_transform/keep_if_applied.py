@@ -15,7 +15,7 @@ from .._flax_internals.nnx_objects import is_object, leaves_with_objects
 from .._gradients.notes import Note, noted
 from .._state import LossScaleState, check_state
 from .._tree import Tree, as_sharded, select_each, where
-from .._validation import advise_if_left_out, warn
+from .._validation import advise_on_call, is_traced, warn
 
 _CALL = "keep_if_applied(opt_state, new=new, old=old)"
 
@@ -40,7 +40,7 @@ def was_applied(state: Any) -> jax.Array:
     return get_loss_scale_state(state).applied
 
 
-@advise_if_left_out(f"Only the state is passed by position: `{_CALL}`.")
+@advise_on_call(f"Only the state is passed by position: `{_CALL}`.")
 def keep_if_applied(
     state: Any, *, new: Tree, old: Tree, axis_name: AxisName | None = None
 ) -> Tree:
@@ -82,7 +82,9 @@ def keep_if_applied(
     scale_state = check_state(get_loss_scale_state(state))
     _check_order(scale_state.skipped_steps, new, old)
     _warn_of_the_same(new, old)
-    if noted(Note.UPDATED, scale_state.skipped_steps):
+    # Outside of a trace, the state of an earlier step may be looked at later.
+    count = scale_state.skipped_steps
+    if is_traced(count) and noted(Note.UPDATED, count):
         warn(
             "`state` is the optimizer state that `update` was given, which records the "
             "previous step. Pass the state that `update` returned."

@@ -10,6 +10,7 @@ import optax
 from .._dtypes import Leaf, as_type, dtype_of, is_inexact, loses_range
 from .._find import find_nodes
 from .._flax_internals.float8_overwrites import is_overwritten
+from .._flax_internals.nnx_objects import unwrap
 from .._state import MasterWeightsState
 from .._tree import as_sharded, at_paths_of, mismatch, same_structure
 from .._validation import check_dtype, warn
@@ -161,6 +162,7 @@ def check_last(state: optax.OptState) -> None:
 
 def warn_of_float16(params: optax.Params, inner_state: optax.OptState) -> None:
     """Warn if float16 parameters that are trained have no master weights."""
+    params, inner_state = unwrap((params, inner_state))  # `init` gets NNX variables
     leaves = jax.tree_util.tree_leaves_with_path(params)
     paths = [path for path, x in leaves if getattr(x, "dtype", None) == jnp.float16]
     masked = find_nodes(inner_state, optax.MaskedState)

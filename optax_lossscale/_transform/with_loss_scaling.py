@@ -22,7 +22,7 @@ from .._state import (
     with_counts,
 )
 from .._tree import select
-from .._validation import check_flag, check_loss, check_switch, describe, is_traced
+from .._validation import advise_on_call, check_flag, check_loss, check_switch, describe
 from .check_updates import results_finite
 from .inner import check_inner
 from .mask import masked_update
@@ -49,6 +49,10 @@ else:
     LossScaling = optax.GradientTransformationExtraArgs
 
 
+@advise_on_call(
+    "What the scale does is decided by the rule: "
+    "`with_loss_scaling(optimizer, DynamicLossScale(init_scale=2.0**16))`."
+)
 def with_loss_scaling(
     inner: optax.GradientTransformation,
     rule: LossScale = DynamicLossScale(),
@@ -149,7 +153,15 @@ def with_loss_scaling(
     inner = with_kept_types(inner)
 
     def init_fn(params: optax.Params) -> WithLossScalingState:
-        inner_state = inner.init(params)
+        try:
+            inner_state = inner.init(params)
+        except TypeError as error:
+            if not any(map(callable, jax.tree.leaves(params))):
+                raise
+            raise TypeError(
+                "`params` must hold only arrays, got functions among them. Of an "
+                "Equinox module, pass `eqx.filter(model, eqx.is_inexact_array)`."
+            ) from error
         if find_nodes(inner_state, LossScaleState):
             raise ValueError(
                 "`inner` must not scale losses itself, but its state contains a "
@@ -202,8 +214,7 @@ def with_loss_scaling(
         counted = with_counts(new_scale_state, recorded)
         counted = jax.tree.map(in_memory_of, counted, scale_state)
         note(Note.RETURNED, counted.loss_scale)
-        # Outside of a trace, the state of an earlier step may be looked at later.
-        note(Note.UPDATED, [*filter(is_traced, [state.scale_state.skipped_steps])])
+        note(Note.UPDATED, state.scale_state.skipped_steps)
         return new_updates, WithLossScalingState(counted, new)
 
     def always_apply_fn(
