@@ -96,6 +96,11 @@ def with_eqns_inside(program: Any, change: Callable[..., Iterable[JaxprEqn]]) ->
     return rewritten(program, Place("", None, "", {}))
 
 
+def is_of_user(eqn: JaxprEqn) -> bool:
+    """Return whether the user's own code, not that of a library, calls an operation."""
+    return _user_line(eqn) == _line(eqn, (_STANDARD, _JAX))
+
+
 def _user_line(eqn: JaxprEqn) -> str:
     return _line(eqn, (_STANDARD, _JAX, *_INSTALLED))
 

@@ -42,6 +42,11 @@ def train_step(
     return optax.apply_updates(params, updates), opt_state, loss
 
 
+# As a decorator.
+cast_loss = ls.autocast(dtype=jnp.float16)(loss_fn)
+half_loss: jax.Array = cast_loss(params, x, rate=0.1)
+cast_loss(params)  # type: ignore[call-arg]
+
 # The loss misses its batch.
 ls.value_and_grad(loss_fn, tx.init(params))(params)  # type: ignore[call-arg]
 ls.grad(loss_fn, tx.init(params))(params)  # type: ignore[call-arg]
