@@ -189,21 +189,18 @@ def _is_due(
     # The rate of a dynamic scale does not count a long row, of which the limit decides.
     is_counted = state.is_fixed | (skips <= MOST_COUNTED_SKIPS)
     is_high_rate = (state.skip_rate > _ERROR_RATE) & is_counted & is_nth_skip
-    is_long_row = (skips > _LONGEST_SEARCH) & ~state.is_fixed
+    is_high_rate &= skips <= limit
+    is_long_row = (skips > _LONGEST_SEARCH) & (skips <= limit) & ~state.is_fixed
     events = {
         Event.NEVER_OVERFLOWED: _Due(is_at_ceiling, tracker % _LONG == 0),
         Event.OFTEN_SKIPPED: _Due(_is_often_skipped(state), (skips == 1) & is_nth_skip),
-        Event.LONG_ROW: _Due(
-            is_long_row & (skips <= limit), skips == _LONGEST_SEARCH + 1
-        ),
+        Event.LONG_ROW: _Due(is_long_row, skips == _LONGEST_SEARCH + 1),
         Event.UPDATE_UNDONE: _Due(_is_undone(state, grads, value)),
         # The tracker is 1 in the first step that the rule counts.
         Event.ALL_ZERO: _Due(_is_all_zero(state, grads, value), tracker % _LONG == 1),
         Event.INVALID_SCALE: _Due(~is_valid),
         Event.SKIPS_IN_A_ROW: _Due(is_valid & is_beyond_limit),
-        Event.HIGH_SKIP_RATE: _Due(
-            is_valid & is_high_rate & (skips <= limit), skips > 0
-        ),
+        Event.HIGH_SKIP_RATE: _Due(is_valid & is_high_rate, skips > 0),
     }
     rows = [events[event] for event in Event]
     due = [x.has_happened if eager else x.has_happened & x.in_loop for x in rows]

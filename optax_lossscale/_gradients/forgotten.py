@@ -110,6 +110,8 @@ def warn_if_forgotten(
 
 def _is_rescaled(x: Any, scale: Any) -> bool:
     """Return whether this is an unscaled gradient times the scale, or divided by it."""
+    if noted(Note.DIVIDED, x):
+        return False  # by a function of this package
     pairs = itertools.permutations(operands(x, "mul", "div"), 2)
     return any(noted(Note.DIVIDED, y) and _is_from(z, scale) for y, z in pairs)
 
