@@ -132,6 +132,16 @@ def is_computed(x: Any) -> bool:
     return getattr(x, "parent", None) is not None
 
 
+def operands(x: Any, *names: str) -> Sequence[Any]:
+    """Return the inputs of the equation of a traced array, if it has such a name.
+
+    An empty list if the array has no equation, or if it is that of another operation.
+    """
+    eqn = getattr(x, "parent", None)
+    is_named = getattr(getattr(eqn, "primitive", None), "name", "") in names
+    return getattr(eqn, "in_tracers", []) if is_named else []
+
+
 def inputs_of_scan(params: dict[str, Any], inputs: Sequence[Any]) -> list[list[Any]]:
     """Split the inputs of a ``scan``: constants, the carry, the scanned arrays."""
     if "num_consts" in params:

@@ -42,16 +42,17 @@ def select(pred: "jax.typing.ArrayLike", on_true: Tree, on_false: Tree) -> Tree:
         {'mean': Array([0., 0.], dtype=float32)}
     """
     check_flag("pred", pred)
-    return select_each(itertools.repeat(pred), on_true, on_false)
+    names = "`on_true` and `on_false`"
+    return select_each(itertools.repeat(pred), on_true, on_false, names)
 
 
-def select_each(preds: Iterator[Any], on_true: Tree, on_false: Tree) -> Tree:
+def select_each(preds: Iterator[Any], new: Tree, old: Tree, names: str) -> Tree:
     """Select as `select` does, by one flag for each leaf, in their order."""
     # ``optax.tree.where`` broadcasts other shapes, and takes no functions as leaves.
-    if not same_structure(on_true, on_false):
+    if not same_structure(new, old):
         raise ValueError(
-            "`on_true` and `on_false` must have the same structure, got "
-            f"{jax.tree.structure(on_true)} and {jax.tree.structure(on_false)}. "
+            f"{names} must have the same structure, got "
+            f"{jax.tree.structure(new)} and {jax.tree.structure(old)}. "
             "Select before adding or removing entries, and between containers of one "
             "class: a FrozenDict is not a dict."
         )
@@ -64,13 +65,13 @@ def select_each(preds: Iterator[Any], on_true: Tree, on_false: Tree) -> Tree:
         if is_array(t) and is_array(f) and jnp.shape(t) == jnp.shape(f):
             return where(pred, t, f)
         raise ValueError(
-            "`on_true` and `on_false` must have the same shapes, and equal leaves "
-            f"where they are not arrays, got {describe(t)} and {describe(f)} at "
+            f"{names} must have the same shapes, and equal leaves where they "
+            f"are not arrays, got {describe(t)} and {describe(f)} at "
             f"{jax.tree_util.keystr(path) or 'the root'}. Select between two versions "
             "of one tree."
         )
 
-    return jax.tree_util.tree_map_with_path(leaf, on_true, on_false)
+    return jax.tree_util.tree_map_with_path(leaf, new, old)
 
 
 def where(pred: jax.typing.ArrayLike, new: Any, old: Any) -> jax.Array:

@@ -29,8 +29,8 @@ Arguments = ParamSpec("Arguments")
 Output = TypeVar("Output")
 
 
-def advise_if_left_out(advice: str) -> Callable[[FunctionT], FunctionT]:
-    """Add advice to the error if a call of a function leaves out an argument."""
+def advise_on_call(advice: str) -> Callable[[FunctionT], FunctionT]:
+    """Add advice to the error if a call of a function has other arguments."""
 
     def decorated(fun: FunctionT) -> FunctionT:
         signature = inspect.signature(fun)
@@ -211,7 +211,12 @@ def describe(value: Any) -> str:
         return f"a jax.ShapeDtypeStruct of dtype {value.dtype}, which holds no number"
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"an array of dtype {value.dtype} and shape {tuple(value.shape)}"
-    text = repr(value)
+    text, cls = repr(value), type(value)
+    home = sys.modules[__name__.partition(".")[0]]
+    if cls.__module__ == home.__name__ and getattr(home, cls.__name__, cls) is not cls:
+        return (
+            f"a {cls.__name__} of an earlier import of {home.__name__}: restart Python"
+        )
     return text if len(text) <= 80 else f"an object of type {type(value).__name__}"
 
 

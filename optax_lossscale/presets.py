@@ -42,6 +42,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def apex_amp(
     loss_scale: Any = "dynamic",
     *,

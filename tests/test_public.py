@@ -31,6 +31,10 @@ def test_all_equals_the_sorted_public_names(module):
     assert module.__all__ == sorted(public)
 
 
+def test_completion_shows_only_the_presets():
+    assert dir(ls.presets) == ls.presets.__all__
+
+
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_docstring_has_every_argument_and_section(function):
     docstring, signature = inspect.getdoc(function), inspect.signature(function)
@@ -98,7 +102,7 @@ SIGNATURES = {
     "scale_block": "fun * dtype headroom=6.0 axis_name",
     "scale_loss": "loss state",
     "unscale_grads": "grads state",
-    "keep_if_applied": "state new old * axis_name",
+    "keep_if_applied": "state * new old axis_name",
     **dict.fromkeys(("all_finite", "max_magnitude"), "tree * axis_name"),
     "select": "pred on_true on_false",
     "check_loss_scale": "state * max_consecutive_skips=100 every=1 grads value "

@@ -3,13 +3,14 @@
 import collections
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
 from .._jax_internals import rewriting
+from .._programs.places import is_of_user
 from .._programs.primitives import MOVES, PRODUCTS, TRANSPARENT
 from .._programs.rewrite import (
     MUTABLE_ARRAYS,
@@ -27,8 +28,8 @@ from .._programs.rewrite import (
 from .._programs.traced_call import TracedCall, on_traced_calls
 from .._validation import (
     Arguments,
+    FunctionT,
     Output,
-    advise_if_left_out,
     check_dtype,
     check_function,
     check_names,
@@ -41,15 +42,15 @@ from .origins import origins_of_arguments
 from .products import VECTORS, Left, reason_to_leave, reasons_to_leave
 
 
-@advise_if_left_out(
-    "Write `autocast(loss_fn, jnp.float16)` and scale the loss with `value_and_grad`, "
-    "or `autocast(loss_fn, jnp.bfloat16)`, which needs no scale. A decorator is "
-    "`functools.partial(autocast, dtype=jnp.float16)`. It is not a context manager: "
-    '`with jax.default_matmul_precision("highest"):` keeps a part in float32.'
-)
+@overload
 def autocast(
     fun: Callable[Arguments, Output], dtype: Any, *, keep: Sequence[str] = ()
-) -> Callable[Arguments, Output]:
+) -> Callable[Arguments, Output]: ...
+@overload
+def autocast(
+    *, dtype: Any, keep: Sequence[str] = ()
+) -> Callable[[FunctionT], FunctionT]: ...
+def autocast(fun: Any = None, dtype: Any = None, *, keep: Sequence[str] = ()) -> Any:
     """Create a function that computes its matmuls and convolutions in ``dtype``.
 
     Everything else is computed as written.
@@ -76,6 +77,8 @@ def autocast(
       ``jax.custom_vjp``, ``jax.custom_batching.custom_vmap``, Pallas). Put `autocast`
       inside these, for example ``scale_backward(autocast(fun, dtype), scale)``.
 
+    Without ``fun``, it returns a decorator: ``@autocast(dtype=jnp.float16)``.
+
     Call the result under ``jax.jit``. Otherwise, every call traces ``fun`` again.
 
     In a ``scan``, the backward pass computes cheap operations again if this saves
@@ -98,7 +101,7 @@ def autocast(
         compiled like ``fun``.
 
     Raises:
-        TypeError: if an argument is left out, or ``fun`` is not a function; when
+        TypeError: if ``dtype`` is left out, or ``fun`` is not a function; when
             called, if ``fun`` uses a ``jax.Ref``.
         ValueError: if ``dtype`` is not float16 or bfloat16; when called, if ``fun``
             changes an array in its arguments, or if a name in ``keep`` is neither of a
@@ -123,6 +126,15 @@ def autocast(
         <https://arxiv.org/abs/1710.03740>`_, 2017, section 4; PyTorch,
         `torch.autocast <https://docs.pytorch.org/docs/stable/amp.html>`_
     """
+    if dtype is None:
+        raise TypeError(
+            "`dtype` must be given, got None. Write `autocast(loss_fn, jnp.float16)` "
+            "and scale the loss with `value_and_grad`, or `autocast(loss_fn, "
+            "jnp.bfloat16)`, which needs no scale. It is not a context manager: "
+            '`with jax.default_matmul_precision("highest"):` keeps a part in float32.'
+        )
+    if fun is None:
+        return functools.partial(autocast, dtype=dtype, keep=keep)
     check_function("fun", fun, "It comes first: `autocast(loss_fn, jnp.float16)`.")
     check_names("keep", keep, "A row of `autocast_report` has its `name`.")
     name = check_dtype("dtype", dtype)
@@ -161,17 +173,18 @@ def _is_debugging() -> bool:
     return any(getattr(jax.config, flag) for flag in flags)
 
 
-def _warn_if_nothing_is_cast(reasons: Sequence[Left | None]) -> None:
-    found = [x for x in reasons if x != VECTORS]
-    advice = collections.Counter(left.advice if left else "" for left in found)
-    if not advice or "" in advice:
+def _warn_if_nothing_is_cast(products: Sequence[tuple[JaxprEqn, Left | None]]) -> None:
+    found = [(eqn, left) for eqn, left in products if left != VECTORS]
+    if not all(left and left.advice for _, left in found):
         return  # some are cast, here or by hand
-    [(most, count)] = advice.most_common(1)
-    warn(
-        f"`autocast` casts no matmul or convolution of `fun`, 0 of "
-        f"{advice.total()}. The reason, for {count} of them, is {most} "
-        "`autocast_report` lists them."
-    )
+    found.sort(key=lambda x: not is_of_user(x[0]))
+    advice = collections.Counter(left.advice for _, left in found if left)
+    reasons = [f"The reason, for {n} of them, is {x}" for x, n in advice.items()]
+    if reasons:
+        warn(
+            f"`autocast` casts no matmul or convolution of `fun`, 0 of {len(found)}. "
+            f"{' '.join(reasons)} `autocast_report` lists them."
+        )
 
 
 @remembered

@@ -35,9 +35,12 @@ _BATCH_RULE = Left(
     "a function with its own batch rule. Put `autocast` inside this function.",
 )
 _PRECISION = Left(
+    "precision", "a precision other than the default, which `fun` asks for."
+)
+_FLAG = "jax_default_matmul_precision"
+_SET_PRECISION = Left(
     "precision",
-    "a precision other than the default, which may be set for the process as "
-    "`jax_default_matmul_precision`. Put `with "
+    f"a precision other than the default, which `{_FLAG}` sets. Put `with "
     'jax.default_matmul_precision("default"):` around the call.',
 )
 _FEW = Left(
@@ -55,11 +58,11 @@ WIDE_RESULT = Left("float32 result")
 
 def reasons_to_leave(
     program: Program, dtype: str, outside: Left | None = None
-) -> Iterator[Left | None]:
-    """Yield why each product of a program is left, or None."""
+) -> Iterator[tuple[JaxprEqn, Left | None]]:
+    """Yield each product of a program, and why it is left, or None."""
     for eqn in program.eqns:
         if eqn.primitive.name in PRODUCTS:
-            yield reason_to_leave(eqn, dtype, outside)
+            yield eqn, reason_to_leave(eqn, dtype, outside)
         elif is_looked_into(eqn):
             for inner in programs_in(eqn.params):
                 yield from reasons_to_leave(inner, dtype, reason_inside(eqn, outside))
@@ -95,7 +98,8 @@ def reason_to_leave(
     precision = eqn.params["precision"]
     asked = precision if isinstance(precision, tuple) else [precision]
     if any(x not in (None, jax.lax.Precision.DEFAULT) for x in asked):
-        return _PRECISION
+        is_set = getattr(jax.config, _FLAG) is not None
+        return _SET_PRECISION if is_set else _PRECISION
     if eqn.primitive.name != "dot_general":
         return outside
     contracted, batch = eqn.params["dimension_numbers"]

@@ -24,6 +24,8 @@ _HIGHEST_SCALE, _LONG = 2.0**24, 500
 # smallest, and raises the rate to 0.22. If the rule then grows every 20 steps, it skips
 # 22 more until the rate has fallen again.
 _FIRST_SKIPS = 60
+# A scale that falls from Megatron's 2**32 to 2**-14, with its hysteresis, skips 47.
+_LONGEST_SEARCH = 50
 # After a skip, the average is up to 0.005 above the share of skipped steps. A rule
 # that works well and grows every 20 steps skips 1/21.
 _WARNING_RATE, _ERROR_RATE = 0.055, 0.25
@@ -66,6 +68,7 @@ def check_loss_scale(
 
     - if no step was ever skipped, the scale is 2**24 or more, and ``growth_tracker`` is
       500 or more;
+    - if more than 50 steps in a row are skipped, and the scale is not fixed;
     - if more than 5% of the recent steps are skipped, and more than 60 in all. While
       the rule may be searching for its scale, the limit is 10%;
     - if ``grads`` or ``value`` are not finite, but the step counts as applied. This
@@ -184,12 +187,15 @@ def _is_due(
     is_at_ceiling = (scale >= _HIGHEST_SCALE) & (skipped == 0) & (tracker >= _LONG)
     is_beyond_limit = (skips > limit) & ((skips - limit - 1) % every == 0)
     is_nth_skip = skipped % every == 0
-    # A fixed scale counts all skips in a row. Of a long row, only the limit decides.
-    is_short_row = skips <= min(limit, MOST_COUNTED_SKIPS)
-    is_high_rate = (state.skip_rate > _ERROR_RATE) & is_short_row & is_nth_skip
+    # The rate of a dynamic scale does not count a long row, of which the limit decides.
+    is_counted = state.is_fixed | (skips <= MOST_COUNTED_SKIPS)
+    is_high_rate = (state.skip_rate > _ERROR_RATE) & is_counted & is_nth_skip
+    is_high_rate &= skips <= limit
+    is_long_row = (skips > _LONGEST_SEARCH) & (skips <= limit) & ~state.is_fixed
     events = {
         Event.NEVER_OVERFLOWED: _Due(is_at_ceiling, tracker % _LONG == 0),
         Event.OFTEN_SKIPPED: _Due(_is_often_skipped(state), (skips == 1) & is_nth_skip),
+        Event.LONG_ROW: _Due(is_long_row, skips == _LONGEST_SEARCH + 1),
         Event.UPDATE_UNDONE: _Due(_is_undone(state, grads, value)),
         # The tracker is 1 in the first step that the rule counts.
         Event.ALL_ZERO: _Due(_is_all_zero(state, grads, value), tracker % _LONG == 1),

@@ -24,7 +24,7 @@ _SOME_PAGE = "troubleshooting.md#some-steps-are-skipped"
 class Event(enum.Enum):
     """What the guard reports, in this order: the event, what to do, and the page.
 
-    Every warning except ``OFTEN_SKIPPED`` has caught a bug in a public program.
+    Every warning except the two about skips has caught a bug in a public program.
     """
 
     NEVER_OVERFLOWED = (
@@ -39,6 +39,7 @@ class Event(enum.Enum):
         _FIND,
         _SOME_PAGE,
     )
+    LONG_ROW = "More than 50 steps in a row were skipped.", _FIND, _REPORT_PAGE
     UPDATE_UNDONE = (
         "The gradients or the loss are not finite, but the step counts as applied.",
         "`update` must run in every step, with `value=loss` and with the gradients as "
@@ -77,6 +78,7 @@ class Event(enum.Enum):
 WARNINGS = (
     Event.NEVER_OVERFLOWED,
     Event.OFTEN_SKIPPED,
+    Event.LONG_ROW,
     Event.UPDATE_UNDONE,
     Event.ALL_ZERO,
 )

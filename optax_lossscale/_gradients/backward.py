@@ -25,7 +25,7 @@ from .._rules.fields import check_field
 from .._validation import (
     Arguments,
     Output,
-    advise_if_left_out,
+    advise_on_call,
     check_dtype,
     check_function,
     check_scale,
@@ -40,7 +40,7 @@ from .scaling import rescale
 ScaleFrom = Callable[[Any, Sequence[jax.Array], Callable[..., Any]], jax.Array]
 
 
-@advise_if_left_out(
+@advise_on_call(
     "Pass the optimizer state of this step, or a number, as `scale`. For a block that "
     "chooses its own scale, use `scale_block`."
 )

@@ -3,15 +3,16 @@
 It warns only if a mistake is certain. A table in `notes` shows by which notes.
 """
 
+import itertools
 from typing import Any
 
 import jax
 import optax
 
-from .._jax_internals import is_staging
+from .._jax_internals import is_staging, operands
 from .._state import LossScaleState, WithLossScalingState
 from .._validation import is_traced, warn
-from .notes import Note, Used, noted, notes, owner_of
+from .notes import Note, Used, note, noted, notes, owner_of
 
 
 def warn_if_scaled_twice(loss: Any) -> None:
@@ -48,8 +49,13 @@ def refuse_gradients(params: optax.Params | None, updates: optax.Updates) -> Non
         )
 
 
-def warn_if_forgotten(state: WithLossScalingState, grads: optax.Updates) -> None:
-    """Warn at the update of a step whose loss was not scaled, or not unscaled."""
+def warn_if_forgotten(
+    state: WithLossScalingState, grads: optax.Updates, has_flag: bool
+) -> None:
+    """Warn at the update of a step whose loss was not scaled, or not unscaled.
+
+    With a flag of the user's own, an overflow of other gradients may lower the scale.
+    """
     scale = state.scale_state.loss_scale
     if noted(Note.SCALED_GRADS, grads):
         warn(
@@ -58,14 +64,30 @@ def warn_if_forgotten(state: WithLossScalingState, grads: optax.Updates) -> None
             "`grads = unscale_grads(grads, opt_state)`."
         )
         return
+    if any(_is_rescaled(x, scale) for x in jax.tree.leaves(grads)):
+        warn(
+            "`update` gets gradients that were multiplied or divided by the loss scale "
+            "by hand. Pass the gradients that `value_and_grad` or `unscale_grads` "
+            "returned: they are unscaled."
+        )
+        return
     owners = [owner_of(state), None]
     by: Used | None = noted(Note.DIVIDED, grads)
     if by:
+        used = by.raw.loss_scale
+        if by.is_retried and used is scale:
+            warn(
+                "`update` gets the state that `value_and_grad_with_retries` was given, "
+                "so the next step starts at the scale that overflowed. Pass the state "
+                "that it returned: `loss, grads, opt_state = ...`."
+            )
         # Only in one program is it certain that the scale of the update will change.
         in_program = is_traced(scale) and is_traced(grads) and is_staging()
-        if by.raw.loss_scale is not scale and in_program:
+        if used is not scale and in_program:
             is_another = by.owner not in owners and not noted(Note.SCALES, scale)
-            _warn_of_another_scale(by.raw, is_another)
+            is_another |= noted(Note.LENT, scale) == id(used)
+            note(Note.LENT, used, id(scale))
+            _warn_of_another_scale(by.raw, is_another and not has_flag)
         return
     scaled, divided = (
         noted(what, scale) or any((what, x) in notes for x in owners)
@@ -84,6 +106,20 @@ def warn_if_forgotten(state: WithLossScalingState, grads: optax.Updates) -> None
             "`scale_loss` has scaled a loss, but `unscale_grads` has divided no "
             "gradients. Call `grads = unscale_grads(grads, opt_state)` before `update`."
         )
+
+
+def _is_rescaled(x: Any, scale: Any) -> bool:
+    """Return whether this is an unscaled gradient times the scale, or divided by it."""
+    if noted(Note.DIVIDED, x):
+        return False  # by a function of this package
+    pairs = itertools.permutations(operands(x, "mul", "div"), 2)
+    return any(noted(Note.DIVIDED, y) and _is_from(z, scale) for y, z in pairs)
+
+
+def _is_from(x: Any, scale: Any) -> bool:
+    """Return whether this is the scale or its reciprocal, in any dtype and shape."""
+    names = "div", "integer_pow", "convert_element_type", "broadcast_in_dim"
+    return x is scale or any(_is_from(y, scale) for y in operands(x, *names))
 
 
 def _warn_of_another_scale(used: LossScaleState, is_of_another: bool) -> None:

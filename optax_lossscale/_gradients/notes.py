@@ -22,6 +22,8 @@ as `value_and_grad`::
                     DIVIDED          the gradients that it returns
                     SCALED_GRADS     the gradients that it is given, if traced
     update          RETURNED         the scale that it returns
+                    UPDATED          the count of skips that it is given
+                    LENT             another scale, by which its gradients were divided
 
 Which notes make `forgotten` warn or raise::
 
@@ -29,7 +31,11 @@ Which notes make `forgotten` warn or raise::
     divided twice            the gradients have DIVIDED; inside, only by the same scale
     gradients as parameters  `params` have DIVIDED, but not the rest of `updates`
     result not used          the gradients have SCALED_GRADS
-    another scale, constant  the gradients have DIVIDED, by another scale
+    divided by hand          the gradients are a product or a quotient of an array that
+                             has DIVIDED and the scale
+    retries without state    the gradients have DIVIDED, retried, by the same scale
+    another scale, constant  the gradients have DIVIDED, by another scale; of a state of
+                             the same owner only if the scale has LENT for that one
     nothing scaled           no DIVIDED; neither SCALES nor DIVIDES on scale or owner
     not divided              no DIVIDED; SCALES on the scale, no DIVIDES on either
 """
@@ -50,7 +56,9 @@ from .._flax_internals.nnx_objects import unwrap
 from .._state import LossScaleState, WithLossScalingState, check_state
 from .._validation import is_traced
 
-Note = enum.Enum("Note", "SCALES DIVIDES RETURNED SCALED DIVIDED SCALED_GRADS")
+Note = enum.Enum(
+    "Note", "SCALES DIVIDES RETURNED UPDATED LENT SCALED DIVIDED SCALED_GRADS"
+)
 
 
 class Used(NamedTuple):
@@ -60,6 +68,7 @@ class Used(NamedTuple):
     raw: LossScaleState  # with its own array objects
     owner: int | None
     is_inside: bool = False  # of a loss
+    is_retried: bool = False  # and returned in a new state
 
 
 # Each note is one entry, written and read at once, so that threads do not disturb each

@@ -24,9 +24,10 @@ from .._programs.traced_call import traced_call
 from .._rules.fields import check_field
 from .._validation import Arguments, Output, check_count
 from .notes import Note, note_divided, using_scale
-from .value_and_grad import differentiate
+from .value_and_grad import advise_on_state, differentiate
 
 
+@advise_on_state
 def value_and_grad_with_retries(
     fun: Callable[Arguments, Output],
     state: Any,
@@ -121,7 +122,7 @@ def value_and_grad_with_retries(
                 call.jaxpr, call.inputs, max_retries, backoff_factor, axis_name
             )
             _, output, grads = call.put_back(outputs)
-        note_divided(grads, used)
+        note_divided(grads, used._replace(is_retried=max_retries > 0))
         tracker = jnp.where(attempts > 1, 0, used.state.growth_tracker)
         new = used.state._replace(loss_scale=scale, growth_tracker=tracker)
         new_state = update_objects(state, replace_loss_scale_state(state, new))

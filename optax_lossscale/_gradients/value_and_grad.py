@@ -10,7 +10,7 @@ import numpy as np
 from .._flax_internals.bound_methods import wraps
 from .._flax_internals.float8_overwrites import with_finite_overwrites
 from .._flax_internals.nnx_objects import check_no_modules
-from .._validation import Arguments, Output, check_function, describe
+from .._validation import Arguments, Output, advise_on_call, check_function, describe
 from .notes import Note, note_divided, using_scale
 from .scaling import scale_loss_by, unscale
 
@@ -21,6 +21,12 @@ class _Output(NamedTuple):
     output: Any
 
 
+advise_on_state = advise_on_call(
+    "The optimizer state comes second: `ls.value_and_grad(loss_fn, opt_state)(params)`."
+)
+
+
+@advise_on_state
 def value_and_grad(
     fun: Callable[Arguments, Output],
     state: Any,
@@ -100,6 +106,7 @@ def value_and_grad(
 _value_and_grad = value_and_grad  # `grad` has an argument of this name
 
 
+@advise_on_state
 def grad(
     fun: Callable[Arguments, Any],
     state: Any,
@@ -160,8 +167,13 @@ def differentiate(
     """
     check_function("fun", fun, "It comes first: `value_and_grad(loss_fn, opt_state)`.")
     value_and_grad = value_and_grad or jax.value_and_grad
-    advice = "Pass `nnx.value_and_grad` or another library's."
+    advice = "Leave it out, or pass `nnx.value_and_grad` or another library's."
     check_function("value_and_grad", value_and_grad, advice)
+    if getattr(value_and_grad, "__module__", "") == "optax_lossscale":
+        raise TypeError(
+            "`value_and_grad` must be a function that only differentiates, got "
+            f"`ls.{value_and_grad.__name__}`, which also scales. {advice}"
+        )
     argnums = options["argnums"]
     if isinstance(argnums, np.ndarray):
         argnums = jax.tree.map(int, argnums.tolist(), is_leaf=np.isscalar)

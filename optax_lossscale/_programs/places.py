@@ -101,6 +101,11 @@ def is_looked_into(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in TRANSPARENT | CUSTOM
 
 
+def is_of_user(eqn: JaxprEqn) -> bool:
+    """Return whether the user's own code, not that of a library, calls an operation."""
+    return _user_line(eqn) == _line(eqn, (_STANDARD, _JAX))
+
+
 def _user_line(eqn: JaxprEqn) -> str:
     return _line(eqn, (_STANDARD, _JAX, *_INSTALLED))
 

@@ -208,6 +208,14 @@ def check_rule(rule: Any) -> None:
             "functions by rule. Make its class a `dataclasses.dataclass(frozen=True)` "
             "whose fields are plain numbers."
         ) from error
+    given = ["state", "grads_finite", "max_magnitude"][: 2 + rule.uses_max_magnitude]
+    try:
+        inspect.signature(rule.update).bind(*given)
+    except TypeError as error:
+        raise TypeError(
+            f"`rule` must have an `update({', '.join(given)})` if its "
+            f"`uses_max_magnitude` is {rule.uses_max_magnitude}, got {rule!r}: {error}."
+        ) from None
 
 
 def checked_state(rule: LossScale, state: Any, grads_finite: Any) -> LossScaleState:

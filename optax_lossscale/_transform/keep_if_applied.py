@@ -12,9 +12,12 @@ from .._dtypes import is_inexact
 from .._find import find_state, get_loss_scale_state
 from .._finite import all_finite
 from .._flax_internals.nnx_objects import is_object, leaves_with_objects
+from .._gradients.notes import Note, noted
 from .._state import LossScaleState, check_state
 from .._tree import Tree, as_sharded, select_each, where
-from .._validation import warn
+from .._validation import advise_on_call, is_traced, warn
+
+_CALL = "keep_if_applied(opt_state, new=new, old=old)"
 
 
 def was_applied(state: Any) -> jax.Array:
@@ -37,8 +40,9 @@ def was_applied(state: Any) -> jax.Array:
     return get_loss_scale_state(state).applied
 
 
+@advise_on_call(f"Only the state is passed by position: `{_CALL}`.")
 def keep_if_applied(
-    state: Any, new: Tree, old: Tree, *, axis_name: AxisName | None = None
+    state: Any, *, new: Tree, old: Tree, axis_name: AxisName | None = None
 ) -> Tree:
     """Return ``new`` after an applied step, and ``old`` after a skipped step.
 
@@ -60,19 +64,31 @@ def keep_if_applied(
         `LossScaleState` is always taken from ``new``, so that a lowered scale is kept.
 
     Raises:
+        TypeError: if ``new`` or ``old`` is not passed by name.
         ValueError: as `get_loss_scale_state`, `select` and `all_finite`, or if
             ``state`` is in ``old``.
+
+    Warns:
+        UserWarning: if ``new`` and ``old`` are the same object; if a compiled step has
+            already passed ``state`` to ``update``.
 
     Examples:
         >>> import optax_lossscale as ls
         >>> skipped = ls.LossScaleState.create(128.0).record(False)
-        >>> float(ls.keep_if_applied(skipped, 1.0, 0.0))
+        >>> float(ls.keep_if_applied(skipped, new=1.0, old=0.0))
         0.0
     """
-    find_state(state, "keep_if_applied(opt_state, new, old)")
+    find_state(state, _CALL)
     scale_state = check_state(get_loss_scale_state(state))
     _check_order(scale_state.skipped_steps, new, old)
     _warn_of_the_same(new, old)
+    # Outside of a trace, the state of an earlier step may be looked at later.
+    count = scale_state.skipped_steps
+    if is_traced(count) and noted(Note.UPDATED, count):
+        warn(
+            "`state` is the optimizer state that `update` was given, which records the "
+            "previous step. Pass the state that `update` returned."
+        )
     given, new, old = new, _without_scales(new), _without_scales(old)
     applied = scale_state.applied
     flags = [applied]
@@ -82,7 +98,7 @@ def keep_if_applied(
         flags.append(applied & _is_finite_where_old_is(x, y) if is_checked else applied)
     # One collective for all leaves.
     _, *flags = all_along(jnp.stack(flags), axis_name)
-    kept = select_each(iter(flags), new, old)
+    kept = select_each(iter(flags), new, old, "`new` and `old`")
     return jax.tree.map(
         lambda x, kept: x if _is_scale(x) else kept, given, kept, is_leaf=_is_scale
     )
@@ -95,7 +111,7 @@ def _check_order(count: jax.Array, new: Any, old: Any) -> None:
         raise ValueError(
             "`new` must be the values after the step, and `old` those before it, got "
             "the loss scale of `state` in `old`. Pass the state that `update` "
-            "returned, then `new`, then `old`."
+            f"returned: `{_CALL}`."
         )
 
 

@@ -10,11 +10,12 @@ import optax
 from .._dtypes import Leaf, as_type, dtype_of, is_inexact, loses_range
 from .._find import find_nodes
 from .._flax_internals.float8_overwrites import is_overwritten
+from .._flax_internals.nnx_objects import unwrap
 from .._state import MasterWeightsState
-from .._tree import at_paths_of, mismatch, same_structure
+from .._tree import as_sharded, at_paths_of, mismatch, same_structure
 from .._validation import check_dtype, warn
 from .inner import check_inner, filter_for
-from .rounding import update_to
+from .rounding import round_to, update_to
 
 # The types of the states of `optax.chain` and `optax.named_chain`.
 _CHAINS = (tuple, collections.OrderedDict)
@@ -33,6 +34,10 @@ def with_master_weights(
     a narrower dtype. ``optax.apply_updates(params, updates)`` then sets the parameters
     to the rounded master weights. Training is the same, bit for bit, as with float32
     parameters if the loss casts each parameter once, before use.
+
+    If you change a parameter yourself, for example clip, prune or load it, the next
+    update continues from it: an element that is finite, and is not the rounded master
+    weight, replaces the master weight.
 
     Args:
         inner: the optimizer, any Optax transformation.
@@ -103,6 +108,7 @@ def with_master_weights(
             )
         _check_params(params, state.master_weights, dtype)
         masters = jax.tree.map(wide, state.master_weights)
+        masters = jax.tree.map(_latest, params, masters)
         for name, x in extra_args.items():
             if same_structure(x, updates):  # such as gradients for a line search
                 extra_args[name] = jax.tree.map(wide, x)
@@ -156,6 +162,7 @@ def check_last(state: optax.OptState) -> None:
 
 def warn_of_float16(params: optax.Params, inner_state: optax.OptState) -> None:
     """Warn if float16 parameters that are trained have no master weights."""
+    params, inner_state = unwrap((params, inner_state))  # `init` gets NNX variables
     leaves = jax.tree_util.tree_leaves_with_path(params)
     paths = [path for path, x in leaves if getattr(x, "dtype", None) == jnp.float16]
     masked = find_nodes(inner_state, optax.MaskedState)
@@ -205,6 +212,20 @@ def _keep_narrow(params: Any, dtype: Any) -> Any:
     return jax.tree.map(
         lambda p: p if _has_fewer_bits(p, dtype) else optax.MaskedNode(), params
     )
+
+
+def _latest(param: Leaf, master: Leaf) -> Leaf:
+    """Return a master weight, or its parameter where that was changed since.
+
+    A parameter that is not finite is ignored, because no update could lead away from
+    it.
+    """
+    if _is_absent(master):
+        return master
+    param, narrow = jnp.asarray(param, master.dtype), dtype_of(param)
+    param = as_sharded(param, master)
+    is_rounded = (round_to(master, narrow) == param) | ~jnp.isfinite(param)
+    return jnp.where(is_rounded, master, param)
 
 
 def _is_absent(master: Leaf) -> bool:

@@ -101,7 +101,9 @@ def _check_belongs(
     tree: Any, expected: Any, name: str, cause: Exception | None
 ) -> None:
     """Raise if arrays of gradients or of a state do not have the expected shapes."""
-    if found := mismatch(tree, expected, only_shapes=True):
+    # The state of `adam` has the arrays of `adamw`, but Optax raises an error.
+    only_shapes = name == "updates" or cause is None
+    if found := mismatch(tree, expected, only_shapes=only_shapes):
         path, given, own = found
         advice = (
             "Pass gradients, parameters and state of one model and one optimizer. If "

@@ -22,7 +22,7 @@ from .._state import (
     with_counts,
 )
 from .._tree import select
-from .._validation import check_flag, check_loss, check_switch, describe
+from .._validation import advise_on_call, check_flag, check_loss, check_switch, describe
 from .check_updates import results_finite
 from .inner import check_inner
 from .mask import masked_update
@@ -49,6 +49,10 @@ else:
     LossScaling = optax.GradientTransformationExtraArgs
 
 
+@advise_on_call(
+    "What the scale does is decided by the rule: "
+    "`with_loss_scaling(optimizer, DynamicLossScale(init_scale=2.0**16))`."
+)
 def with_loss_scaling(
     inner: optax.GradientTransformation,
     rule: LossScale = DynamicLossScale(),
@@ -114,6 +118,8 @@ def with_loss_scaling(
             - if ``scale_loss`` was called in this step, but not ``unscale_grads``;
             - if ``unscale_grads`` was called, but its result is not used;
             - if a compiled step divides by the scale of another optimizer;
+            - if a compiled step divides unscaled gradients by the scale by hand;
+            - if the state that `value_and_grad_with_retries` returned is not used;
             - if gradients are float16 or float8, but their parameters are not;
             - if the state of ``inner`` is rounded to narrower dtypes in every step;
             - if ``loss`` or a similar name is passed, but not ``value``.
@@ -147,7 +153,15 @@ def with_loss_scaling(
     inner = with_kept_types(inner)
 
     def init_fn(params: optax.Params) -> WithLossScalingState:
-        inner_state = inner.init(params)
+        try:
+            inner_state = inner.init(params)
+        except TypeError as error:
+            if not any(map(callable, jax.tree.leaves(params))):
+                raise
+            raise TypeError(
+                "`params` must hold only arrays, got functions among them. Of an "
+                "Equinox module, pass `eqx.filter(model, eqx.is_inexact_array)`."
+            ) from error
         if find_nodes(inner_state, LossScaleState):
             raise ValueError(
                 "`inner` must not scale losses itself, but its state contains a "
@@ -200,6 +214,7 @@ def with_loss_scaling(
         counted = with_counts(new_scale_state, recorded)
         counted = jax.tree.map(in_memory_of, counted, scale_state)
         note(Note.RETURNED, counted.loss_scale)
+        note(Note.UPDATED, state.scale_state.skipped_steps)
         return new_updates, WithLossScalingState(counted, new)
 
     def always_apply_fn(
@@ -251,7 +266,7 @@ def _checked_scale_state(
     check_loss(extra_args.get("value"))
     if getattr(rule, "loss_scale", None) != 1:  # unless it is fixed there
         refuse_gradients(params, updates)
-        warn_if_forgotten(state, updates)
+        warn_if_forgotten(state, updates, flag is not None)
         warn_of_narrow_grads(updates, params)
     warn_of_float16(params, state.inner_state)
     return matching_state(rule, state.scale_state)

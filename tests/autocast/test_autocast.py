@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from asserts import assert_close_in_float16, assert_same_types
+from flax import nnx
 from float32_losses import (
     BLOCKS,
     MODELS,
@@ -316,6 +317,27 @@ def test_autocast_warns_and_says_why_if_it_casts_nothing(fun, precision, reason)
     ):
         jax.eval_shape(ls.autocast(fun, "float16"), X, W)
     assert seen[0].filename == __file__
+
+
+def test_autocast_without_a_function_is_a_decorator():
+    @ls.autocast(dtype="bfloat16")
+    def fun(x, w):
+        return x @ w
+
+    assert products_of(fun, X, W) == {"bfloat16": 1}
+
+
+def test_warning_names_every_reason_and_first_those_of_the_users_own_lines():
+    """Its setting of the precision helps only where that is set."""
+    linear = nnx.Linear(8, 8, precision="highest", rngs=nnx.Rngs(0))
+
+    def fun(x, w):
+        return linear(linear(x)), OTHERS["own jvp"](x, w)
+
+    words = "0 of 3. .* for 1 of them, is a function .* for 2 of them, is a precision "
+    words += "other than the default, which `fun` asks for. `autocast_report`"
+    with pytest.warns(UserWarning, match=words):
+        jax.eval_shape(ls.autocast(fun, "float16"), X, W)
 
 
 to_float32 = functools.partial(jnp.matmul, preferred_element_type="float32")

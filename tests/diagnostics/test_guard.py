@@ -36,6 +36,7 @@ def reports(function, *args, **kwargs):
 
 
 # How a report of each event begins.
+LONG = "More than 50 steps in a row were skipped"
 IN_A_ROW, RATE, INVALID = "The last ", "Recently, 26%", "The loss scale is not a pos"
 TOP, OFTEN = "The loss scale is 2**24 or more. None", "More than 5% of the recent"
 UNDONE, ZERO = "The gradients or the loss are not finite", "All gradients are exactly 0"
@@ -57,20 +58,32 @@ often = functools.partial(step, rate=0.06, total=61)
 # A compiled loop sees every step, and reports most events in some of them.
 NOWHERE, EAGER, BOTH = [], ["eager"], ["eager", "compiled"]
 EVENTS = {
-    "100 skips in a row": (step(skips=100), IN_A_ROW, NOWHERE),
+    "100 skips in a row": (step(skips=100), LONG, EAGER),
+    "51 skips in a row": (step(skips=51), LONG, BOTH),
+    "50 skips in a row": (step(skips=50), LONG, NOWHERE),
+    "51 skips, 50 allowed": (step(skips=51, max_consecutive_skips=50), IN_A_ROW, BOTH),
+    "51 skips, fixed scale": (step(skips=51, is_fixed=True), LONG, NOWHERE),
     "101 skips in a row": (step(skips=101), "The last 101 steps", BOTH),
     "1 skip, 0 allowed": (step(skips=1, **NONE), "The last step was", BOTH),
     "5 skips, 4 allowed": (step(skips=5, **FOUR), IN_A_ROW, BOTH),
     "6 skips, every third": (step(skips=6, **FOUR), IN_A_ROW, NOWHERE),
     "8 skips, every third": (step(skips=8, **FOUR), "The last 8 steps", BOTH),
-    "all skips allowed": (step(skips=2**31 - 1, **ALL), IN_A_ROW, NOWHERE),
+    "all skips allowed": (step(skips=2**31 - 1, **ALL), LONG, EAGER),
     "101 skips at a high rate": (step(skips=101, rate=0.26), IN_A_ROW, BOTH),
     "rate of 1/4": (step(skips=1, rate=0.25), RATE, NOWHERE),
     "rate above 1/4": (step(skips=1, rate=0.26), RATE, BOTH),
     "rate, no third skip": (step(skips=1, rate=0.26, total=8, **FOUR), RATE, NOWHERE),
-    # In a long row, the limit decides alone; afterwards, the rate of a fixed scale.
+    # In a long row of a dynamic scale, the limit decides alone.
     "rate, 25 in a row": (step(skips=25, rate=0.26), RATE, BOTH),
     "rate, 26 in a row": (step(skips=26, rate=0.26), RATE, NOWHERE),
+    "rate, 60 in a row at a fixed scale": (
+        step(skips=60, rate=0.26, is_fixed=True),
+        *(RATE, BOTH),
+    ),
+    "rate, 101 in a row at a fixed scale": (
+        step(skips=101, rate=0.26, is_fixed=True),
+        *(IN_A_ROW, BOTH),
+    ),
     "rate, applied": (step(rate=0.26, total=60), RATE, EAGER),
     "scale of 0": (step(scale=0.0), INVALID, BOTH),
     "infinite scale": (step(scale=np.inf), INVALID, BOTH),
@@ -204,21 +217,24 @@ EIGHTH, TENTH = 7 * [1] + [BAD], 9 * [1] + [BAD]
 # The scale first falls from 2**16 to 2**-7: 2**22 times 2**-6 still overflows.
 LARGE_TENTH = 200 * [LARGE] + 60 * (9 * [LARGE] + [BAD])
 RUNS = {
-    "25 bad, each tenth": (DEFAULT, 25 * [BAD] + 40 * TENTH, OFTEN, 25 + 40 - 60),
-    "each eighth bad": (DEFAULT, 100 * EIGHTH, OFTEN, 100 - 60),
-    "each tenth bad, scale below 1": (TORCH, LARGE_TENTH, OFTEN, 16 + 7 + 60 - 60),
-    "all bad": (DEFAULT, [1, 1, 1] + 105 * [BAD], IN_A_ROW, 105 - 100),
-    "each second bad": (DEFAULT, 100 * [BAD, 1], "Recently, 25%", HIGH),
+    "25 bad, each tenth": (DEFAULT, 25 * [BAD] + 40 * TENTH, {OFTEN: 25 + 40 - 60}),
+    "each eighth bad": (DEFAULT, 100 * EIGHTH, {OFTEN: 100 - 60}),
+    "each tenth bad, scale below 1": (TORCH, LARGE_TENTH, {OFTEN: 16 + 7 + 60 - 60}),
+    "all bad": (DEFAULT, [1, 1, 1] + 105 * [BAD], {IN_A_ROW: 105 - 100, LONG: 1}),
+    "each second bad": (DEFAULT, 100 * [BAD, 1], {"Recently, 25%": HIGH}),
 }
 
 
-@pytest.mark.parametrize(("rule", "magnitudes", "text", "n"), RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize(("rule", "magnitudes", "counts"), RUNS.values(), ids=RUNS)
 def test_compiled_guard_reports_n_skips_and_the_eager_one_once(
-    rule, magnitudes, text, n
+    rule, magnitudes, counts
 ):
     in_loop, on_host = reports_of_run(rule, magnitudes)
-    assert [x[:9] for x in in_loop] == [text[:9]] * n
-    assert [x[: len(text)] for x in on_host] == [text]
+    assert [x[:9] for x in in_loop] == [
+        x[:9] for x, n in counts.items() for _ in range(n)
+    ]
+    for found, text in zip(on_host, counts, strict=True):
+        assert found.startswith(text)
 
 
 WITHIN = {

@@ -24,7 +24,7 @@ COUNTED, FIRST_CLASS = np.int32(-100), np.float32(np.arange(8) == 0)
 def message(state, **arguments):
     """The error or, as warnings are errors, the warning."""
     with pytest.raises((ls.LossScaleError, UserWarning)) as error:
-        ls.check_loss_scale(state, max_consecutive_skips=2, **arguments)
+        ls.check_loss_scale(state, **{"max_consecutive_skips": 2} | arguments)
     return " ".join(str(error.value).splitlines())
 
 
@@ -62,6 +62,34 @@ LOSSES = {
 }
 
 
+HIGH_RULE = ls.FixedLossScale(2.0**24)
+FAULTS = {
+    "NaN in the batch": ("float16", W, X * NAN, DEFAULT, "argument"),
+    "large activations": ("float16", 1e4 * W, 30 * X, DEFAULT, "dot_general"),
+    "mean over nothing": ("mean", W, NO_ROW, DEFAULT, "div"),
+    "label out of range": ("label", W, COUNTED, DEFAULT, "gather"),
+    "inf times 0": ("classes", W, FIRST_CLASS, DEFAULT, "constant -inf"),
+    "large float16 loss": ("float16 loss", 300 * W, X, DEFAULT, "integer_pow|square"),
+    "high scale": ("float16", W, X, HIGH_RULE, "dot_general|convert_element_type"),
+    "norm of 0": ("norm", 0 * W, X, DEFAULT, "div"),
+    "root of 0": ("root", 0 * W, X, DEFAULT, "div"),
+    "clip after exp": ("k3", W, X, DEFAULT, "exp"),
+    "divergence": ("float32", 1e30 * W, X, UNIT, "integer_pow|square"),
+}
+
+
+@pytest.mark.parametrize(
+    ("loss", "w", "x", "rule", "operations"), FAULTS.values(), ids=FAULTS
+)
+def test_call_that_the_message_shows_finds_the_fault(loss, w, x, rule, operations):
+    def train_step(params, opt_state, batch):
+        value, grads = ls.value_and_grad(LOSSES[loss], opt_state)(params, batch)
+        return rule.update(opt_state, ls.all_finite((value, grads)))
+
+    report = ls.nonfinite_report(train_step, w, rule.init(), x)
+    assert report[0].operation in operations.split("|")
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def value_and_grad(loss, state, *args):
     return ls.value_and_grad(loss, state)(*args)
@@ -75,6 +103,13 @@ ROW = "The last 3 steps were all skipped, more than `max_consecutive_skips`=2."
 SHARES = "Recently, 30% of the steps were skipped."
 UNSCALED = APPLIED | {"loss_scale": 1.0, "is_fixed": True}
 OFTEN = UNSCALED | {"skip_rate": 0.06, "skipped_steps": 61}
+SIXTY, LIMIT = {"consecutive_skips": 60}, {"max_consecutive_skips": 100}
+FIXED, LONG = {"is_fixed": True, "skip_rate": 0.45}, "More than 50 steps in a row"
+SIXTY, LIMIT = {"consecutive_skips": 60}, {"max_consecutive_skips": 100}
+FIXED, LONG = (
+    {"is_fixed": True, "skip_rate": 0.45},
+    "More than 50 steps in a row were skipped. ",
+)
 TOP = APPLIED | {"loss_scale": 2.0**24, "growth_tracker": 500, "skipped_steps": 0}
 ZEROS = ["All gradients are exactly 0. Either", "does not reach", "no label of"]
 INVALID, UNDONE = "The loss scale is not a", "The gradients or the loss are not finite"
@@ -82,6 +117,8 @@ INFINITE = "a divisor is inf (a count or a norm)"
 # What differs in the state; what is known; the words, in their order.
 KNOWN = {
     "nothing": ({}, {}, [ROW + NUMBERS + CALL]),
+    "60 of 60": (SIXTY, LIMIT, [LONG, CALL]),
+    "60 of 60, fixed": (SIXTY | FIXED, LIMIT, ["Recently, 45%", CALL]),
     "bad gradients": ({}, {"grads": BAD}, [ROW + NUMBERS + CALL, "nan"]),
     "finite loss": ({}, {"value": ONE}, [ROW, "loss of this step: 1. " + CALL]),
     "bad loss": ({}, {"value": NAN}, [ROW, "loss of this step: nan. " + CALL]),

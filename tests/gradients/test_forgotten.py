@@ -12,6 +12,7 @@ import pickle
 import random
 import warnings
 import weakref
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,13 @@ def loss_fn(params, x):
     return jnp.mean((x * w + b) ** 2)
 
 
+class Retried(NamedTuple):
+    """The gradients of a step, and the state that the update gets."""
+
+    grads: dict
+    state: ls.WithLossScalingState
+
+
 class Net:
     """Parameters, and all that trains them."""
 
@@ -47,6 +55,8 @@ class Net:
         self.args = params, self.tx.init(params), x
 
     def apply(self, params, state, grads):
+        if isinstance(grads, Retried):
+            grads, state = grads
         updates, state = self.tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -75,7 +85,11 @@ def by_getter(params, state, x):
 
 
 def by_retries(params, state, x):
-    return ls.value_and_grad_with_retries(loss_fn, state)(params, x)[1]
+    return Retried(*ls.value_and_grad_with_retries(loss_fn, state)(params, x)[1:])
+
+
+def by_no_retries(params, state, x):
+    return ls.value_and_grad_with_retries(loss_fn, state, max_retries=0)(params, x)[1]
 
 
 def by_backward(params, state, x):
@@ -134,7 +148,8 @@ def with_an_integer(params, state, x):
 
 
 RIGHT = [
-    *(by_grad, by_hand, by_getter, by_retries, by_backward, by_scale_alone),
+    *(by_grad, by_hand, by_getter, by_retries, by_no_retries, by_backward),
+    by_scale_alone,
     *(of_two_losses, with_a_log_of_the_scaled_loss, summed_in_a_scan),
     *(with_a_gradient_penalty, through_an_inner_training, with_an_integer),
 ]
@@ -163,6 +178,10 @@ def scaled_twice(params, state, x):
     return ls.grad(lambda p: ls.scale_loss(loss_fn(p, x), state), state)(params)
 
 
+def without_the_state_of_retries(params, state, x):
+    return by_retries(params, state, x).grads
+
+
 def divided_twice(params, state, x, way=by_hand):
     return ls.unscale_grads(way(params, state, x), state)
 
@@ -176,6 +195,7 @@ WRONG = {
     scaled: LEFT_SCALED,
     scaled_twice: "The loss is scaled twice",
     divided_twice: DIVIDED_TWICE,
+    without_the_state_of_retries: "`update` gets the state that `value_and_grad_with",
 }
 
 # Programs that run a step of a network.
@@ -265,6 +285,20 @@ def two_networks(net, way):
     jax.eval_shape(step, net.args, other.args)
 
 
+def one_gradient_of_two_networks(net, way):
+    """One flag lowers both scales. The other optimizer has a state of its own."""
+    other = Net(CLIPPED)
+
+    def step(args, other_state):
+        params, state, x = args
+        grads = way(params, state, x)
+        flag = {"grads_finite": ls.all_finite(grads)}
+        pairs = (net.tx, state), (other.tx, other_state)
+        return [tx.update(grads, state, params, **flag) for tx, state in pairs]
+
+    jax.eval_shape(step, net.args, other.args[1])
+
+
 def one_step_late(net, way):
     """A pipeline applies the gradients of a step in the next one."""
     step = jax.jit(lambda p, s, x, grads: (*net.apply(p, s, grads), way(p, s, x)))
@@ -311,6 +345,7 @@ def with_replaced_parameters(net, way):
 
 UNUSUAL = [
     *(in_parts, unscaled_apart, in_parts_at_a_fixed_scale, two_networks),
+    one_gradient_of_two_networks,
     *(one_step_late, closed_over_whole, restored, notebook_cell_twice),
     *(from_a_gradient, with_replaced_parameters),
 ]
@@ -410,7 +445,7 @@ def test_wrong_step_gives_one_warning(way, program):
     assert_warns_once(WRONG[way], program, NET, way)
 
 
-@pytest.mark.parametrize("way", [by_grad, by_retries, by_backward])
+@pytest.mark.parametrize("way", [by_grad, by_no_retries, by_backward])
 def test_gradients_of_other_ways_warn_if_they_are_divided_twice(way):
     """Sums of gradients are new arrays."""
     again = functools.partial(divided_twice, way=way)
@@ -485,7 +520,7 @@ def test_traced_update_warns_of_what_unscale_grads_was_given(program):
     assert_warns_once(message, program, NET, with_the_result_dropped)
 
 
-@pytest.mark.parametrize("way", [by_grad, by_hand, by_retries, by_backward])
+@pytest.mark.parametrize("way", [by_grad, by_hand, by_no_retries, by_backward])
 def test_update_refuses_gradients_as_parameters(way):
     def swapped(params, state, x):
         return NET.tx.update(params, state, way(params, state, x))
@@ -500,6 +535,37 @@ def test_update_refuses_gradients_as_parameters(way):
             jax.eval_shape(step, *NET.args)
 
 
+BY_HAND = {
+    "divided": lambda grad, scale: grad / scale,
+    "multiplied": lambda grad, scale: scale * grad,
+    "inverse": lambda grad, scale: grad * (1.0 / scale),
+    "reciprocal": lambda grad, scale: jnp.reciprocal(scale) * grad,
+    "cast": lambda grad, scale: grad / scale.astype(jnp.float16),
+}
+
+
+@pytest.mark.parametrize("program", [jit, scan, shard_map])
+@pytest.mark.parametrize("change", BY_HAND.values(), ids=BY_HAND)
+def test_traced_update_warns_of_gradients_divided_by_hand(change, program):
+    def way(params, state, x):
+        scale, grads = ls.get_loss_scale(state), by_grad(params, state, x)
+        return jax.tree.map(lambda grad: change(grad, scale), grads)
+
+    message = "`update` gets gradients that were multiplied or divided"
+    assert_warns_once(message, program, NET, way)
+
+
+def test_gradients_of_two_states_that_are_exchanged_warn():
+    """One of them alone may be the scale that both optimizers share."""
+
+    def step(first, second):
+        (p, s, x), (q, t, y) = first, second
+        return NET.apply(p, s, by_grad(p, t, x)), NET.apply(q, t, by_grad(q, s, y))
+
+    message = "The gradients were computed at the loss scale of another optimizer"
+    assert_warns_once(message, jax.eval_shape, step, NET.args, Net().args)
+
+
 def of_another(net, way):
     """A GAN whose generator is trained at the scale of the discriminator."""
     other = Net(CLIPPED)
@@ -511,7 +577,7 @@ def of_another(net, way):
     jax.eval_shape(step, net.args, other.args[1])
 
 
-@pytest.mark.parametrize("way", [by_grad, by_retries, by_hand, by_backward])
+@pytest.mark.parametrize("way", [by_grad, by_no_retries, by_hand, by_backward])
 def test_traced_update_warns_of_the_scale_of_another_optimizer(way):
     message = "The gradients were computed at the loss scale of another optimizer"
     assert_warns_once(message, of_another, NET, way)

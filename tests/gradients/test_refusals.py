@@ -56,6 +56,7 @@ LOSSES = [
     (lambda w: None, {}, (X,), "The loss must be a floating-point array"),
     (jnp.sum, {"has_aux": True}, (X,), "must return a pair"),
     (lambda w: (w.sum(), 1, 2), {"has_aux": True}, (X,), "must return a pair"),
+    (jnp.sum, {"value_and_grad": ls.grad}, (X,), "`ls.grad`, which also scales"),
     *(
         (jnp.sum, {"value_and_grad": f}, (X,), rf"must return \(\(loss.*{f.__name__}")
         for f in (jax.grad, nnx.grad)
@@ -84,6 +85,10 @@ ERRORS = {
         (lambda: ls.scale_block(3), "`fun` must be a function, got 3.* `scale_block"),
         (lambda: backward(3), "`fun` must be a function, got 3.* `scale_backward"),
         (lambda: ls.scale_backward(jnp.sum), "argument: 'scale'.* use `scale_block`"),
+        *(
+            (lambda make=make: make(jnp.sum), f"`{make.__name__}`: .*'state'.* second")
+            for make in MAKERS
+        ),
         (lambda: ls.grad(apply, STATE)(X, model=[BATCH_NORM]), "=nnx.value_and_grad`"),
         (lambda: jax.jvp(backward(jnp.sin), (X,), (X,)), "forward-mode .*custom_vjp"),
         (lambda: backward(prints)(X), "`fun` must be free of effects .*IOEffect"),

@@ -42,6 +42,11 @@ def train_step(
     return optax.apply_updates(params, updates), opt_state, loss
 
 
+# As a decorator.
+cast_loss = ls.autocast(dtype=jnp.float16)(loss_fn)
+half_loss: jax.Array = cast_loss(params, x, rate=0.1)
+cast_loss(params)  # type: ignore[call-arg]
+
 # The loss misses its batch.
 ls.value_and_grad(loss_fn, tx.init(params))(params)  # type: ignore[call-arg]
 ls.grad(loss_fn, tx.init(params))(params)  # type: ignore[call-arg]
@@ -60,9 +65,9 @@ scaled = ls.scale_loss(loss_fn(params, x), opt_state)
 unscaled: Params = ls.unscale_grads(params, opt_state)
 
 # Values that the optimizer does not see.
-kept: Params = ls.keep_if_applied(opt_state, params, params)
+kept: Params = ls.keep_if_applied(opt_state, new=params, old=params)
 chosen: Params = ls.select(ls.all_finite(params), params, params)
-wrong: list[int] = ls.keep_if_applied(opt_state, params, params)  # type: ignore[arg-type]
+wrong: list[int] = ls.keep_if_applied(opt_state, new=params, old=params)  # type: ignore[arg-type]
 
 # The state, and another rule in its place.
 state = tx.init(params)

@@ -21,6 +21,10 @@ def update(*args):
     return lambda: HEADROOM().update(*args)
 
 
+class TakesNoMagnitude(DYNAMIC):
+    uses_max_magnitude = True
+
+
 OF_ONE, OTHER = "^`state` must .*of one run, ", r"^`state` must .*`rule_state` of Headr"
 REFUSED = [
     (ls.LossScale, "abstract"),
@@ -36,6 +40,10 @@ REFUSED = [
     (update(NO_NUMBER, True, 1.0), "must .*hold numbers, got None for `growth_track"),
     (update(DYNAMIC().init(), True, 1.0), f"{OTHER}.*scale_state=rule.init"),
     (update(MANY_MAXIMA, True, 1.0), OTHER),
+    (
+        lambda: ls.with_loss_scaling(SGD, TakesNoMagnitude()),
+        "_finite, max_magnitude.` if its",
+    ),
     (update(STATE, True), "update.. missing .* argument: 'max_magnitude'"),
 ]
 

@@ -45,7 +45,7 @@ ROWS = {
 @pytest.mark.parametrize("row", ROWS)
 def test_finite_leaves_are_new_and_all_are_old_after_a_skipped_step(row):
     grads, old, new, kept = ROWS[row]
-    assert_same_bits(ls.keep_if_applied(after(grads), new, old), kept)
+    assert_same_bits(ls.keep_if_applied(after(grads), new=new, old=old), kept)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_finite_leaves_are_new_and_all_are_old_after_a_skipped_step(row):
 def test_axis_decides_each_leaf_alike_with_one_collective(axis_name, means):
     def member(mean):
         new, old = (mean, 2 * ones), (0 * ones, ones)
-        return ls.keep_if_applied(state, new, old, axis_name=axis_name)
+        return ls.keep_if_applied(state, new=new, old=old, axis_name=axis_name)
 
     state, ones = after(GOOD), np.ones(2, np.float32)
     new = np.float32([[1, 2], [np.nan, 3]])
@@ -87,7 +87,7 @@ def test_statistics_of_nnx_that_are_not_copied_warn():
     def step(model, optimizer):
         old = nnx.state(model, nnx.BatchStat)
         optimizer.update(model, nnx.grad(lambda model: model(BAD))(model))
-        ls.keep_if_applied(optimizer, nnx.state(model, nnx.BatchStat), old)
+        ls.keep_if_applied(optimizer, new=nnx.state(model, nnx.BatchStat), old=old)
 
     words = "same object at .*'mean'.* copy it before"
     with pytest.warns(UserWarning, match=words) as seen:
@@ -97,9 +97,9 @@ def test_statistics_of_nnx_that_are_not_copied_warn():
 
 def test_same_object_warns_and_the_same_arrays_in_another_do_not():
     state = after(GOOD)
-    ls.keep_if_applied(state, {**OLD}, OLD)
+    ls.keep_if_applied(state, new={**OLD}, old=OLD)
     with pytest.warns(UserWarning, match="same object at the root"):
-        ls.keep_if_applied(state, OLD, OLD)
+        ls.keep_if_applied(state, new=OLD, old=OLD)
 
 
 class Trained(TrainState):
@@ -109,7 +109,7 @@ class Trained(TrainState):
 @jax.jit
 def step(old, grads, stats):
     new = old.apply_gradients(grads={"w": grads}, stats=stats)
-    return new, ls.keep_if_applied(new, new, old)
+    return new, ls.keep_if_applied(new, new=new, old=old)
 
 
 STATE = Trained.create(apply_fn=None, params={"w": GOOD}, tx=TX, stats=GOOD)
@@ -137,7 +137,7 @@ def test_nnx_state_of_a_skipped_step_is_the_old_one_but_for_its_scale():
         old = jax.tree.map(jnp.copy, nnx.state((model, optimizer)))
         optimizer.update(model, nnx.grad(lambda model: model(BAD))(model))
         new = nnx.state((model, optimizer))
-        nnx.update((model, optimizer), ls.keep_if_applied(optimizer, new, old))
+        nnx.update((model, optimizer), ls.keep_if_applied(optimizer, new=new, old=old))
 
     step(model, optimizer)
     assert_same_bits(kept((model, optimizer)), before)
@@ -145,11 +145,23 @@ def test_nnx_state_of_a_skipped_step_is_the_old_one_but_for_its_scale():
     assert ls.get_loss_scale(optimizer) == old_scale / 2
 
 
+def test_compiled_step_warns_of_the_state_that_update_was_given():
+    tx = ls.skip_nonfinite(optax.sgd(0.1))
+
+    def step(state, new, old):
+        _, new_state = tx.update(new, state)
+        return [ls.keep_if_applied(x, new=new, old=old) for x in (new_state, state)]
+
+    with pytest.warns(UserWarning, match="state that `update` was given") as seen:
+        jax.eval_shape(step, tx.init(GOOD), GOOD, BAD)
+    assert len(seen) == 1
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda new, old: ls.keep_if_applied(new, old, new),
-        lambda new, old: ls.keep_if_applied(old, new, old),
+        lambda new, old: ls.keep_if_applied(new, new=old, old=new),
+        lambda new, old: ls.keep_if_applied(old, new=new, old=old),
     ],
     ids=["exchanged", "before the step"],
 )

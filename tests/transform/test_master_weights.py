@@ -123,6 +123,39 @@ def test_optimizer_without_extra_arguments_gets_none():
     first_step(ls.with_master_weights(plain), GRADS, HALF, value=1.0)
 
 
+# Each changes some elements of the parameters between two steps.
+CHANGES = {
+    "clipped": lambda p: np.clip(p, -0.2, 0.2),
+    "decayed": lambda p: p * p.dtype.type(0.5),
+    "loaded": lambda p: p[::-1].copy(),
+    "pruned": lambda p: np.where(np.abs(p) < 0.2, 0, p).astype(p.dtype),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_changed_parameter_replaces_its_master_weight(change):
+    """An element that was not changed keeps all digits of its master weight."""
+    updates, state = first_step(COPIED, GRADS["w"], HALF["w"])
+    params = np.asarray(optax.apply_updates(HALF["w"], updates))
+    changed = change(params)
+    _, new_state = COPIED.update(np.zeros_like(FLOAT32["w"]), state, changed)
+    is_changed = changed != params
+    assert is_changed.any()
+    expected = np.where(is_changed, np.float32(changed), state.master_weights)
+    assert_same_bits(new_state.master_weights, expected)
+
+
+def test_parameter_that_is_not_finite_never_replaces_its_master_weight():
+    """A master weight above 65504 is no mistake, and no update leads away from NaN."""
+    state = COPIED.init(np.ones(3, np.float16))
+    masters = np.float32([7e4, 1.0001, 1.0])
+    params = np.float16([np.inf, np.nan, 1])
+    _, state = COPIED.update(
+        np.zeros(3, np.float32), state._replace(master_weights=masters), params
+    )
+    assert_same_bits(state.master_weights, masters)
+
+
 def test_none_gradients_leave_their_parameters_alone():
     updates, state = first_step(COPIED, {**GRADS, "b": None}, HALF)
     assert updates["b"] is None

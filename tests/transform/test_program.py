@@ -141,7 +141,7 @@ CALLS = {
     "max_magnitude": lambda params, state: ls.max_magnitude(state),
     "get_loss_scale": lambda params, state: ls.get_loss_scale(state),
     "was_applied": lambda params, state: ls.was_applied(state),
-    "keep_if_applied": lambda params, state: ls.keep_if_applied(state, [X], [-X]),
+    "keep_if_applied": lambda _, state: ls.keep_if_applied(state, new=[X], old=[-X]),
     "autocast": lambda params, state: ls.autocast(lambda x: jnp.mean(2 * x), "float16")(
         X
     ),

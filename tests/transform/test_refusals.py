@@ -1,5 +1,6 @@
 """What is refused: the call, and the words that name the argument or the way out."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +17,7 @@ HALF = jax.tree.map(np.float16, PARAMS)
 FLOAT8 = {"w": np.ones(2, jnp.float8_e5m2), "b": np.ones(2, np.float32)}
 ADAM, SGD = optax.adamw(0.1), optax.sgd(1.0)
 KEY, ONE, TWO = wrap_key_data(np.uint32([0, 0])), np.float32([0]), np.float32([1, 1])
+MLP = eqx.nn.MLP(1, 1, 1, 1, key=KEY)
 NEVER_SKIPS = ls.FixedLossScale(skip_nonfinite=False)
 wrap, copy, guard = ls.with_loss_scaling, ls.with_master_weights, ls.skip_nonfinite
 SCALED, COPIED = wrap(ADAM), copy(ADAM)
@@ -39,12 +41,12 @@ def init(inner, params=PARAMS, rule=NEVER_SKIPS):
 
 
 def keep(new, old):
-    return ls.keep_if_applied(NEVER_SKIPS.init(), new, old)
+    return ls.keep_if_applied(NEVER_SKIPS.init(), new=new, old=old)
 
 
 def keep_of_many_runs():
     states = jax.tree.map(lambda x: np.stack([x] * 3), NEVER_SKIPS.init())
-    return ls.keep_if_applied(states, 1.0, 2.0)
+    return ls.keep_if_applied(states, new=1.0, old=2.0)
 
 
 def swapped():
@@ -57,6 +59,7 @@ CALLS = {
     TypeError: [
         (lambda: wrap(NEVER_SKIPS), "`inner` .*got the rule.*optimizer comes first"),
         (lambda: wrap(optax.adam), "`inner` must be .*called as in `with_loss_scaling"),
+        (lambda: wrap(SGD, init_scale=8.0), r"'init_scale'.*LossScale\(init_scale="),
         (lambda: wrap(None), "`inner` must be an Optax .*got None"),
         (lambda: guard(None), "`inner` must be .*called as in `skip_nonfinite"),
         (lambda: copy(1e-3), "`inner` must be .*called as in `with_master_weights"),
@@ -64,6 +67,8 @@ CALLS = {
         (lambda: wrap(SGD, ls.DynamicLossScale), r"call it: `DynamicLossScale\(...\)"),
         (lambda: wrap(SGD, ls.presets.deepspeed), r"call it: `deepspeed\(...\)"),
         (lambda: init(SGD, ONE, UsersRule(8.0)), "LossScaleState"),
+        (lambda: ls.keep_if_applied(ONE, TWO, ONE), "`: .*opt_state, new=new, old=old"),
+        (lambda: SCALED.init(MLP), r"hold only arrays.*eqx.filter\(model, eqx.is_inex"),
         (lambda: SCALED.update(*swapped()), r"Call `tx.update\(grads, state, params"),
     ],
     ValueError: [
@@ -72,9 +77,12 @@ CALLS = {
         (lambda: init(CHAIN, HALF), LAST),
         (lambda: init(optax.MultiSteps(CHAIN, 2), HALF), LAST),
         (lambda: COPIED.init(FLOAT8), r"must not be float8 .*_e5m2 at \['w'\]"),
-        (lambda: keep({"a": TWO}, {"a": ONE, "b": ONE}), "must have the same"),
-        (lambda: keep({"a": TWO}, {"a": np.float32([0, 0, 0])}), "must have the same"),
-        (lambda: ls.keep_if_applied(ONE, TWO, NEVER_SKIPS.init()), "call is `keep_if"),
+        (lambda: keep({"a": TWO}, {"a": ONE, "b": ONE}), "^`new` and `old` must"),
+        (
+            lambda: keep({"a": TWO}, {"a": np.float32([0, 0, 0])}),
+            "^`new` and `old` must",
+        ),
+        (lambda: ls.keep_if_applied(ONE, new=TWO, old=ONE), "call is `keep_if"),
         (keep_of_many_runs, "the loss scale of one run.* `jax.vmap`"),
         (lambda: wrap(SGD, check_updates=1), "must be True or False, got 1"),
         (lambda: wrap(SGD, NEVER_SKIPS, check_updates=True), "must be False.* skips"),
@@ -176,6 +184,23 @@ def test_update_refuses_the_inner_state_and_a_dict():
     for wrong in (state.inner_state, state._asdict()):
         with pytest.raises(TypeError, match="`state` must be a .*params.._replace"):
             SCALED.update(GRADS, wrong, PARAMS)
+
+
+def test_update_refuses_the_state_of_another_optimizer_with_the_same_arrays():
+    """It names the state, where Optax counts updates and states."""
+    state = wrap(optax.adam(0.1)).init(PARAMS)
+    with pytest.raises(ValueError, match="`state` and `params` must belong together"):
+        SCALED.update(GRADS, state, PARAMS)
+
+
+def test_error_names_an_earlier_import_of_the_type_that_it_asks_for():
+    """As after `importlib.reload`."""
+    names = {"__module__": ls.__name__}
+    earlier = type("WithLossScalingState", (), names)()
+    for call in (ls.get_loss_scale, lambda state: SCALED.update(GRADS, state)):
+        words = "got a WithLossScalingState of an earlier import .*: restart Python"
+        with pytest.raises((TypeError, ValueError), match=words):
+            call(earlier)
 
 
 def fails(updates, state, params=None):

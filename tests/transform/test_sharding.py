@@ -50,7 +50,7 @@ def test_updates_and_state_take_the_sharding_of_the_parameters(check_updates):
     @jax.jit
     def step(state, params, grads):
         updates, state = tx.update(grads, state, params)
-        return state, updates, ls.keep_if_applied(state, params, unsharded)
+        return state, updates, ls.keep_if_applied(state, new=params, old=unsharded)
 
     with set_mesh(mesh):
         params = jnp.full((8, 2), 1.0)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import optax_lossscale as ls
 
@@ -141,6 +142,13 @@ def test_compiled_update_warns_once_of_narrow_gradients_and_an_eager_one_each_ti
 )
 def test_init_warns_of_trained_float16_parameters(params, inner, words):
     warns_here(words, jax.eval_shape, ls.with_loss_scaling(inner).init, params)
+
+
+@pytest.mark.parametrize("inner", [ADAM, frozen_but(ADAM)], ids=["all", "not frozen"])
+def test_init_names_a_parameter_of_nnx_as_update_does(inner):
+    params = jax.tree.map(nnx.Param, cast(BASE, "float16"))
+    words = r"first one at \['adapter'\], and"
+    warns_here(words, ls.with_loss_scaling(inner).init, params)
 
 
 @pytest.mark.parametrize(
