@@ -455,12 +455,14 @@ def test_several_losses_have_a_scale_each_and_skip_together():
     guide = run("guides/several_losses")
     params, (x, y) = guide["params"], guide["batch"]
     start = params, guide["skip_only"].init(params)
-    scales = {name: guide["rule"].init() for name in guide["losses"]}
-    bad_batch = spoiled(x, np.inf), y
-    params, state, scales = guide["two_loss_step"](*start, scales, bad_batch)
-    assert_same_bits((params, state.inner_state), (start[0], start[1].inner_state))
-    lowered = {name: float(state.loss_scale) for name, state in scales.items()}
-    assert lowered == {"data": 2.0**14, "decay": 2.0**15}
+    first = {name: guide["rule"].init() for name in guide["losses"]}
+    # A scale at which the gradients of one loss overflow, and a loss of NaN.
+    high = first | {"data": first["data"]._replace(loss_scale=jnp.float32(2.0**24))}
+    for scales, batch in [(high, (1e35 * x, y)), (first, (spoiled(x, np.nan), y))]:
+        params, state, new = guide["two_loss_step"](*start, scales, batch)
+        assert_same_bits((params, state.inner_state), (start[0], start[1].inner_state))
+        factors = {k: float(new[k].loss_scale / scales[k].loss_scale) for k in new}
+        assert factors == {"data": 0.5 if scales is high else 1.0, "decay": 1.0}
 
 
 @pytest.mark.parametrize("fix", ["hyperparam_dtype", "with_master_weights", ""])

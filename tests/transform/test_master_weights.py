@@ -3,13 +3,16 @@
 import functools
 import re
 
+import equinox as eqx
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from asserts import assert_same_bits
-from book import page
+from book import code_blocks, page
+from flax import nnx
 from shared import slow_but
 from training import float16_loss, normal
 
@@ -202,3 +205,49 @@ def test_step_of_partly_copied_parameters_is_that_of_float32(inner, params):
     expected = FLOAT32["w"] - 0.1 * GRADS["w"]
     new = params["w"] + np.asarray(updates["w"])
     np.testing.assert_allclose(new, expected, rtol=2e-3, atol=1e-6)
+
+
+def of_linen():
+    layer = nn.Dense(2, param_dtype=jnp.float16)
+    params = layer.init(jax.random.key(0), jnp.ones((1, 3)))["params"]
+    return params | {"bias": jnp.zeros(2)}
+
+
+def of_nnx():
+    layer = nnx.Linear(3, 2, param_dtype=jnp.float16, rngs=nnx.Rngs(0))
+    layer.bias = nnx.Param(jnp.zeros(2))
+    return nnx.state(layer, nnx.Param)
+
+
+def of_equinox():
+    layer = eqx.nn.Linear(3, 2, key=jax.random.key(0))
+    layer = eqx.tree_at(lambda x: x.weight, layer, layer.weight.astype(jnp.float16))
+    return eqx.filter(layer, eqx.is_inexact_array)
+
+
+TREES = {
+    "mixed": lambda: {"a": normal(3), "b": jnp.float16(normal(3)), "c": [jnp.ones(2)]},
+    "Linen": of_linen,
+    "NNX": of_nnx,
+    "Equinox": of_equinox,
+}
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+def test_training_goes_on_without_the_wrappers_as_the_page_shows(tree):
+    tx, params = ls.skip_nonfinite(ls.with_master_weights(ADAM)), tree()
+    grads = jax.tree.map(lambda x: jnp.full(x.shape, 0.1), params)
+    _, state = tx.update(grads, tx.init(params), params)
+    blocks = code_blocks(page("guides/float16_parameters"), "python")
+    [program] = [x for x in blocks if "plain_state" in x]
+    found = {"jax": jax, "optax": optax, "half_params": params, "half_state": state}
+    exec(program, found)
+    updates, _ = ADAM.update(grads, found["plain_state"], found["plain_params"])
+    plain = optax.apply_updates(found["plain_params"], updates)
+    assert {x.dtype.name for x in jax.tree.leaves(plain)} == {"float32"}
+    _, state = tx.update(grads, state, params)
+    masters = state.inner_state.master_weights
+    assert jax.tree.leaves(masters)
+    plain = dict(jax.tree.leaves_with_path(plain))
+    for path, master in jax.tree.leaves_with_path(masters):
+        np.testing.assert_array_equal(master, plain[path])
