@@ -4,7 +4,6 @@ import contextlib
 import functools
 import re
 import sys
-import traceback
 import unittest.mock
 import warnings
 from pathlib import Path
@@ -237,49 +236,17 @@ def test_loss_that_stays_high_ends_in_an_error():
         ls.check_loss_scale(state)
 
 
-def test_checkify_names_the_line_of_the_model_in_a_skipped_step():
+def test_report_of_a_step_that_the_run_of_weeks_has_saved_names_the_batch():
     guide = run("guides/nan_guard")
-    checkify, nnx = guide["checkify"], guide["nnx"]
-    blocks = code_blocks(page("guides/nan_guard"), "python")
-    programs = {
-        "index.md": code_blocks(page("index"), "python")[0],
-        "nan_guard.md": next(x for x in blocks if "class Net" in x),
-    }
-
-    def error_of(grad, x):
-        checked = checkify.checkify(jax.jit(grad), errors=checkify.float_checks)
-        return checked(x)[0]
-
-    def root(x):
-        return jnp.sqrt(0 * x).sum()  # its derivative is 1/0
-
     start = guide["create"]()
+    nnx = guide["nnx"]
     target = ocp.args.StandardRestore((nnx.state(start), guide["get_batch"](0)))
     with ocp.CheckpointManager(f"{guide['directory']}/skipped") as skipped:
         state, batch = skipped.restore(10, args=target)
     nnx.update(start, state)
     assert ls.all_finite(state) and not ls.all_finite(batch)
-    graphdef, state = nnx.split(start[0])
-
-    def of_a_model(state):
-        fun = nnx.grad(ls.autocast(guide["loss_fn"], jnp.bfloat16))
-        return fun(nnx.merge(graphdef, state), batch)
-
-    errors = {
-        "logits = x @": guide["error"],
-        "self.hidden(x)": error_of(of_a_model, state),
-        "jnp.sqrt": error_of(jax.grad(ls.autocast(root, jnp.bfloat16)), np.ones(2)),
-    }
-    for line, error in errors.items():
-        with pytest.raises(checkify.JaxRuntimeError) as raised:
-            error.throw()
-        frames = traceback.extract_tb(raised.value.__cause__.__traceback__)
-        lines = [
-            x.line or programs[x.filename].splitlines()[x.lineno - 1]
-            for x in frames
-            if x.name in ("__call__", "loss_fn", "root")
-        ]
-        assert any(line in x for x in lines)
+    [row] = ls.nonfinite_report(guide["train_step"], *start, batch)
+    assert (row.operation, row.line) == ("argument", "2, [0]")
 
 
 def test_loggers_get_every_step_and_a_scan_prints_each_hundredth():
@@ -338,7 +305,7 @@ def test_eps_of_a_float16_norm_must_be_large(eps, is_finite):
 
     slope = jax.jit(jax.grad(lambda x: layer_norm(x) @ jnp.arange(8.0)))(jnp.ones(8))
     assert ls.all_finite(slope) == is_finite
-    assert "float16 norm needs an `eps` of 1e-3" in page("troubleshooting")
+    assert "a norm needs an `eps` of 1e-3" in page("troubleshooting")
 
 
 def test_every_16th_batch_that_overflows_after_growth_is_always_skipped():
@@ -366,10 +333,10 @@ def test_skip_rate_after_a_hundred_skips_is_that_of_the_page(rule, rate):
 @pytest.mark.parametrize(
     ("step", "flag", "applied", "scale"),
     [
-        ("gan_step", True, [True, False], 2.0**15),  # the loss is NaN, too
+        ("gan_step", True, [True, False], 2.0**15),
         ("vjp_step", True, [True, False], 2.0**15),
-        ("one_gradient_step", True, [False, False], 2.0**14),
-        ("one_gradient_step", False, [True, False], 2.0**14),
+        ("one_gradient_step", True, [False, False], 2.0**15),
+        ("one_gradient_step", False, [True, False], 2.0**15),
     ],
     ids=["a scale for each", "one vjp", "one scale, one flag", "one scale"],
 )
