@@ -24,6 +24,8 @@ def block(name, language):
     if name == "haiku" and language == "diff":
         return block("plain_jax", "diff")
     blocks = code_blocks(page(f"frameworks/{PAGE_OF[name]}"), language)
+    if language == "python":  # without recipes
+        blocks = [x for x in blocks if "import optax_lossscale" in x]
     assert len(blocks) == [*PAGE_OF.values()].count(PAGE_OF[name])
     if name == "haiku":
         # It replaces two functions of plain JAX.

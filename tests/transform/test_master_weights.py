@@ -237,7 +237,8 @@ TREES = {
 def test_training_goes_on_without_the_wrappers_as_the_page_shows(tree):
     tx, params = ls.skip_nonfinite(ls.with_master_weights(ADAM)), tree()
     grads = jax.tree.map(lambda x: jnp.full(x.shape, 0.1), params)
-    _, state = tx.update(grads, tx.init(params), params)
+    updates, state = tx.update(grads, tx.init(params), params)
+    params = optax.apply_updates(params, updates)
     blocks = code_blocks(page("guides/float16_parameters"), "python")
     [program] = [x for x in blocks if "plain_state" in x]
     found = {"jax": jax, "optax": optax, "half_params": params, "half_state": state}
