@@ -24,7 +24,7 @@ def block(name, language):
     if name == "haiku" and language == "diff":
         return block("plain_jax", "diff")
     blocks = code_blocks(page(f"frameworks/{PAGE_OF[name]}"), language)
-    if language == "python":  # without recipes
+    if language == "python" and PAGE_OF[name] == "flax":  # without recipes
         blocks = [x for x in blocks if "import optax_lossscale" in x]
     assert len(blocks) == [*PAGE_OF.values()].count(PAGE_OF[name])
     if name == "haiku":
