@@ -21,7 +21,7 @@ from .._finite import all_finite
 from .._jax_internals import inputs_of_scan, rewriting
 from .._programs.names import Named, Names
 from .._programs.places import Place, Where, with_eqns_inside
-from .._programs.primitives import CALLS, CUSTOM, PRODUCTS
+from .._programs.primitives import CALLS, COPIES, CUSTOM, PRODUCTS
 from .._programs.rewrite import (
     Program,
     empty_call,
@@ -36,6 +36,8 @@ from .values import described, explained, number
 
 # The checks of this package: what is not finite there skips a step.
 _CHECKS = {"_all_finite", "_outcome_finite"}
+# They make no NaN and no inf.
+_PASS_ON = COPIES - {"convert_element_type"}
 # Takes the place of NaN and inf. Fewer derivatives are infinite here than at 0 or 1.
 _NUMBER = 0.5
 _INF, _NAN = 1, 2  # what is in an array that is not finite
@@ -103,7 +105,6 @@ class Births:
 
     def _given(self, x: Any, operation: str, line: str) -> _Value:
         """Return a value that no operation has made."""
-        x = jnp.asarray(x)  # a NumPy array may be a constant of a program
         if not (kind := _kind(x)):
             return _Value(x)
         if operation == "constant" and not x.shape:
@@ -127,14 +128,16 @@ class Births:
         last = {x: i for i, variables in enumerate(used) for x in variables}
         last |= {x: len(used) for x in jaxpr.outvars if isinstance(x, Var)}
 
-        def read(x: Any) -> _Value:
+        def read(x: Any, eqn: JaxprEqn | None = None) -> _Value:
             if isinstance(x, Var):
                 return known[x]
-            return self._given(jnp.asarray(x.val, x.aval.dtype), "constant", line)
+            array = np.asarray(x.val, x.aval.dtype)
+            line = place.where(eqn).line if eqn and _kind(array) else place.line
+            return self._given(array, "constant", line)
 
         for i, eqn in enumerate(jaxpr.eqns):
-            line = place.where(eqn).line
-            results = self._equation(eqn, [*map(read, eqn.invars)], place)
+            values = [read(x, eqn) for x in eqn.invars]
+            results = self._equation(eqn, values, place)
             known.update(zip(eqn.outvars, results, strict=True))
             for x in {*used[i], *eqn.outvars}:
                 if last.get(x, i) == i:
@@ -171,8 +174,10 @@ class Births:
         if not any(kinds := [*map(_kind, results)]):
             return [*map(_Value, results)]
         known, origins = max(x.kind for x in values), _origins(values)
-        finite = [*map(_finite, given)]
-        alone = run(*finite) if known else results
+        finite, alone = given, results
+        if known:
+            finite = [_finite(x.array) if x.kind else x.array for x in values]
+            alone = [] if eqn.primitive.name in _PASS_ON else run(*finite)
         is_born = any(map(_kind, alone))
         if is_born or max(kinds) > known:
             name, where, texts = eqn.primitive.name, place.where(eqn), None
@@ -296,8 +301,8 @@ def _kind(x: Any) -> int:
     if not is_inexact(x):
         return 0
     # NumPy reads the memory of a CPU. Elsewhere, only a bad array is copied.
-    is_near = all(device.platform == "cpu" for device in x.devices())
-    if not is_near and all_finite(x) or np.all(np.isfinite(host := np.asarray(x))):
+    is_far = isinstance(x, jax.Array) and jax.default_backend() != "cpu"
+    if is_far and all_finite(x) or np.all(np.isfinite(host := np.asarray(x))):
         return 0
     return _NAN if np.any(np.isnan(host)) else _INF
 
