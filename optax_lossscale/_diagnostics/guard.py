@@ -112,7 +112,8 @@ def check_loss_scale(
     scale_state = get_loss_scale_state(state)
     advice = "It is how many steps in a row may be skipped."
     limit = check_count("max_consecutive_skips", max_consecutive_skips, advice, 0)
-    every = check_count("every", every, "It is how many skips lie between two errors.")
+    advice = "It is the number of skipped steps between two errors."
+    every = check_count("every", every, advice)
     check_gradients(grads)
     if on_error is not None:
         check_function("on_error", on_error, "Leave it out to raise the error.")
@@ -183,7 +184,8 @@ def _is_due(
     is_at_ceiling = (scale >= _HIGHEST_SCALE) & (skipped == 0) & (tracker >= _LONG)
     is_beyond_limit = (skips > limit) & ((skips - limit - 1) % every == 0)
     is_nth_skip = skipped % every == 0
-    # A fixed scale counts all skips in a row. Of a long row, only the limit decides.
+    # A fixed scale counts all skips in a row. In a long run of skips, only
+    # the limit counts.
     is_short_row = skips <= min(limit, MOST_COUNTED_SKIPS)
     is_high_rate = (state.skip_rate > _ERROR_RATE) & is_short_row & is_nth_skip
     events = {
