@@ -15,6 +15,7 @@ from shared import ROOT
 
 import optax_lossscale as ls
 from optax_lossscale._diagnostics.stop_message import WARNINGS
+from optax_lossscale._validation import BOOK
 
 METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 TEXTS = {path: path.read_text() for path in [*PAGES.rglob("*.md"), ROOT / "README.md"]}
@@ -224,4 +225,8 @@ def test_noxfile_readme_citation_and_changelog_agree_with_pyproject():
     assert f"\nrepository-code: {METADATA['urls']['Source']}\n" in citation
     assert f"\nversion: {ls.__version__}\n" in citation
     changelog = (ROOT / "CHANGELOG.md").read_text()
-    assert re.search(r"^## \[(.+?)\]", changelog, re.M)[1] == ls.__version__
+    version, date = re.search(r"^## \[(.+?)\] - (.+)$", changelog, re.M).groups()
+    assert version == ls.__version__
+    # Errors lead to the pages of the installed release.
+    tag = "main" if date == "unreleased" else f"v{version}"
+    assert f"{METADATA['urls']['Source']}/blob/{tag}/notebooks/" == BOOK
