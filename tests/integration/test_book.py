@@ -164,10 +164,9 @@ FIGURES = {
         *traffic("TPU v5e, Python loop", "TPU v5e, scan"),
     ),
     "what_it_costs.md)": [
-        100 * numbers("what_it_costs", "H100 and")["adamw"][0] - 100,
-        100 * numbers("what_it_costs", "H100,")["adamw"][0] - 100,
         100 * ON_CPU["whole step of a small transformer, float16"][0] - 100,
         *(100 * x - 100 for x in ON_H200["whole step of the transformer below"][:2]),
+        100 * numbers("what_it_costs", "H100,")["adamw"][0] - 100,
     ],
     "#timed-on-an-h200)": saved(
         *(TIMES[f"float16, {x}"][-1] for x in ("Python loop", "scan"))
