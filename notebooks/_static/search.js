@@ -10,8 +10,8 @@ if (typeof Search !== "undefined") {
 
   // Sphinx finds the pages that have all words, and gives nearly all of them one score.
   // Here a place is a heading with its index entries. It gets the rarity of each word
-  // that it has, half of it for a word in the title of its page, and a share for a word
-  // in the text, which is larger if fewer pages have the word.
+  // that it has, half of it for a word in the title of its page, and for a word in the
+  // text of its page a share that is larger if fewer pages have the word.
   const stemmer = new Stemmer();
   const inFull = (word) => word.replace(/^(b?)fp?(?=8|16|32)/, "$1float");
   const wordsOf = (text) =>
@@ -40,8 +40,9 @@ if (typeof Search !== "undefined") {
     const words = [...asked].map((term) => {
       const word = inFull(term);
       const files = new Set([terms[term] ?? [], terms[word] ?? []].flat());
-      const number = places.filter((place) => place.words.includes(word)).length;
-      return { word, files, rarity: Math.log((places.length + 1) / (number + 0.5)) };
+      const headings = places.filter((place) => place.words.includes(word));
+      const number = headings.length + files.size + 0.5;
+      return { word, files, rarity: Math.log((places.length + 1) / number) };
     });
     const results = places.map((place) => {
       const { file, id, title } = place;
