@@ -207,11 +207,11 @@ def _check_arguments(argnums: Any, args: Sequence[Any], kwargs: Any) -> None:
     differentiated = {i: x for i, x in enumerate(args) if i in chosen}
     others = [x for i, x in enumerate(args) if i not in chosen]
     check_no_modules(differentiated, (others, kwargs))
-    for (number, *path), x in jax.tree.leaves_with_path(differentiated):
+    for path, x in jax.tree.leaves_with_path(differentiated):
         if callable(x):
             raise TypeError(
                 "`value_and_grad` must be a function that differentiates only arrays, "
-                f"got `jax.value_and_grad` for {describe(x)} at "
-                f"argument {number.key}{jax.tree_util.keystr(path)}. For an Equinox "
+                f"got `jax.value_and_grad` for {describe(x)} at argument "
+                f"{path[0].key}{jax.tree_util.keystr(path[1:])}. For an Equinox "
                 "module, pass `value_and_grad=eqx.filter_value_and_grad`."
             )
