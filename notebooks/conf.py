@@ -7,6 +7,7 @@ import os
 import re
 import textwrap
 
+import docutils.nodes
 import sphinx.addnodes
 
 METADATA = importlib.metadata.metadata("optax_lossscale")
@@ -122,7 +123,31 @@ def break_names_at_joints(app, name, template, context, tree):
         context["body"] = re.sub(inline, with_breaks, context["body"])
 
 
+def write_llms_txt(app, exception):
+    """List all pages for language models, as https://llmstxt.org proposes."""
+    if exception:
+        return
+
+    def is_text(node):  # a badge, or a cell of a table, is none
+        is_top = isinstance(node.parent, docutils.nodes.section)
+        return is_top and not [*node.findall(docutils.nodes.image)]
+
+    lines = [f"# {project}\n\n> {METADATA['Summary']} The tests run every program."]
+    for toctree in app.env.get_doctree("index").findall(sphinx.addnodes.toctree):
+        lines.append(f"\n## {toctree['caption']}\n")
+        for _, name in toctree["entries"]:
+            for page in (name, *app.env.toctree_includes.get(name, ())):
+                texts = app.env.get_doctree(page).findall(docutils.nodes.paragraph)
+                text = next(filter(is_text, texts)).astext()
+                sentence = re.split(r"(?<=[.:])\s", text)[0]
+                title = app.env.titles[page].astext()
+                address = html_baseurl + app.builder.get_target_uri(page)
+                lines.append(f"- [{title}]({address}): {sentence}")
+    (app.outdir / "llms.txt").write_text("\n".join(lines))
+
+
 def setup(app):
+    app.connect("build-finished", write_llms_txt)
     app.connect("autodoc-process-signature", signature_as_written)
     app.connect("source-read", index_what_people_search)
     app.connect("source-read", link_public_names)

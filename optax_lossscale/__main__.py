@@ -39,6 +39,13 @@ def main(arguments: list[str] | None = None) -> None:
     if options.plot and not _can_plot():
         options.plot = None
         print(f"{NO_PICTURE}\n")
+    for name in ("plot", "json"):
+        if path := getattr(options, name):
+            try:
+                path.open("ab").close()  # before two minutes of training
+            except OSError as error:
+                cause = f"cannot write {path}: {error.strerror}"
+                parser.error(f"argument --{name}: {cause}. Choose another file.")
     positions = training.load_positions()
     print(f"""\
 The text is the list of Unicode's character names. The task is to predict which of its

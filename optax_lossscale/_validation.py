@@ -15,7 +15,8 @@ import numpy as np
 
 from ._dtypes import LARGEST_SCALE, SMALLEST_SCALE
 
-# The only place in the package with the address of the documentation.
+# The only place in the package with the address of the documentation. A release has
+# its tag in place of `main`.
 BOOK = "https://github.com/optax-lossscale/optax_lossscale/blob/main/notebooks/"
 
 _POWERS = {SMALLEST_SCALE: "2**-126", LARGEST_SCALE: "2**126"}

@@ -63,7 +63,7 @@ def apex_amp(
             skipped.
         init_scale: the first scale.
         scale_window: how many finite steps in a row raise the scale.
-        min_loss_scale: the smallest scale; None or 0 is 2**-126.
+        min_loss_scale: the smallest scale; None or 0 means 2**-126.
         max_loss_scale: the largest scale.
 
     Source: https://github.com/NVIDIA/apex/blob/25.04/apex/amp/scaler.py
@@ -97,7 +97,7 @@ def deepspeed(
         init_scale: the first scale.
         scale_factor: multiplies a scale that grows, and divides one that backs off.
         scale_window: how many finite steps in a row raise the scale.
-        min_scale: the smallest scale; None or 0 is 2**-126.
+        min_scale: the smallest scale; None or 0 means 2**-126.
         delayed_shift: how many non-finite steps it takes to back off.
         consecutive_hysteresis: whether any finite step resets the hysteresis counter.
         raise_error_at_min_scale: is ignored: a compiled step cannot raise.
@@ -135,7 +135,7 @@ def deepspeed_fp16(
         loss_scale_window: how many finite steps in a row raise the scale.
         hysteresis: how many non-finite steps it takes to back off.
         consecutive_hysteresis: whether any finite step resets the hysteresis counter.
-        min_loss_scale: the smallest scale; None or 0 is 2**-126.
+        min_loss_scale: the smallest scale; None or 0 means 2**-126.
         auto_cast: does not concern the scale.
         fp16_master_weights_and_grads: does not concern the scale.
 
@@ -174,7 +174,7 @@ def fairseq(
         scale_factor: multiplies a scale that grows, and divides one that backs off.
         scale_window: how many finite steps in a row raise the scale.
         threshold: the smallest scale if it is above ``min_loss_scale``.
-        min_loss_scale: the smallest scale; None or 0 is 2**-126.
+        min_loss_scale: the smallest scale; None or 0 means 2**-126.
 
     Source: https://github.com/facebookresearch/fairseq/blob/main/fairseq/optim/dynamic_loss_scaler.py
     """
@@ -212,7 +212,7 @@ def flax_dynamic_scale(
         backoff_factor: multiplies a scale that backs off.
         growth_interval: how many finite steps in a row raise the scale.
         scale: the first scale.
-        minimum_scale: the smallest scale; None or 0 is 2**-126.
+        minimum_scale: the smallest scale; None or 0 means 2**-126.
 
     Source: https://github.com/google/flax/blob/main/flax/training/dynamic_scale.py
     """
@@ -241,7 +241,7 @@ def jmp_dynamic(
         loss_scale: the first scale.
         period: how many finite steps in a row raise the scale.
         factor: multiplies a scale that grows, and divides one that backs off.
-        min_loss_scale: the smallest scale; None or 0 is 2**-126.
+        min_loss_scale: the smallest scale; None or 0 means 2**-126.
 
     Source: https://github.com/google-deepmind/jmp#loss-scaling
     """
@@ -297,7 +297,7 @@ def megatron(
 
     Args:
         initial_scale: the first scale.
-        min_scale: the smallest scale; None or 0 is 2**-126.
+        min_scale: the smallest scale; None or 0 means 2**-126.
         growth_factor: multiplies a scale that grows.
         backoff_factor: multiplies a scale that backs off.
         growth_interval: how many finite steps in a row raise the scale.
@@ -353,7 +353,7 @@ def mpx_dynamic(
 
     Args:
         loss_scaling: the first scale.
-        min_loss_scaling: the smallest scale; None or 0 is 2**-126.
+        min_loss_scaling: the smallest scale; None or 0 means 2**-126.
         factor: multiplies a scale that grows, and divides one that backs off.
         period: how many finite steps in a row raise the scale.
 
@@ -522,8 +522,8 @@ def _with_name(x: Any) -> tuple[Any, ...]:
 def _least(value: Any, name: str = "min_scale") -> float:
     """Return the smallest scale. None and 0 mean that there is no limit."""
     value = 0 if value is None else value
-    value = check_number(name, value, 0, LARGEST_SCALE, "0 is 2**-126.")
-    return max(value, SMALLEST_SCALE)
+    advice = "0 means no lower limit (2**-126)."
+    return max(check_number(name, value, 0, LARGEST_SCALE, advice), SMALLEST_SCALE)
 
 
 def _first(
@@ -533,7 +533,8 @@ def _first(
     least: float,
     largest: float = LARGEST_SCALE,
 ) -> float:
-    return check_number(name, value, least, largest, "The scale stays there.")
+    advice = "The scale never leaves this range."
+    return check_number(name, value, least, largest, advice)
 
 
 def _refill(consecutive_hysteresis: Any) -> Any:

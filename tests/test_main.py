@@ -201,3 +201,12 @@ def test_too_few_steps_are_refused(capsys):
     with pytest.raises(SystemExit):
         main(["--steps", "9"])
     assert "--steps: must be 10 or more, got 9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--plot", "--json"])
+def test_file_that_cannot_be_written_is_refused_before_training(
+    option, short_run, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(training, "train", None)
+    with pytest.raises(SystemExit):
+        short_run(option, str(tmp_path / "missing" / "file.png"))

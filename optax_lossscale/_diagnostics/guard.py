@@ -116,7 +116,8 @@ def check_loss_scale(
     scale_state = get_loss_scale_state(state)
     advice = "It is how many steps in a row may be skipped."
     limit = check_count("max_consecutive_skips", max_consecutive_skips, advice, 0)
-    every = check_count("every", every, "It is how many skips lie between two errors.")
+    advice = "It is the number of skipped steps between two errors."
+    every = check_count("every", every, advice)
     check_gradients(grads)
     if on_error is not None:
         check_function("on_error", on_error, "Leave it out to raise the error.")

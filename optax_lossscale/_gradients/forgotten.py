@@ -43,7 +43,7 @@ def refuse_gradients(params: optax.Params | None, updates: optax.Updates) -> Non
     others = [x for x in jax.tree.leaves(updates) if id(x) not in own]
     if noted(Note.DIVIDED, params) and not noted(Note.DIVIDED, others):
         raise ValueError(
-            "`params` must be the parameters, got the gradients of a loss. Call "
+            "`params` holds gradients of the loss, not parameters. Call "
             "`tx.update(grads, state, params)`. If the parameters start as a gradient, "
             "copy it: `jax.tree.map(jnp.copy, grads)`."
         )
@@ -59,8 +59,7 @@ def warn_if_forgotten(
     scale = state.scale_state.loss_scale
     if noted(Note.SCALED_GRADS, grads):
         warn(
-            "`update` gets the gradients that `unscale_grads` was given, not the "
-            "gradients that it returned. Write "
+            "`update` got the input of `unscale_grads` instead of its result. Write "
             "`grads = unscale_grads(grads, opt_state)`."
         )
         return

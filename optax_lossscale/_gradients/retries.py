@@ -96,7 +96,7 @@ def value_and_grad_with_retries(
     """
     options = dict(argnums=argnums, holomorphic=holomorphic, allow_int=allow_int)
     at_scale = differentiate(fun, has_aux, value_and_grad, **options)
-    advice = "It is how many times a step may be retried."
+    advice = "It is the maximum number of retries per step."
     max_retries = check_count("max_retries", max_retries, advice, least=0)
     backoff_factor = check_field("backoff_factor", backoff_factor)
 

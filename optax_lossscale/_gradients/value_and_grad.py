@@ -223,7 +223,7 @@ def _check_arguments(argnums: Any, args: Sequence[Any], kwargs: Any) -> None:
         if callable(x):
             raise TypeError(
                 "`value_and_grad` must be a function that differentiates only arrays, "
-                f"got `jax.value_and_grad` for {describe(x)} at "
-                f"{jax.tree_util.keystr(path[1:])}. For an Equinox module, pass "
-                "`value_and_grad=eqx.filter_value_and_grad`."
+                f"got `jax.value_and_grad` for {describe(x)} at argument "
+                f"{path[0].key}{jax.tree_util.keystr(path[1:])}. For an Equinox "
+                "module, pass `value_and_grad=eqx.filter_value_and_grad`."
             )

@@ -122,10 +122,10 @@ def _warn_of_the_same(new: Any, old: Any) -> None:
     if same or new is old and any(map(is_inexact, after.values())):
         place = same[0] if same else "the root"
         warn(
-            f"`new` and `old` are the same object at {place}, "
-            "so a NaN in it would stay. If the step changes this object in place, like "
-            "Flax NNX, copy it before the step: `jax.tree.map(jnp.copy, old)`. If the "
-            "step does not change it, leave it out."
+            f"`new` and `old` are the same object at {place}, so a NaN in it cannot be "
+            "undone. If the step changes this object in place, like Flax NNX, copy it "
+            "before the step: `jax.tree.map(jnp.copy, old)`. If the step does not "
+            "change it, leave it out."
         )
 
 

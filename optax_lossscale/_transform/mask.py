@@ -98,7 +98,7 @@ def _in_place_or(at_end: _Masked, update: Any, is_checked: bool) -> _Masked:
             warn(
                 "The updates take more time and memory on a CPU, with the same "
                 f"results. {unknown_jax(error)}",
-                "start/guarantees.md#if-a-new-jax-changes-its-internals",
+                "reference/versions.md#if-a-new-jax-changes-its-internals",
             )
         return at_end(finite, arrays, old_state) if outputs is None else outputs
 

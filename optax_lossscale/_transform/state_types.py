@@ -78,9 +78,9 @@ def with_kept_types(
             path, new, old = found
             raise ValueError(
                 "`inner` must keep the structure and the shapes of its state, but "
-                f"returns {new} at {path}, where it was given {old}. Give it its final "
-                "shape in `init`. The state of `optax.monitor` has no final shape: "
-                "chain `optax.monitor` outside."
+                f"`inner.update` changed {path} from {old} to {new}. Make `init` "
+                "return the final shape. The state of `optax.monitor` has no final "
+                "shape: chain `optax.monitor` outside."
             )
         _check_types(new_state, state)
         if without_copies and same_structure(new_updates, updates):

@@ -144,7 +144,8 @@ def with_loss_scaling(
     """
     check_inner(inner, "with_loss_scaling")
     check_rule(rule)
-    check_switch("check_updates", check_updates, "True also checks the results.")
+    advice = "Pass True to check the optimizer's results as well."
+    check_switch("check_updates", check_updates, advice)
     if check_updates and not rule.skip_nonfinite:
         raise ValueError(
             f"`check_updates` must be False with {rule!r}, which never skips, "

@@ -516,7 +516,7 @@ def with_the_result_dropped(params, state, x):
 
 @pytest.mark.parametrize("program", TRACED)
 def test_traced_update_warns_of_what_unscale_grads_was_given(program):
-    message = "`update` gets the gradients that `unscale_grads` was given"
+    message = "`update` got the input of `unscale_grads` instead of its result"
     assert_warns_once(message, program, NET, with_the_result_dropped)
 
 
@@ -530,7 +530,7 @@ def test_update_refuses_gradients_as_parameters(way):
         return NET.tx.update(grads, state, grads)
 
     for step in (swapped, given_twice):
-        words = r"got the gradients.*update\(grads, state, p"
+        words = r"holds gradients.*update\(grads, state, p"
         with pytest.raises(ValueError, match=words):
             jax.eval_shape(step, *NET.args)
 

@@ -61,7 +61,8 @@ LOSSES = [
         (jnp.sum, {"value_and_grad": f}, (X,), rf"must return \(\(loss.*{f.__name__}")
         for f in (jax.grad, nnx.grad)
     ),
-    (apply, {"argnums": 1}, (X, MLP), "=eqx.filter_value_and_grad`"),
+    (apply, {"argnums": 1}, (X, MLP), "at argument 1.*=eqx.filter_value_and_grad`"),
+    (jnp.sum, {}, (jnp.sin,), "at argument 0. For an Equinox module"),
     (apply, {"argnums": (0, 1)}, (X, MLP), "=eqx.filter_value_and_grad`"),
     (apply, {"argnums": 2}, (MLP, X), "requires at least 3 positional arguments"),
     (apply, {}, (X, BATCH_NORM), "=nnx.value_and_grad`"),

@@ -72,16 +72,30 @@ def test_value_keeps_the_scale_over_bad_batches(passed, scale):
     assert re.search(rf"\b15 .*\b{scale:.0f}\b", README)
 
 
-@pytest.mark.parametrize("half_precision", [True, False])
-def test_one_program_scales_and_skips_only_in_half_precision(half_precision):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_one_program_skips_in_each_dtype_and_scales_only_in_float16(dtype):
     blocks = code_blocks(page("start/cast_recipes"), "python")
-    (block,) = (x for x in blocks if "half_precision" in x)
-    namespace = dict(run("index"))
-    exec(block.replace("half_precision = False", f"{half_precision = }"), namespace)
-    tx, bad = namespace["tx"], np.full(2, np.nan, np.float32)
-    updates, state = jax.jit(tx.update)(bad, tx.init(bad), np.ones_like(bad))
-    assert bool(ls.all_finite(updates)) == half_precision
-    assert ls.get_loss_scale(state) == (2.0**14 if half_precision else 1.0)
+    (block,) = (x for x in blocks if "def any_step" in x)
+    program = dict(run("index"))
+    exec(block.replace("jnp.bfloat16  #", f"jnp.{dtype}  #"), program)
+    params, state, (x, y) = (program[name] for name in ("params", "opt_state", "batch"))
+    new, state, _ = program["any_step"](params, state, (x, spoiled(y, np.inf)))
+    assert_same_bits(new, params)
+    assert not ls.was_applied(state)
+    assert ls.get_loss_scale(state) == (2.0**15 if dtype == "float16" else 1.0)
+    computed = str(jax.make_jaxpr(program["cast_loss_fn"])(params, (x, y)))
+    narrow = {"float32": set(), "bfloat16": {"bf16"}, "float16": {"f16"}}
+    assert {*re.findall(r"\bb?f16\b", computed)} == narrow[dtype]
+
+
+def test_stopped_member_of_a_sweep_keeps_its_state_and_needs_no_error():
+    guide = run("guides/sweeps")
+    members, losses = guide["sweep_step"](guide["members"], np.arange(4) == 2)
+    for x, y in zip(*map(jax.tree.leaves, (members, guide["members"])), strict=True):
+        assert_same_bits(x[2], y[2])
+    assert not np.array_equal(members[0]["w"][1], guide["members"][0]["w"][1])
+    ls.check_loss_scale(members[1])
+    assert np.isfinite(losses).all()
 
 
 def test_checkpoint_is_restored_bit_for_bit_whole_or_split_over_a_mesh():

@@ -12,7 +12,7 @@ import optax
 import pytest
 from asserts import assert_same_bits, kept, state_in
 from book import code_blocks, page, run_blocks
-from flax import jax_utils, serialization
+from flax import jax_utils, nnx, serialization
 from flax.training import checkpoints
 from flax.training.dynamic_scale import DynamicScale
 
@@ -112,6 +112,19 @@ def test_both_programs_print_the_same_scale_and_loss(guide):
 def test_every_program_trains(guide):
     losses = np.array(run(guide)["losses"])
     assert losses[-1] < 0.05 * losses[0]
+
+
+@slow
+def test_window_in_nnx_trains_and_is_dropped_as_a_whole():
+    guide = run("pytorch")
+    model, optimizer, step = (guide[x] for x in ("model", "optimizer", "nnx_step"))
+    assert guide["nnx_losses"][-1] < 0.05 * guide["nnx_losses"][0]
+    before = jax.tree.map(jnp.copy, kept((nnx.state(model), optimizer)))
+    x, y = guide["x"][0].copy(), guide["y"][0]
+    x[2, 0, 0] = 1e6
+    step(model, optimizer, (x, y))
+    assert not ls.was_applied(optimizer)
+    assert_same_bits(kept((nnx.state(model), optimizer)), before)
 
 
 STATE, BATCH = ("params", "opt_state"), ("x", "y")
