@@ -178,6 +178,10 @@ REPORTS = {
     )
     for x in (False, True)
 }
+REPORTS |= {
+    f"births, {name}": (lambda *wx: repr(ls.nonfinite_report(scanned, *wx)), W, x)
+    for name, x in {"none": X, "all": np.nan * X}.items()
+}
 CALLS |= REPORTS
 WAYS = {"eager": lambda f: f, "jit": jax.jit}
 # The others are slow. These fail first.
