@@ -26,4 +26,5 @@ def noting(variables: Sequence[Any], numbers: list[list[float]]) -> Any:
 def _largest(x: jax.Array) -> jax.Array:
     # Unlike `max_magnitude`, it is one reduction, which compiles faster.
     x = x if is_inexact(x) else x.astype(jnp.float32)
-    return jnp.max(magnitude_bits(x), initial=0).view(jnp.float32)
+    # On jax 0.12, the magnitude of a complex NaN may have a sign.
+    return jnp.max(magnitude_bits(x) & 0x7FFFFFFF, initial=0).view(jnp.float32)

@@ -445,3 +445,10 @@ def test_slice_of_a_report_is_a_report(of_all_kinds):
     first = of_all_kinds[:2]
     assert isinstance(first, ls.AutocastReport) and first == tuple(of_all_kinds)[:2]
     assert repr(first).startswith("2 matmuls and convolutions")
+
+
+def test_complex_nan_is_the_largest_value():
+    """Also with a sign, which jax 0.12 gives to its magnitude."""
+    x = np.full((8, 8), complex(1, -np.nan), np.complex64)
+    [row] = report(lambda x: x @ x, x)
+    assert np.isnan(row.largest).all()
