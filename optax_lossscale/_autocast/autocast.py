@@ -92,7 +92,7 @@ def autocast(fun: Any = None, dtype: Any = None, *, keep: Sequence[str] = ()) ->
             of one of these.
         keep: names of matmuls and convolutions that stay in float32, forward and
             backward, as `autocast_report` shows them: parts of the path of a parameter
-            or of a scope, such as "router" or "blocks/*/mlp", or a line, such as
+            or of a scope, such as "router" or ``"blocks/*/mlp"``, or a line, such as
             "model.py:12". A star stands for any text within a part.
 
     Returns:

@@ -100,8 +100,8 @@ class AutocastReport(Report[Product]):
       one in a tree, or else the first one;
     - ``name``: the parameter, or else the scope, or else the line, for the argument
       ``keep`` of `autocast`. In the name of a shared row, a star stands for a number in
-      a list, "blocks/*", or at the end of a name that more than 3 neighbors have,
-      "block_*". So ``wi_0`` and ``wi_1`` have two rows;
+      a list, ``"blocks/*"``, or at the end of a name that more than 3 neighbors have,
+      ``"block_*"``. So ``wi_0`` and ``wi_1`` have two rows;
     - ``operands``: the dtypes and shapes of both operands;
     - ``times``: how often it was computed, on all devices together;
     - ``left``: why it is not in float16, or an empty string if it is;
