@@ -123,6 +123,8 @@ def with_loss_scaling(
             - if ``unscale_grads`` was called, but its result is not used;
             - if a compiled step divides by the scale of another optimizer;
             - if a compiled step divides unscaled gradients by the scale by hand;
+            - if a compiled step clips or replaces inf in all gradients, at a dynamic
+              scale and without ``grads_finite``;
             - if the state that `value_and_grad_with_retries` returned is not used;
             - if gradients are float16 or float8, but their parameters are not;
             - if the state of ``inner`` is rounded to narrower dtypes in every step;
