@@ -142,6 +142,24 @@ def operands(x: Any, *names: str) -> Sequence[Any]:
     return getattr(eqn, "in_tracers", []) if is_named else []
 
 
+def has_equation(x: Any) -> bool:
+    """Return whether a traced array is computed in its program, not an argument."""
+    return getattr(x, "parent", None) is not None
+
+
+def clipped_operands(x: Any) -> Sequence[Any]:
+    """Return the inputs of the equation of a traced array, if it makes inf finite.
+
+    A function of a user may be named ``clip`` and divide by a norm, which keeps NaN.
+    """
+    params = getattr(getattr(x, "parent", None), "params", {})
+    inside = params["jaxpr"].eqns if "jaxpr" in params else ()
+    names = {eqn.primitive.name for eqn in inside}
+    cheap = {"convert_element_type", "broadcast_in_dim"}
+    is_clip = params.get("name") == "nan_to_num" or names - cheap == {"max", "min"}
+    return operands(x, "jit") if is_clip else operands(x, "clamp")
+
+
 def inputs_of_scan(params: dict[str, Any], inputs: Sequence[Any]) -> list[list[Any]]:
     """Split the inputs of a ``scan``: constants, the carry, the scanned arrays."""
     if "num_consts" in params:

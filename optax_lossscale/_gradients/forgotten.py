@@ -9,17 +9,26 @@ from typing import Any
 import jax
 import optax
 
-from .._jax_internals import is_staging, operands
+from .._jax_internals import clipped_operands, is_staging, operands
 from .._state import LossScaleState, WithLossScalingState
 from .._validation import is_traced, warn
 from .notes import Note, Used, note, noted, notes, owner_of
 
 
-def warn_if_scaled_twice(loss: Any) -> None:
+def warn_if_scaled_twice(loss: Any, scale: Any) -> None:
     if noted(Note.SCALED, loss):
         warn(
             "The loss is scaled twice: `scale_loss` has scaled it already. "
             "`value_and_grad` scales the loss itself. Leave out `scale_loss`."
+        )
+    # The primal of a loss that is being differentiated has the equation.
+    elif any(
+        _is_from(x, scale) for x in operands(getattr(loss, "primal", loss), "mul")
+    ):
+        warn(
+            "The loss is scaled twice: it is a product with the loss scale already. "
+            "`value_and_grad` and `scale_loss` scale the loss themselves. Return the "
+            "loss without this factor."
         )
 
 
@@ -103,7 +112,23 @@ def warn_if_forgotten(
     elif noted(Note.SCALES, scale) and not divided:
         warn(
             "`scale_loss` has scaled a loss, but `unscale_grads` has divided no "
-            "gradients. Call `grads = unscale_grads(grads, opt_state)` before `update`."
+            "gradients. Call `grads = unscale_grads(grads, opt_state)` before `update`, "
+            "also instead of a division by hand."
+        )
+
+
+def warn_if_overflow_is_hidden(grads: optax.Updates) -> None:
+    """Warn if ``update`` gets unscaled gradients whose inf were made finite."""
+    leaves = jax.tree.leaves(grads)
+    by = [noted(Note.DIVIDED, clipped_operands(x)) for x in leaves]
+    if by and all(by) and not by[0].is_retried:
+        warn(
+            "`update` gets gradients after `jnp.clip` or `jnp.nan_to_num`, which make "
+            "inf finite: it applies a step that overflows, and the scale does not "
+            "fall. Clip inside, as in "
+            "`with_loss_scaling(optax.chain(optax.clip(1.0), optimizer))`, or pass "
+            "`grads_finite=all_finite(grads)`, of the gradients before.",
+            "guides/wrappers.md",
         )
 
 

@@ -27,12 +27,13 @@ as `value_and_grad`::
 
 Which notes make `forgotten` warn or raise::
 
-    scaled twice             the loss has SCALED
+    scaled twice             the loss has SCALED, or is a product with the scale
     divided twice            the gradients have DIVIDED; inside, only by the same scale
     gradients as parameters  `params` have DIVIDED, but not the rest of `updates`
     result not used          the gradients have SCALED_GRADS
     divided by hand          the gradients are a product or a quotient of an array that
                              has DIVIDED and the scale
+    overflow hidden          all gradients are clipped, of arrays that have DIVIDED
     retries without state    the gradients have DIVIDED, retried, by the same scale
     another scale, constant  the gradients have DIVIDED, by another scale; of a state of
                              the same owner only if the scale has LENT for that one

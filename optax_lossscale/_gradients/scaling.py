@@ -87,7 +87,7 @@ def scale_loss_by(loss: Any, scale: jax.Array) -> jax.Array:
             f"The loss must be a floating-point array, got {describe(loss)}. Return "
             "one, or a pair (loss, aux) with has_aux=True."
         )
-    warn_if_scaled_twice(loss)
+    warn_if_scaled_twice(loss, scale)
     _warn_if_narrow(loss)
     dtype = wide_dtype(dtype_of(loss))
     # A constant, even if training itself is differentiated.

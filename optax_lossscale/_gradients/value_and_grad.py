@@ -75,7 +75,8 @@ def value_and_grad(
 
     Warns:
         UserWarning: if the loss is float16, in which a scale above 65504 is infinite;
-            if ``fun`` returns a loss that `scale_loss` has already scaled.
+            if ``fun`` returns a loss that `scale_loss`, or a product with the scale,
+            has already scaled.
 
     Examples:
         >>> import jax.numpy as jnp

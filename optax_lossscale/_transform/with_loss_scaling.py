@@ -10,7 +10,11 @@ import optax
 from .._axes import AxisName, all_along, check_agreement
 from .._find import find_nodes
 from .._finite import all_finite
-from .._gradients.forgotten import refuse_gradients, warn_if_forgotten
+from .._gradients.forgotten import (
+    refuse_gradients,
+    warn_if_forgotten,
+    warn_if_overflow_is_hidden,
+)
 from .._gradients.notes import Note, note
 from .._jax_internals import in_memory_of
 from .._rules.base import LossScale, check_rule, matching_state, next_state
@@ -119,6 +123,8 @@ def with_loss_scaling(
             - if ``unscale_grads`` was called, but its result is not used;
             - if a compiled step divides by the scale of another optimizer;
             - if a compiled step divides unscaled gradients by the scale by hand;
+            - if a compiled step clips or replaces inf in all gradients, at a dynamic
+              scale and without ``grads_finite``;
             - if the state that `value_and_grad_with_retries` returned is not used;
             - if gradients are float16 or float8, but their parameters are not;
             - if the state of ``inner`` is rounded to narrower dtypes in every step;
@@ -268,6 +274,9 @@ def _checked_scale_state(
     if getattr(rule, "loss_scale", None) != 1:  # unless it is fixed there
         refuse_gradients(params, updates)
         warn_if_forgotten(state, updates, flag is not None)
+        # A step at a fixed scale may also be skipped by a `value` of NaN.
+        if flag is None and rule.skip_nonfinite and not hasattr(rule, "loss_scale"):
+            warn_if_overflow_is_hidden(updates)
         warn_of_narrow_grads(updates, params)
     warn_of_float16(params, state.inner_state)
     return matching_state(rule, state.scale_state)

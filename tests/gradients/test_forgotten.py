@@ -555,6 +555,79 @@ def test_traced_update_warns_of_gradients_divided_by_hand(change, program):
     assert_warns_once(message, program, NET, way)
 
 
+@pytest.mark.parametrize("program", [jit, scan, shard_map])
+def test_traced_loss_that_is_multiplied_by_the_scale_warns(program):
+    def way(params, state, x):
+        return ls.grad(lambda p: ls.get_loss_scale(state) * loss_fn(p, x), state)(
+            params
+        )
+
+    message = "The loss is scaled twice: it is a product with the loss scale"
+    assert_warns_once(message, program, NET, way)
+
+
+@jax.jit
+def clip(x):
+    """A norm, which an overflow makes inf: the result is NaN."""
+    return x / jnp.maximum(1, jnp.linalg.norm(x))
+
+
+HIDING = {
+    "clip": lambda x: jnp.clip(x, -1, 1),
+    "optax.clip": lambda x: optax.clip(1.0).update(x, optax.EmptyState())[0],
+    "clamp": lambda x: jax.lax.clamp(jnp.float32(-1), x, jnp.float32(1)),
+    "nan_to_num": jnp.nan_to_num,
+}
+NOT_HIDING = {
+    "norm": clip,
+    "one side": lambda x: jnp.clip(x, 0),
+    "one array": lambda x: jnp.clip(x, -1, 1) if x.ndim == 1 else x,
+    "where": lambda x: jnp.where(jnp.isfinite(x), x, 0),
+}
+
+
+def changed_by(change, way=by_grad):
+    return lambda *args: jax.tree.map(change, way(*args))
+
+
+@pytest.mark.parametrize("way", [by_grad, by_hand, by_backward])
+@pytest.mark.parametrize("change", HIDING.values(), ids=HIDING)
+def test_traced_update_warns_of_gradients_whose_overflow_is_hidden(change, way):
+    message = "`update` gets gradients after `jnp.clip` or `jnp.nan_to_num`"
+    assert_warns_once(message, jit, NET, changed_by(change, way))
+
+
+@pytest.mark.parametrize("change", NOT_HIDING.values(), ids=NOT_HIDING)
+def test_traced_update_never_warns_of_gradients_that_keep_an_overflow(change):
+    def step(params, state, x):
+        grads = changed_by(change)(params, state, x)
+        return NET.tx.update(grads, state, params)
+
+    params = {**NET.args[0], "b": np.float32(1)}
+    args = params, NET.tx.init(params), NET.args[2]
+    assert warnings_of(jax.eval_shape, step, *args) == []
+
+
+def test_hidden_overflow_does_not_warn_where_something_else_skips_the_step():
+    clipped = changed_by(HIDING["clip"])
+    fixed = Net(rule=ls.FixedLossScale(8.0))
+    assert warnings_of(jit, fixed, clipped) == []
+
+    def flagged(params, state, x):
+        grads = by_grad(params, state, x)
+        flag = {"grads_finite": ls.all_finite(grads)}
+        changed = jax.tree.map(HIDING["clip"], grads)
+        return NET.tx.update(changed, state, params, **flag)
+
+    assert warnings_of(jax.eval_shape, flagged, *NET.args) == []
+
+    def retried(params, state, x):
+        grads, state = by_retries(params, state, x)
+        return Retried(jax.tree.map(HIDING["clip"], grads), state)
+
+    assert warnings_of(jit, NET, retried) == []
+
+
 def test_gradients_of_two_states_that_are_exchanged_warn():
     """One of them alone may be the scale that both optimizers share."""
 

@@ -1,5 +1,7 @@
 """`keep_if_applied`: the new values, or the old ones of a skipped step."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,6 +95,31 @@ def test_statistics_of_nnx_that_are_not_copied_warn():
     with pytest.warns(UserWarning, match=words) as seen:
         step(model, optimizer)
     assert seen[-1].filename == __file__
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_statistics_of_nnx_that_are_copied_late_warn(is_late):
+    """What the step does not change may be copied at any time."""
+    model = Norm()
+    model.unchanged = nnx.BatchStat(jnp.ones(2))
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+
+    def copied(model):
+        return jax.tree.map(jnp.copy, nnx.state(model, nnx.BatchStat))
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        old = copied(model)
+        grads = nnx.grad(lambda model: model(2 * x))(model)
+        old = copied(model) if is_late else old
+        optimizer.update(model, grads)
+        ls.keep_if_applied(optimizer, new=nnx.state(model, nnx.BatchStat), old=old)
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        step(model, optimizer, BAD)
+    words = [str(x.message) for x in seen if "`old` is a copy" in str(x.message)]
+    assert len(words) == is_late
 
 
 def test_same_object_warns_and_the_same_arrays_in_another_do_not():
