@@ -153,7 +153,7 @@ def clipped_operands(x: Any) -> Sequence[Any]:
     A function of a user may be named ``clip`` and divide by a norm, which keeps NaN.
     """
     params = getattr(getattr(x, "parent", None), "params", {})
-    inside = params["jaxpr"].eqns if "jaxpr" in params else ()
+    inside = getattr(params.get("jaxpr"), "eqns", ())
     names = {eqn.primitive.name for eqn in inside}
     cheap = {"convert_element_type", "broadcast_in_dim"}
     is_clip = params.get("name") == "nan_to_num" or names - cheap == {"max", "min"}
