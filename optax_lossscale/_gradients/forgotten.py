@@ -112,8 +112,8 @@ def warn_if_forgotten(
     elif noted(Note.SCALES, scale) and not divided:
         warn(
             "`scale_loss` has scaled a loss, but `unscale_grads` has divided no "
-            "gradients. Call `grads = unscale_grads(grads, opt_state)` before `update`, "
-            "also instead of a division by hand."
+            "gradients. Call `grads = unscale_grads(grads, opt_state)` before "
+            "`update`, also instead of a division by hand."
         )
 
 
