@@ -55,10 +55,11 @@ def test_name_keeps_products_by_a_part_of_their_path(name):
 
 def test_line_and_name_of_a_row_keep_its_products():
     rows = report(jax.grad(loss_fn), PARAMS, X)
-    for row in rows:
-        if row.parameter == "router":
-            for name in (row.name, row.line, row.line.partition(" ")[0]):
-                assert kept(loss_fn, [name], PARAMS, X) == {"router"}
+    routers = [row for row in rows if row.parameter == "router"]
+    lines = {row.line for row in routers}
+    for name in {"router", *lines, *(line.partition(" ")[0] for line in lines)}:
+        assert kept(loss_fn, [name], PARAMS, X) == {"router"}
+    assert {row.name for row in routers} == {"router"}
     cast = ls.autocast(loss_fn, "float16", keep=[row.name for row in rows])
     assert products_of(jax.grad(cast), PARAMS, X).keys() == {"float32"}
 

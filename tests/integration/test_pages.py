@@ -250,6 +250,7 @@ def test_loss_that_stays_high_ends_in_an_error():
         ls.check_loss_scale(state)
 
 
+@pytest.mark.slow
 def test_report_of_a_step_that_the_run_of_weeks_has_saved_names_the_batch():
     guide = run("guides/nan_guard")
     start = guide["create"]()
