@@ -142,11 +142,6 @@ def operands(x: Any, *names: str) -> Sequence[Any]:
     return getattr(eqn, "in_tracers", []) if is_named else []
 
 
-def has_equation(x: Any) -> bool:
-    """Return whether a traced array is computed in its program, not an argument."""
-    return getattr(x, "parent", None) is not None
-
-
 def clipped_operands(x: Any) -> Sequence[Any]:
     """Return the inputs of the equation of a traced array, if it makes inf finite.
 

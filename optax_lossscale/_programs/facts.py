@@ -4,6 +4,7 @@ Where does a value come from: is it differentiated, and is it a parameter? A wal
 through calls, branches and loops, and asks a subclass of `Facts` about the operations.
 """
 
+import abc
 import functools
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from .rewrite import Program, jaxpr_of, programs_in, walked
 Fact = TypeVar("Fact")
 
 
-class Facts(Generic[Fact]):
+class Facts(abc.ABC, Generic[Fact]):
     """What a walk asks. Facts are hashable, and repeated joins come to an end."""
 
     constant: Fact
@@ -32,13 +33,13 @@ class Facts(Generic[Fact]):
         self._known: weakref.WeakKeyDictionary[Any, dict[Any, Any]]
         self._known = weakref.WeakKeyDictionary()
 
+    @abc.abstractmethod
     def of_operation(self, eqn: JaxprEqn, known: Sequence[Fact]) -> Sequence[Fact]:
         """Return the facts about the results of an operation that is not entered."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def joined(self, one: Fact, other: Fact) -> Fact:
         """Return the fact about a value that is one of two."""
-        raise NotImplementedError
 
     def of_loop(self, fact: Fact) -> Fact:
         """Return the fact about a value that a loop hands on."""

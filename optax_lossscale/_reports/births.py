@@ -91,6 +91,7 @@ class Births:
             return program_of(eqn, empty(len(eqn.invars), len(eqn.outvars)))
 
         self._program, self._compiled = program, functools.cache(_compiled)
+        self._has_check = functools.cache(_has_check)
         self.found = self.origins(frozenset())
 
     def origins(self, replaced: frozenset[Cause]) -> Origins:
@@ -120,7 +121,8 @@ class Births:
         self, program: Program, inputs: Iterable[_Value], place: Place
     ) -> list[_Value]:
         jaxpr: Any = jaxpr_of(program)
-        arrays = (_Value(x) for x in getattr(program, "consts", ()))
+        consts = getattr(program, "consts", ())
+        arrays = [self._given(x, "constant", place.line) for x in consts]
         known = dict(
             zip([*jaxpr.constvars, *jaxpr.invars], [*arrays, *inputs], strict=True)
         )
@@ -158,7 +160,7 @@ class Births:
             return self._run(programs[int(index.array)], values, inside)
         results = self._operation(eqn, values, place)
         # A loop runs as a whole first. A skipped step inside has finite results.
-        if not any(x.kind for x in results) and not any(map(_has_check, programs)):
+        if not any(x.kind for x in results) and not any(map(self._has_check, programs)):
             return results
         if name == "scan" and params["length"]:
             return self._scan(params, values, inside)
@@ -173,7 +175,7 @@ class Births:
         results = run(*given)
         if not any(kinds := [*map(_kind, results)]):
             return [*map(_Value, results)]
-        known, origins = max(x.kind for x in values), _origins(values)
+        known, origins = max([x.kind for x in values], default=0), _origins(values)
         finite, alone = given, results
         if known:
             finite = [_finite(x.array) if x.kind else x.array for x in values]
@@ -226,14 +228,14 @@ class Births:
     ) -> list[_Value]:
         arrays = self._compiled(body)(*(x.array for x in values))
         kinds = tuple(map(_kind, arrays))
-        is_checked = _has_check(body) or bool(self._replaced)
+        is_checked = self._has_check(body) or bool(self._replaced)
         if not any(kinds) and not is_checked:
             return [*map(_Value, arrays)]
         # Later iterations are like the first one with NaN and inf at the same places.
         key = body, tuple(x.origins for x in values), kinds
         if is_checked or key not in self._iterations:
-            number = ", ".join(filter(None, [place.iteration, str(i)]))
-            results = self._run(body, values, place._replace(iteration=number))
+            iteration = ", ".join(filter(None, [place.iteration, str(i)]))
+            results = self._run(body, values, place._replace(iteration=iteration))
             self._iterations[key] = [x.origins for x in results]
             return results
         return [*map(_Value, arrays, kinds, self._iterations[key])]
@@ -268,7 +270,7 @@ def _first_inside(program: Program, arrays: Sequence[Any]) -> Any:
 
     with rewriting():
         changed = with_eqns_inside(program, change)
-    jax.block_until_ready(jax.jit(jaxpr_as_fun(changed))(*arrays))
+    jax.block_until_ready(_compiled(changed)(*arrays))
     jax.effects_barrier()
     for eqn, where, numbers in seen:
         if not np.all(np.isfinite(numbers)):
@@ -310,7 +312,6 @@ def _kind(x: Any) -> int:
 def _finite(x: Any, like: Any = None) -> Any:
     """Put a number in the place of NaN and inf, or where ``like`` is not finite."""
     like = x if like is None else like
-    is_good = not _kind(like)
-    return (
-        x if is_good else jnp.where(jnp.isfinite(like), x, jnp.array(_NUMBER, x.dtype))
-    )
+    if not _kind(like):
+        return x
+    return jnp.where(jnp.isfinite(like), x, jnp.array(_NUMBER, x.dtype))

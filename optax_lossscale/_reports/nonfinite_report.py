@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from .._programs.places import BACKWARD
 from .._programs.traced_call import traced_call
 from .._validation import check_concrete, check_function
 from .births import Birth, Births, Cause, Origins
@@ -53,7 +54,7 @@ class NonfiniteReport(Report[Birth]):
         lines = [f"{len(self)} origin{'s' * (len(self) > 1)} of NaN and inf"]
         for row in self[:_MOST_SHOWN]:
             at = " " if row.operation == "argument" else " at "
-            line = f"{row.operation}{at}{row.line}{', backward' * row.is_backward}"
+            line = f"{row.operation}{at}{row.line}{BACKWARD * row.is_backward}"
             iteration = row.iteration and f"iteration {row.iteration}"
             lines.append(
                 ", ".join(filter(None, [line, row.parameter or row.scope, iteration]))
@@ -117,6 +118,7 @@ def nonfinite_report(
         jax.disable_jit(False),
         jax.debug_nans(False),
         jax.debug_infs(False),
+        jax.enable_checks(False),  # those of a `shard_map` that reports
         traced_call(fun, args, kwargs) as call,
     ):
         check_concrete("fun", call.inputs, "Call it outside of `jax.jit`.")

@@ -13,7 +13,7 @@ from .._find import find_state, get_loss_scale_state
 from .._finite import all_finite
 from .._flax_internals.nnx_objects import is_object, leaves_with_objects
 from .._gradients.notes import Note, noted
-from .._jax_internals import has_equation, operands
+from .._jax_internals import is_computed, operands
 from .._state import LossScaleState, check_state
 from .._tree import Tree, as_sharded, select_each, where
 from .._validation import advise_on_call, is_traced, warn
@@ -131,7 +131,7 @@ def _warn_of_the_same(new: Any, old: Any) -> None:
     # What the step does not change, such as an unused random key, is its own copy.
     pairs = zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=False)
     copied = [(x, z) for x, y in pairs for z in operands(y, "copy")]
-    if all(x is z for x, z in copied) and any(has_equation(x) for x, _ in copied):
+    if all(x is z for x, z in copied) and any(is_computed(x) for x, _ in copied):
         warn(
             "`old` is a copy of `new`, made after the step had changed it, so a NaN in "
             "it would stay. Copy it before the loss is computed."

@@ -133,6 +133,14 @@ CALLS = {
     "vmap": (one_of_many, (jnp.zeros((4, 3)),), "div", ""),
     "shard_map": (mapped, (ONES,), "log", ""),
     "custom_vjp": (jax.grad(lambda x: with_rule(x)[0]), (jnp.zeros(3),), "div", ""),
+    "callback without operands": (
+        lambda: jax.pure_callback(
+            lambda: np.float32(np.nan), jax.ShapeDtypeStruct((), np.float32)
+        ),
+        (),
+        "pure_callback",
+        "",
+    ),
     "label": (
         lambda x: optax.softmax_cross_entropy_with_integer_labels(x, jnp.full(4, -100)),
         (X,),
