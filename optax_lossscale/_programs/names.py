@@ -76,8 +76,10 @@ class Names(Facts[Source]):
             return known
         if name == "dynamic_slice":
             known = known[:1]  # the others are indices
-        if name in _SAME_ARGUMENTS and not any(map(_is_computed, known)):
-            source = frozenset().union(*known)
+        # Without operands, it fills what another branch of a `cond` leaves out.
+        is_same = name in _SAME_ARGUMENTS or not known
+        if is_same and not any(map(_is_computed, known)):
+            source = self.constant.union(*known)
             if len(source) <= _MOST:
                 return [source] * count
         return [object() for _ in range(count)]

@@ -292,6 +292,8 @@ def one_gradient_of_two_networks(net, way):
     def step(args, other_state):
         params, state, x = args
         grads = way(params, state, x)
+        if isinstance(grads, Retried):
+            grads, state = grads
         flag = {"grads_finite": ls.all_finite(grads)}
         pairs = (net.tx, state), (other.tx, other_state)
         return [tx.update(grads, state, params, **flag) for tx, state in pairs]

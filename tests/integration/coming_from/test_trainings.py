@@ -1,5 +1,6 @@
 """The programs of all migration guides train, skip, save and resume."""
 
+import contextlib
 import functools
 import re
 
@@ -290,28 +291,35 @@ def test_imagenet_program_of_flax_is_converted_line_by_line():
 SCALED = "(lambda *x: loss_fn(*x) * ls.get_loss_scale(opt_state),"
 DIVIDED = "grads = jax.tree.map(lambda x: x / ls.get_loss_scale(opt_state), grads)"
 SELECTED = "opt_state = ls.select(jnp.isfinite(loss), opt_state, old)"
-OLD_LINES = [
-    ("`scale`, `unscale`,", "(loss_fn,", SCALED),
-    ("and a division by the scale", "    updates", f"    {DIVIDED}\n    updates"),
-    ("`jmp.select_tree` of `opt_state`,", "    return", f"    {SELECTED}\n    return"),
-]
+OLD_LINES = {
+    "scale": ("`scale`, `unscale`,", "(loss_fn,", SCALED),
+    "division": ("and a division by", "    updates", f"    {DIVIDED}\n    updates"),
+    "select": ("`jmp.select_tree` of", "    return", f"    {SELECTED}\n    return"),
+}
+WARNINGS = {
+    "scale": "The loss is scaled twice",
+    "division": "divided by the loss scale by hand",
+}
 
 
 @slow
-@pytest.mark.parametrize(
-    ("words", "line", "old_line"), OLD_LINES, ids=["scale", "division", "select"]
-)
-def test_page_names_old_lines_of_jmp_that_harm_in_silence(words, line, old_line):
-    """An old line, put back, changes the loss or the scale, and nothing warns."""
-    harmed = []
+@pytest.mark.parametrize("name", OLD_LINES)
+def test_page_names_old_lines_of_jmp_that_harm(name):
+    """An old line, put back, changes the loss or the scale."""
+    words, line, old_line = OLD_LINES[name]
     head, step = programs("jmp")[0].split("@jax.jit\n")
     step = f"@jax.jit\n{step}".replace("x):\n", "x):\n    old = opt_state\n", 1)
-    for lines in (step, step.replace(line, old_line, 1)):
-        names = run_blocks([head, lines], "jmp", {})
+
+    def after_a_bad_batch(step):
+        names = run_blocks([head, step], "jmp", {})
         bad = np.full_like(names["x"][0], 1e6)
         _, state, _ = names["train_step"](names["params"], names["opt_state"], bad)
-        harmed.append((names["losses"][-1], ls.get_loss_scale(state)))
-    right, wrong = harmed
+        return names["losses"][-1], ls.get_loss_scale(state)
+
+    right = after_a_bad_batch(step)
+    warns = pytest.warns(UserWarning, match=WARNINGS.get(name))
+    with warns if name in WARNINGS else contextlib.nullcontext():
+        wrong = after_a_bad_batch(step.replace(line, old_line, 1))
     assert not np.allclose(right, wrong, rtol=0.01)
     removed = page("coming_from/flax_and_jmp").split("## Lines to remove")[1]
     assert words in removed.split("\n## ")[0]
