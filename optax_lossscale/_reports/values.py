@@ -84,5 +84,5 @@ def described(x: Any) -> str:
 
 
 def number(x: Any) -> str:
-    """Return three digits of a number."""
-    return f"{complex(x):.3g}" if np.iscomplexobj(x) else f"{float(x):.3g}"
+    """Return three digits of a number, and zero without a sign."""
+    return f"{complex(x):.3g}" if np.iscomplexobj(x) else f"{float(x) + 0.0:.3g}"
