@@ -96,7 +96,7 @@ def scale_backward(
         # Read the state now: a Flax NNX optimizer changes in place.
         with _outer_scale(scale) as (outer, used):
             outer = jax.lax.stop_gradient(outer)
-            return _run_scaled("scale_backward", call, outer, _outer_alone, used)
+            return _run_scaled("scale_backward", call, outer, lambda x, *_: x, used)
 
     return on_traced_calls(fun, run)
 
@@ -189,10 +189,6 @@ def _outer_scale(scale: Any) -> Iterator[tuple[jax.Array, Used | None]]:
     else:
         with using_scale(scale, *uses, name="scale") as used:
             yield used.state.loss_scale, used._replace(is_inside=True)
-
-
-def _outer_alone(outer_scale: jax.Array, *_: Any) -> jax.Array:
-    return outer_scale
 
 
 def _run_scaled(

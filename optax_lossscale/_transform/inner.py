@@ -12,8 +12,7 @@ from .._validation import describe, warn
 # Extra arguments that sound as if they decided whether a step is applied, and those
 # that do.
 _DECIDING = {
-    "loss": "value=loss",
-    **{x: f"value={x}" for x in ("values", "loss_value", "losses")},
+    **{x: f"value={x}" for x in ("loss", "values", "loss_value", "losses")},
     **{
         x: f"grads_finite={x}"
         for x in ("finite", "is_fin", "is_finite", "grads_are_finite")
