@@ -10,7 +10,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from .._axes import AxisName, reduce_along
-from .._dtypes import exact_power, is_inexact, loses_range, wide_dtype
+from .._dtypes import is_inexact, largest_power, loses_range, wide_dtype
 from .._flax_internals.float8_overwrites import finite_overwrite
 from .._jax_internals import zeros_like_aval
 from .._programs.rewrite import (
@@ -170,7 +170,8 @@ def scale_block(
         dtypes = [x.aval.dtype for x in borders if is_inexact(x.aval)]
         bound = min([largest, *(float(jnp.finfo(x).max) for x in dtypes)])
         largest_sum = _largest_sum(cotangents, axis_name)
-        return exact_power(_exponent_below(largest_sum, bound / 2.0**headroom))
+        scale = largest_power(largest_sum, bound / 2.0**headroom)
+        return jnp.where(jnp.isfinite(largest_sum), scale, 1)
 
     def run(call: TracedCall) -> Sequence[jax.Array]:
         return _run_scaled("scale_block", call, None, scale_from)
@@ -265,12 +266,3 @@ def _largest_sum(cotangents: Sequence[Any], axis_name: AxisName | None) -> jax.A
         sums = jnp.sum(jnp.abs(x), tuple(batch)).astype(jnp.float32)
         largest = jnp.maximum(largest, jnp.max(sums, initial=0))
     return reduce_along(jax.lax.pmax, devices * largest, axis_name)
-
-
-def _exponent_below(magnitude: jax.Array, bound: float) -> jax.Array:
-    """Return how many powers of two a magnitude is below a bound; 0 for NaN and inf."""
-    # The exponent of a positive float32 is in its bits from the 24th on. The mantissa
-    # is below it, so that a difference of bits rounds down to a whole exponent.
-    bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32)
-    exponent = (int(np.float32(bound).view(np.int32)) - bits) >> 23
-    return jnp.where(jnp.isfinite(magnitude), jnp.clip(exponent, -126, 126), 0)
