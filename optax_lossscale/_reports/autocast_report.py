@@ -45,7 +45,7 @@ class Product(NamedTuple):
     @property
     def fits(self) -> bool:
         """Whether no value overflows or is NaN, and no operand rounds to zero whole."""
-        return all(x <= _LARGEST for x in self.largest) and not self._underflows
+        return not self._state
 
     @property
     def name(self) -> str:
@@ -53,21 +53,16 @@ class Product(NamedTuple):
         return self.parameter or self.scope or self.line.removesuffix(BACKWARD)
 
     @property
-    def _underflows(self) -> bool:
-        return any(0 < x <= _SMALLEST for x in self.largest[:2])
-
-    @property
     def _state(self) -> str:
         states = {
             "OVERFLOWS": any(x > _LARGEST for x in self.largest),
-            "UNDERFLOWS": self._underflows,
+            "UNDERFLOWS": any(0 < x <= _SMALLEST for x in self.largest[:2]),
             "NAN": any(map(math.isnan, self.largest)),
         }
         return ", ".join(name for name, is_so in states.items() if is_so)
 
     def _cells(self) -> list[str]:
-        state = self._state
-        cast = f"no: {self.left}" if self.left else "yes" if self.fits else state
+        cast = f"no: {self.left}" if self.left else self._state or "yes"
         numbers = [f"{x:.3g}" for x in self.largest]
         errors = self.float16_error, self.bfloat16_error
         percent = ["" if x is None else f"{x:.2%}" for x in errors]
