@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from .._dtypes import limits_of
 from .._jax_internals import rewriting
 from .._programs.names import FEW, in_common, shared_names
 from .._programs.places import BACKWARD, Place, with_eqns_inside
@@ -24,9 +25,7 @@ from .sites import Site, Sites
 _RUNS_ONCE = dict(
     xla_backend_optimization_level=0, xla_llvm_disable_expensive_passes=True
 )
-_LARGEST = float(np.finfo(np.float16).max)
-# What rounds to zero.
-_SMALLEST = float(np.finfo(np.float16).smallest_subnormal) / 2
+_FLOAT16 = limits_of("float16")
 
 
 class Product(NamedTuple):
@@ -55,8 +54,8 @@ class Product(NamedTuple):
     @property
     def _state(self) -> str:
         states = {
-            "OVERFLOWS": any(x > _LARGEST for x in self.largest),
-            "UNDERFLOWS": any(0 < x <= _SMALLEST for x in self.largest[:2]),
+            "OVERFLOWS": any(x >= _FLOAT16.overflow for x in self.largest),
+            "UNDERFLOWS": any(0 < x <= _FLOAT16.zero for x in self.largest[:2]),
             "NAN": any(map(math.isnan, self.largest)),
         }
         return ", ".join(name for name, is_so in states.items() if is_so)
