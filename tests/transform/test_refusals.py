@@ -57,7 +57,7 @@ CHAIN = optax.chain(COPIED, optax.scale(0.5))
 LAST = r"`with_master_weights` must come last.*with_master_weights\(optax.chain"
 CALLS = {
     TypeError: [
-        (lambda: wrap(NEVER_SKIPS), "`inner` .*got the rule.*optimizer comes first"),
+        (lambda: wrap(NEVER_SKIPS), "`inner` .*got Fixed.*optimizer comes first"),
         (lambda: wrap(optax.adam), "`inner` must be .*called as in `with_loss_scaling"),
         (lambda: wrap(SGD, init_scale=8.0), r"'init_scale'.*LossScale\(init_scale="),
         (lambda: wrap(None), "`inner` must be an Optax .*got None"),
