@@ -40,10 +40,18 @@ def limits_of(name: str) -> Limits:
     return Limits(least / 2, float(info.tiny) - least / 2, overflow)
 
 
-def exact_power(exponent: jax.Array) -> jax.Array:
-    """Return 2**exponent for a whole exponent; the result must be a normal number."""
-    # The results of ``jnp.exp2`` and ``jnp.ldexp`` are inexact on some devices.
-    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+def largest_power(magnitude: jax.Array, bound: float) -> jax.Array:
+    """Return the largest power of two that keeps a float32 magnitude within a bound.
+
+    It is from 2**-126 to 2**126.
+    """
+    # Logarithms, ``jnp.exp2`` and ``jnp.ldexp`` are inexact on some devices. The
+    # exponent of a positive float32 is in its bits from the 24th on. The mantissa is
+    # below it, so that a difference of bits rounds down to a whole exponent.
+    bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32)
+    exponent = (int(np.float32(bound).view(np.int32)) - bits) >> 23
+    bits = (jnp.clip(exponent, -126, 126) + 127) << 23
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def grad_dtype(dtype: Any) -> Any:

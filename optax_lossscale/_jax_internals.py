@@ -21,13 +21,8 @@ def is_staging() -> bool:
     Eager ``jax.vmap`` and derivatives also trace, but only operations on mapped or
     differentiated arrays.
     """
-    return issubclass(type_of_new_arrays(), jax.core.Tracer)
-
-
-def type_of_new_arrays() -> type:
-    """Return the class of an array that depends on nothing mapped or differentiated."""
     with jax.transfer_guard("allow"):  # the user may have forbidden it
-        return type(jnp.zeros(()))
+        return isinstance(jnp.zeros(()), jax.core.Tracer)
 
 
 def varying_axes(x: jax.Array) -> frozenset[Any]:
@@ -124,12 +119,22 @@ def unavailable(error: Exception) -> Any:
 
 def is_computed(x: Any) -> bool:
     """Return whether the function that is being traced has computed an array."""
-    # Derivatives and `jax.vmap` wrap the arrays that they trace, perhaps each other.
-    while isinstance(
-        inner := getattr(x, "primal", getattr(x, "val", None)), jax.core.Tracer
-    ):
-        x = inner
-    return getattr(x, "parent", None) is not None
+    return any(getattr(y, "parent", None) is not None for y in _wrapped(x))
+
+
+def is_differentiated(x: Any) -> bool:
+    """Return whether an array is being differentiated, as far as it shows here."""
+    return any(hasattr(y, "tangent") for y in _wrapped(x))
+
+
+def _wrapped(x: Any) -> Iterator[Any]:
+    """Yield a traced array, and those in it.
+
+    Derivatives and `jax.vmap` wrap the arrays that they trace, perhaps each other.
+    """
+    while isinstance(x, jax.core.Tracer):
+        yield x
+        x = getattr(x, "primal", getattr(x, "val", None))
 
 
 def operands(x: Any, *names: str) -> Sequence[Any]:

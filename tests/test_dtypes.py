@@ -64,6 +64,9 @@ def test_abstract_leaf_is_cast_with_its_sharding():
 
 
 def test_powers_of_two_are_exact():
-    powers = jax.jit(_dtypes.exact_power)(np.arange(-126, 127, dtype=np.int32))
-    np.testing.assert_array_equal(powers, 2.0 ** np.arange(-126.0, 127.0))
-    assert (powers[0], powers[-1]) == (_dtypes.SMALLEST_SCALE, _dtypes.LARGEST_SCALE)
+    exponents = np.arange(-126.0, 127.0)
+    # A magnitude just above a power of two has the next lower one.
+    for step, toward in enumerate((0, np.inf)):
+        magnitudes = np.nextafter(np.float32(2.0**-exponents), np.float32(toward))
+        powers = jax.jit(_dtypes.largest_power, static_argnums=1)(magnitudes, 1.0)
+        np.testing.assert_array_equal(powers, 2.0 ** np.maximum(exponents - step, -126))

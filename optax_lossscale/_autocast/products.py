@@ -28,11 +28,7 @@ class Left(NamedTuple):
 
 DERIVATIVE = Left(
     "own derivative",
-    "a function with its own derivative. Put `autocast` inside this function.",
-)
-_BATCH_RULE = Left(
-    "own batch rule",
-    "a function with its own batch rule. Put `autocast` inside this function.",
+    "a function with its own derivative or batch rule. Put `autocast` inside it.",
 )
 _PRECISION = Left(
     "precision", "a precision other than the default, which `fun` asks for."
@@ -70,9 +66,7 @@ def reasons_to_leave(
 
 def reason_inside(eqn: JaxprEqn, outside: Left | None) -> Left | None:
     """Return why all products inside of an equation are left, if there is a reason."""
-    if eqn.primitive.name in TRANSPARENT:
-        return outside
-    return _BATCH_RULE if eqn.primitive.name == "custom_vmap_call" else DERIVATIVE
+    return outside if eqn.primitive.name in TRANSPARENT else DERIVATIVE
 
 
 def reason_to_leave(

@@ -15,7 +15,7 @@ from .._finite import all_finite, none_is_true
 from .._state import MOST_COUNTED_SKIPS, LossScaleState
 from .._validation import check_count, check_function, check_loss, is_traced, warn
 from .gradient_report import check_gradients, gradient_report
-from .stop_message import WARNINGS, Event, message
+from .stop_message import ERRORS, Event, message
 
 # The largest scale of the default rule: if a scale is there for long without a skip,
 # nothing overflows at any scale.
@@ -158,7 +158,7 @@ def _raise_or_warn(limit: int, on_error: Any, due: np.ndarray, *seen: Any) -> No
         if not np.any(flags):
             continue
         text = message(event, limit, flags, *seen)
-        if event in WARNINGS:
+        if event not in ERRORS:
             warn(text)
         elif on_error is None:
             raise LossScaleError(text)

@@ -34,11 +34,7 @@ class Event(enum.Enum):
         "below 0.004, which is fine.",
         "troubleshooting.md#the-scale-climbs-to-the-ceiling",
     )
-    OFTEN_SKIPPED = (
-        "More than 5% of the recent steps are skipped.",
-        _FIND,
-        _SOME_PAGE,
-    )
+    OFTEN_SKIPPED = "More than 5% of the recent steps are skipped.", _FIND, _SOME_PAGE
     LONG_ROW = "More than 50 steps in a row were skipped.", _FIND, _REPORT_PAGE
     UPDATE_UNDONE = (
         "The gradients or the loss are not finite, but the step counts as applied.",
@@ -75,13 +71,7 @@ class Event(enum.Enum):
         self.text, self.advice, self.page = text, advice, page
 
 
-WARNINGS = (
-    Event.NEVER_OVERFLOWED,
-    Event.OFTEN_SKIPPED,
-    Event.LONG_ROW,
-    Event.UPDATE_UNDONE,
-    Event.ALL_ZERO,
-)
+ERRORS = Event.INVALID_SCALE, Event.SKIPS_IN_A_ROW, Event.HIGH_SKIP_RATE
 
 
 def message(
@@ -100,7 +90,7 @@ def message(
     count = state.consecutive_skips
     skips = f"step{named} was" if count == 1 else f"{count} steps{named} were all"
     fields = {"limit": limit, "member": named, "skips": skips, **state._asdict()}
-    is_error = event not in WARNINGS
+    is_error = event in ERRORS
     texts = [event.text, _NUMBERS] if is_error else [event.text]
     texts = [x.format(**fields) for x in texts]
     if is_error and value is not None:

@@ -10,7 +10,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from .._axes import AxisName, reduce_along
-from .._dtypes import exact_power, is_inexact, loses_range, wide_dtype
+from .._dtypes import is_inexact, largest_power, loses_range, wide_dtype
 from .._flax_internals.float8_overwrites import finite_overwrite
 from .._jax_internals import zeros_like_aval
 from .._programs.rewrite import (
@@ -96,7 +96,7 @@ def scale_backward(
         # Read the state now: a Flax NNX optimizer changes in place.
         with _outer_scale(scale) as (outer, used):
             outer = jax.lax.stop_gradient(outer)
-            return _run_scaled("scale_backward", call, outer, _outer_alone, used)
+            return _run_scaled(call, outer, lambda x, *_: x, used)
 
     return on_traced_calls(fun, run)
 
@@ -170,10 +170,11 @@ def scale_block(
         dtypes = [x.aval.dtype for x in borders if is_inexact(x.aval)]
         bound = min([largest, *(float(jnp.finfo(x).max) for x in dtypes)])
         largest_sum = _largest_sum(cotangents, axis_name)
-        return exact_power(_exponent_below(largest_sum, bound / 2.0**headroom))
+        scale = largest_power(largest_sum, bound / 2.0**headroom)
+        return jnp.where(jnp.isfinite(largest_sum), scale, 1)
 
     def run(call: TracedCall) -> Sequence[jax.Array]:
-        return _run_scaled("scale_block", call, None, scale_from)
+        return _run_scaled(call, None, scale_from)
 
     return on_traced_calls(fun, run)
 
@@ -191,12 +192,7 @@ def _outer_scale(scale: Any) -> Iterator[tuple[jax.Array, Used | None]]:
             yield used.state.loss_scale, used._replace(is_inside=True)
 
 
-def _outer_alone(outer_scale: jax.Array, *_: Any) -> jax.Array:
-    return outer_scale
-
-
 def _run_scaled(
-    name: str,
     call: TracedCall,
     outer_scale: jax.Array | None,
     scale_from: ScaleFrom,
@@ -220,8 +216,7 @@ def _run_scaled(
             return list(filter(is_inexact, outputs)), outputs
 
         _, pullback, outputs = jax.vjp(block, differentiated, has_aux=True)
-        _warn_of_underflow(name, "takes", differentiated)
-        _warn_of_underflow(name, "returns", outputs)
+        _warn_of_underflow([*differentiated, *outputs])
         return outputs, (getattr(outer_scale, "value", None), pullback)
 
     def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
@@ -246,15 +241,15 @@ def _run_scaled(
     return program(outer_scale, *inputs)
 
 
-def _warn_of_underflow(function: str, verb: str, arrays: Sequence[Any]) -> None:
+def _warn_of_underflow(arrays: Sequence[Any]) -> None:
     """Warn if gradients cross the border of a block in a dtype that needs a scale."""
     narrow = list(filter(loses_range, arrays))
     if narrow:
         warn(
             "Gradients may underflow at the border of a block wrapped by "
-            f"`{function}`, because it {verb} {describe(narrow[0])}. They are scaled "
-            "only inside the block. Pass float32, cast inside the block, and return "
-            "float32."
+            "`scale_backward` or `scale_block`, because it takes or returns "
+            f"{describe(narrow[0])}. They are scaled only inside the block. Pass "
+            "float32, cast inside the block, and return float32."
         )
 
 
@@ -269,12 +264,3 @@ def _largest_sum(cotangents: Sequence[Any], axis_name: AxisName | None) -> jax.A
         sums = jnp.sum(jnp.abs(x), tuple(batch)).astype(jnp.float32)
         largest = jnp.maximum(largest, jnp.max(sums, initial=0))
     return reduce_along(jax.lax.pmax, devices * largest, axis_name)
-
-
-def _exponent_below(magnitude: jax.Array, bound: float) -> jax.Array:
-    """Return how many powers of two a magnitude is below a bound; 0 for NaN and inf."""
-    # The exponent of a positive float32 is in its bits from the 24th on. The mantissa
-    # is below it, so that a difference of bits rounds down to a whole exponent.
-    bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32)
-    exponent = (int(np.float32(bound).view(np.int32)) - bits) >> 23
-    return jnp.where(jnp.isfinite(magnitude), jnp.clip(exponent, -126, 126), 0)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from .._dtypes import limits_of
 from .._jax_internals import rewriting
 from .._programs.names import FEW, in_common, shared_names
 from .._programs.places import BACKWARD, Place, with_eqns_inside
@@ -24,9 +25,7 @@ from .sites import Site, Sites
 _RUNS_ONCE = dict(
     xla_backend_optimization_level=0, xla_llvm_disable_expensive_passes=True
 )
-_LARGEST = float(np.finfo(np.float16).max)
-# What rounds to zero.
-_SMALLEST = float(np.finfo(np.float16).smallest_subnormal) / 2
+_FLOAT16 = limits_of("float16")
 
 
 class Product(NamedTuple):
@@ -45,7 +44,7 @@ class Product(NamedTuple):
     @property
     def fits(self) -> bool:
         """Whether no value overflows or is NaN, and no operand rounds to zero whole."""
-        return all(x <= _LARGEST for x in self.largest) and not self._underflows
+        return not self._state
 
     @property
     def name(self) -> str:
@@ -53,21 +52,16 @@ class Product(NamedTuple):
         return self.parameter or self.scope or self.line.removesuffix(BACKWARD)
 
     @property
-    def _underflows(self) -> bool:
-        return any(0 < x <= _SMALLEST for x in self.largest[:2])
-
-    @property
     def _state(self) -> str:
         states = {
-            "OVERFLOWS": any(x > _LARGEST for x in self.largest),
-            "UNDERFLOWS": self._underflows,
+            "OVERFLOWS": any(x >= _FLOAT16.overflow for x in self.largest),
+            "UNDERFLOWS": any(0 < x <= _FLOAT16.zero for x in self.largest[:2]),
             "NAN": any(map(math.isnan, self.largest)),
         }
         return ", ".join(name for name, is_so in states.items() if is_so)
 
     def _cells(self) -> list[str]:
-        state = self._state
-        cast = f"no: {self.left}" if self.left else "yes" if self.fits else state
+        cast = f"no: {self.left}" if self.left else self._state or "yes"
         numbers = [f"{x:.3g}" for x in self.largest]
         errors = self.float16_error, self.bfloat16_error
         percent = ["" if x is None else f"{x:.2%}" for x in errors]

@@ -1,14 +1,13 @@
 """The rule that keeps the largest gradient a fixed factor below overflow."""
 
 import dataclasses
-import math
 from typing import ClassVar, NamedTuple, final
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from .._dtypes import LARGEST_SCALE, SMALLEST_SCALE, exact_power
+from .._dtypes import LARGEST_SCALE, SMALLEST_SCALE, largest_power
 from .._state import LossScaleState
 from .._validation import check_scalar
 from .base import LossScale, check_fields, checked_state, compile_for_rule
@@ -120,9 +119,9 @@ class HeadroomLossScale(LossScale):
         seen = _finite_magnitude(max_magnitude)
         remembered = _finite_magnitude(state.rule_state.max_magnitude)
 
-        # The largest allowed scaled gradient: a mantissa in [0.5, 1), and an exponent.
-        largest = float(jnp.finfo(self.dtype).max) / 2.0**self.headroom
-        mantissa, exponent = math.frexp(largest)
+        # The largest allowed scaled gradient, of a magnitude in float32.
+        maxima = (float(jnp.finfo(x).max) for x in (self.dtype, jnp.float32))
+        largest = min(maxima) / 2.0**self.headroom
         # Without the margin, an inexact division could halve the scale once more.
         margin = 1 - 2.0**-12
 
@@ -133,7 +132,7 @@ class HeadroomLossScale(LossScale):
             return jnp.clip(scale, self.min_scale, self.max_scale)
 
         def scale_for(magnitude: jax.Array) -> jax.Array:
-            scale = clip(_scale_for(magnitude, mantissa, exponent))
+            scale = clip(largest_power(magnitude, largest))
             return jnp.where(magnitude > 0, scale, self.init_scale)
 
         # If a retry lowered the scale, a larger gradient overflowed than is remembered.
@@ -156,17 +155,6 @@ class HeadroomLossScale(LossScale):
             growth_tracker=jnp.where(new_state.applied, finite_steps, 0),
             rule_state=HeadroomState(magnitude),
         )
-
-
-def _scale_for(magnitude: jax.Array, mantissa: float, exponent: int) -> jax.Array:
-    """Return the largest power of two for which scale * magnitude stays in bounds.
-
-    The bound is ``mantissa * 2**exponent``. Logarithms would round; mantissas do not.
-    """
-    own_mantissa, own_exponent = jnp.frexp(jnp.maximum(magnitude, SMALLEST_SCALE))
-    above = (own_mantissa > mantissa).astype(jnp.int32)
-    # From SMALLEST_SCALE to LARGEST_SCALE.
-    return exact_power(jnp.clip(exponent - own_exponent - above, -126, 126))
 
 
 def _finite_magnitude(x: jax.typing.ArrayLike) -> jax.Array:

@@ -12,8 +12,7 @@ from .._validation import describe, warn
 # Extra arguments that sound as if they decided whether a step is applied, and those
 # that do.
 _DECIDING = {
-    "loss": "value=loss",
-    **{x: f"value={x}" for x in ("values", "loss_value", "losses")},
+    **{x: f"value={x}" for x in ("loss", "values", "loss_value", "losses")},
     **{
         x: f"grads_finite={x}"
         for x in ("finite", "is_fin", "is_finite", "grads_are_finite")
@@ -23,16 +22,13 @@ _DECIDING = {
 
 
 def check_inner(inner: Any, wrapper: str) -> None:
-    rule = "`inner` must be an Optax gradient transformation, got "
-    if isinstance(inner, LossScale):
-        raise TypeError(
-            f"{rule}the rule {inner!r}. The optimizer comes first: "
-            "`with_loss_scaling(optimizer, rule)`."
-        )
     functions = (getattr(inner, name, None) for name in ("init", "update"))
-    if isinstance(inner, type) or not all(map(callable, functions)):
-        advice = f"Pass an optimizer, called as in `{wrapper}(optax.adam(1e-3))`."
-        raise TypeError(f"{rule}{describe(inner)}. {advice}")
+    if isinstance(inner, type | LossScale) or not all(map(callable, functions)):
+        raise TypeError(
+            "`inner` must be an Optax gradient transformation, got "
+            f"{describe(inner)}. The optimizer comes first, called as in "
+            f"`{wrapper}(optax.adam(1e-3))`."
+        )
 
 
 def filter_for(

@@ -9,7 +9,7 @@ import numpy as np
 
 from .._axes import AxisName, all_along
 from .._dtypes import is_inexact
-from .._find import find_state, get_loss_scale_state
+from .._find import find_state, get_loss_scale_state, raw_scale_state
 from .._finite import all_finite
 from .._flax_internals.nnx_objects import is_object, leaves_with_objects
 from .._gradients.notes import Note, noted
@@ -79,8 +79,7 @@ def keep_if_applied(
         >>> float(ls.keep_if_applied(skipped, new=1.0, old=0.0))
         0.0
     """
-    find_state(state, _CALL)
-    scale_state = check_state(get_loss_scale_state(state))
+    scale_state = check_state(raw_scale_state(find_state(state, _CALL)))
     _check_order(scale_state.skipped_steps, new, old)
     _warn_of_the_same(new, old)
     # Outside of a trace, the state of an earlier step may be looked at later.

@@ -78,29 +78,28 @@ def masked_update(
 def _in_place_or(at_end: _Masked, update: Any, is_checked: bool) -> _Masked:
     """Return a function that masks in place, or else at the end."""
 
-    def masked(finite: jax.Array, arrays: _Arrays, old_state: optax.OptState) -> Any:
+    def masked(*given: Any) -> Any:
+        _, arrays, old_state = given
         # A program returns arrays alone, but the state may hold functions of a model.
         if not all(map(is_array, jax.tree.leaves(old_state))):
-            return at_end(finite, arrays, old_state)
+            return at_end(*given)
         # Outside of the `try`: errors of the user's optimizer are the user's.
         traced, shapes = jax.make_jaxpr(update, return_shape=True)(arrays)
-        outputs = None
         try:
             from .in_place import mask_in_place
 
             # In place, a skipped step runs on NaN, so derivatives come from here.
             derived = functools.partial(_select_at_end, is_checked)
-            given = finite, arrays, old_state
             outputs = mask_in_place(traced, shapes, derived, is_checked, *given)
         except Exception as error:
             # First: an error of the user's own derivative is raised here, too.
-            outputs = at_end(finite, arrays, old_state)
+            outputs = at_end(*given)
             warn(
                 "The updates take more time and memory on a CPU, with the same "
                 f"results. {unknown_jax(error)}",
                 "reference/versions.md#if-a-new-jax-changes-its-internals",
             )
-        return at_end(finite, arrays, old_state) if outputs is None else outputs
+        return at_end(*given) if outputs is None else outputs
 
     return masked
 

@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .._dtypes import Leaf, dtype_of
 from .._tree import as_sharded
@@ -32,14 +31,10 @@ def round_to(x: jax.Array, dtype: Any) -> jax.Array:
     zero = jnp.where(jnp.isfinite(x), jax.lax.stop_gradient(x) - x, 0)
     x = jax.lax.stop_gradient(x)
     wide, narrow = jnp.finfo(x.dtype), jnp.finfo(dtype)
-    digits = wide.nmant - narrow.nmant
-    bits = jax.lax.bitcast_convert_type(x, np.dtype(f"uint{wide.bits}"))
-    odd = (bits >> digits) & 1
-    bits = ((bits + (2 ** (digits - 1) - 1) + odd) >> digits) << digits
-    y = jax.lax.bitcast_convert_type(bits, x.dtype)
+    y = jax.lax.reduce_precision(x, wide.nexp, narrow.nmant)
     if narrow.minexp > wide.minexp:
         least = float(narrow.smallest_subnormal)
         even = jax.lax.RoundingMethod.TO_NEAREST_EVEN
         subnormal = jax.lax.round(x * (1 / least), even) * least
         y = jnp.where(jnp.abs(x) < float(narrow.tiny), subnormal, y)
-    return jnp.where(jnp.isnan(x), x, y) - zero
+    return y - zero

@@ -84,8 +84,14 @@ def main(port, processes, process, steps, folder):
     # As if the batch with the NaN were gradients.
     report = ls.gradient_report({"x": global_batch(3)}, loss_scale=2.0**15)
     reached = jax.tree.leaves(multihost_utils.process_allgather(run, tiled=True))
-    text = ls.format_report(report)
-    np.savez(f"{folder}/{process}.npz", *reached, report=text)
+    texts = {"report": ls.format_report(report)}
+    try:
+        ls.nonfinite_report(jnp.exp, global_batch(3))
+    except ValueError as error:
+        texts["refusal"] = str(error)
+    gathered = multihost_utils.process_allgather(global_batch(3), tiled=True)
+    texts["gathered"] = repr(ls.nonfinite_report(jnp.exp, gathered))
+    np.savez(f"{folder}/{process}.npz", *reached, **texts)
 
 
 def run(count, folder, steps):
@@ -157,6 +163,14 @@ def test_run_of_processes_is_close_to_that_of_one_device(whole):
 def test_report_of_processes_is_that_of_one_device(whole):
     report = ls.gradient_report({"x": batch(3)}, loss_scale=2.0**15)
     assert str(np.load(whole / "0.npz")["report"]) == ls.format_report(report)
+
+
+@pytest.mark.slow
+def test_nonfinite_report_needs_arrays_of_one_process(whole):
+    """Its error says how to get them."""
+    texts = np.load(whole / "1.npz")
+    assert "process_allgather" in str(texts["refusal"])
+    assert "argument 0\n    float32[16, 8] up to" in str(texts["gathered"])
 
 
 if __name__ == "__main__":
