@@ -1,9 +1,10 @@
-"""Run a program operation by operation, and follow NaN and inf to where they are born.
+"""Run a program part by part, and follow NaN and inf to where they are born.
 
 Each value has the origins of its NaN and inf. If a result is not finite, the operation
 runs once more on operands in which a number takes the place of NaN and inf. If the
 result is still not finite, it is a birth. Otherwise, the origins are those of the
-operands.
+operands. The same holds for a segment of several operations, and for a loop. They run
+operation by operation only if there is a birth inside, or if inf becomes NaN.
 """
 
 import functools
@@ -14,14 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import eval_jaxpr
-from jax.extend.core import JaxprEqn, Var, jaxpr_as_fun
+from jax.extend.core import JaxprEqn, Var
 
-from .._dtypes import is_inexact
-from .._finite import all_finite
 from .._jax_internals import inputs_of_scan, rewriting
 from .._programs.names import Named, Names
 from .._programs.places import Place, Where, with_eqns_inside
-from .._programs.primitives import CALLS, COPIES, CUSTOM, PRODUCTS
+from .._programs.primitives import CALLS, CUSTOM, PRODUCTS
 from .._programs.rewrite import (
     Program,
     empty_call,
@@ -32,15 +31,13 @@ from .._programs.rewrite import (
 )
 from .._programs.traced_call import TracedCall
 from .noting import noting
-from .values import described, explained, number
+from .segments import SEGMENT, compiled, compiled_once, is_plain, segments
+from .values import described, explained, kind_of, number
 
 # The checks of this package: what is not finite there skips a step.
 _CHECKS = {"_all_finite", "_outcome_finite"}
-# They make no NaN and no inf.
-_PASS_ON = COPIES - {"convert_element_type"}
 # Takes the place of NaN and inf. Fewer derivatives are infinite here than at 0 or 1.
 _NUMBER = 0.5
-_INF, _NAN = 1, 2  # what is in an array that is not finite
 
 
 class Birth(NamedTuple):
@@ -90,7 +87,19 @@ class Births:
         def program(eqn: JaxprEqn) -> Any:
             return program_of(eqn, empty(len(eqn.invars), len(eqn.outvars)))
 
-        self._program, self._compiled = program, functools.cache(_compiled)
+        @functools.cache
+        def run(eqn: JaxprEqn) -> Any:
+            if eqn.params.get("name") == SEGMENT:
+                return compiled_once(eqn.params["jaxpr"])
+            if is_plain(eqn):
+                return compiled_once(program(eqn))
+            if eqn.primitive.name in ("scan", "while"):
+                return compiled(program(eqn))
+            return functools.partial(eval_jaxpr, jaxpr_of(program(eqn)), [])
+
+        self._program, self._run_alone = program, run
+        self._compiled = functools.cache(compiled)
+        self._segments = functools.cache(lambda jaxpr: segments(jaxpr, empty))
         self._has_check = functools.cache(_has_check)
         self.found = self.origins(frozenset())
 
@@ -106,7 +115,7 @@ class Births:
 
     def _given(self, x: Any, operation: str, line: str) -> _Value:
         """Return a value that no operation has made."""
-        if not (kind := _kind(x)):
+        if not (kind := kind_of(x)):
             return _Value(x)
         if operation == "constant" and not x.shape:
             operation = f"constant {number(x)}"
@@ -126,7 +135,8 @@ class Births:
         known = dict(
             zip([*jaxpr.constvars, *jaxpr.invars], [*arrays, *inputs], strict=True)
         )
-        used = [{x for x in eqn.invars if isinstance(x, Var)} for eqn in jaxpr.eqns]
+        eqns = self._segments(jaxpr)
+        used = [{x for x in eqn.invars if isinstance(x, Var)} for eqn in eqns]
         last = {x: i for i, variables in enumerate(used) for x in variables}
         last |= {x: len(used) for x in jaxpr.outvars if isinstance(x, Var)}
 
@@ -134,10 +144,10 @@ class Births:
             if isinstance(x, Var):
                 return known[x]
             array = np.asarray(x.val, x.aval.dtype)
-            line = place.where(eqn).line if eqn and _kind(array) else place.line
+            line = place.where(eqn).line if eqn and kind_of(array) else place.line
             return self._given(array, "constant", line)
 
-        for i, eqn in enumerate(jaxpr.eqns):
+        for i, eqn in enumerate(eqns):
             values = [read(x, eqn) for x in eqn.invars]
             results = self._equation(eqn, values, place)
             known.update(zip(eqn.outvars, results, strict=True))
@@ -153,38 +163,42 @@ class Births:
         inside = place.inside(eqn) if programs else place
         if params.get("name") in _CHECKS:
             self._checked |= _origins(values)
+        if params.get("name") == SEGMENT:
+            look_inside = functools.partial(self._run, programs[0], values, place)
+            return self._operation(eqn, values, place, look_inside)
         if name in CALLS | CUSTOM | {"composite"}:
             return self._run(programs[0], values, inside)
         if name == "cond":
             index, *values = values
             return self._run(programs[int(index.array)], values, inside)
-        results = self._operation(eqn, values, place)
-        # A loop runs as a whole first. A skipped step inside has finite results.
-        if not any(x.kind for x in results) and not any(map(self._has_check, programs)):
-            return results
-        if name == "scan" and params["length"]:
-            return self._scan(params, values, inside)
-        return self._while(params, values, inside) if name == "while" else results
+        if name not in ("scan", "while") or params.get("length") == 0:
+            return self._operation(eqn, values, place)
+        loop = self._scan if name == "scan" else self._while
+        look_inside = functools.partial(loop, params, values, inside)
+        if any(map(self._has_check, programs)):
+            return look_inside()  # a skipped step has finite results
+        return self._operation(eqn, values, place, look_inside)
 
     def _operation(
-        self, eqn: JaxprEqn, values: list[_Value], place: Place
+        self, eqn: Any, values: list[_Value], place: Place, look_inside: Any = None
     ) -> Sequence[_Value]:
-        given, program = [x.array for x in values], self._program(eqn)
-        is_loop = eqn.primitive.name in ("scan", "while")
-        run = self._compiled(program) if is_loop else functools.partial(_run, program)
+        given, run = [x.array for x in values], self._run_alone(eqn)
         results = run(*given)
-        if not any(kinds := [*map(_kind, results)]):
+        if not any(kinds := [*map(kind_of, results)]):
             return [*map(_Value, results)]
         known, origins = max([x.kind for x in values], default=0), _origins(values)
         finite, alone = given, results
         if known:
             finite = [_finite(x.array) if x.kind else x.array for x in values]
-            alone = [] if eqn.primitive.name in _PASS_ON else run(*finite)
-        is_born = any(map(_kind, alone))
+            alone = run(*finite)
+        is_born = any(map(kind_of, alone))
         if is_born or max(kinds) > known:
+            if look_inside:
+                return look_inside()
             name, where, texts = eqn.primitive.name, place.where(eqn), None
             if is_born and name == "shard_map":
-                name, where, *texts = _first_inside(program, finite) or (name, where)
+                first = _first_inside(self._program(eqn), finite)
+                name, where, *texts = first or (name, where)
             cause = name, where
             if (cause, not is_born) not in self.rows:
                 shown = (finite, alone) if is_born else (given, results)
@@ -227,32 +241,18 @@ class Births:
         self, body: Any, values: list[_Value], place: Place, i: int
     ) -> list[_Value]:
         arrays = self._compiled(body)(*(x.array for x in values))
-        kinds = tuple(map(_kind, arrays))
-        is_checked = self._has_check(body) or bool(self._replaced)
-        if not any(kinds) and not is_checked:
+        kinds = tuple(map(kind_of, arrays))
+        has_check = self._has_check(body)
+        if not any(kinds) and not has_check:
             return [*map(_Value, arrays)]
         # Later iterations are like the first one with NaN and inf at the same places.
         key = body, tuple(x.origins for x in values), kinds
-        if is_checked or key not in self._iterations:
+        if has_check or self._replaced or key not in self._iterations:
             iteration = ", ".join(filter(None, [place.iteration, str(i)]))
             results = self._run(body, values, place._replace(iteration=iteration))
             self._iterations[key] = [x.origins for x in results]
             return results
         return [*map(_Value, arrays, kinds, self._iterations[key])]
-
-
-def _compiled(program: Program) -> Any:
-    # As on a GPU, float16 is rounded.
-    options = dict(
-        xla_backend_optimization_level=0,
-        xla_llvm_disable_expensive_passes=True,
-        xla_allow_excess_precision=False,
-    )
-    return jax.jit(jaxpr_as_fun(program), compiler_options=options)
-
-
-def _run(program: Any, *arrays: Any) -> Sequence[Any]:
-    return eval_jaxpr(jaxpr_of(program), [], *arrays)
 
 
 def _first_inside(program: Program, arrays: Sequence[Any]) -> Any:
@@ -270,7 +270,7 @@ def _first_inside(program: Program, arrays: Sequence[Any]) -> Any:
 
     with rewriting():
         changed = with_eqns_inside(program, change)
-    jax.block_until_ready(_compiled(changed)(*arrays))
+    jax.block_until_ready(compiled(changed)(*arrays))
     jax.effects_barrier()
     for eqn, where, numbers in seen:
         if not np.all(np.isfinite(numbers)):
@@ -295,23 +295,15 @@ def _origins(values: Iterable[_Value]) -> Origins:
 
 
 def _value(x: Any, origins: Origins) -> _Value:
-    return _Value(x, kind, origins) if origins and (kind := _kind(x)) else _Value(x)
-
-
-def _kind(x: Any) -> int:
-    """Return whether an array holds NaN, or else inf."""
-    if not is_inexact(x):
-        return 0
-    # NumPy reads the memory of a CPU. Elsewhere, only a bad array is copied.
-    is_far = isinstance(x, jax.Array) and jax.default_backend() != "cpu"
-    if is_far and all_finite(x) or np.all(np.isfinite(host := np.asarray(x))):
-        return 0
-    return _NAN if np.any(np.isnan(host)) else _INF
+    return _Value(x, kind, origins) if origins and (kind := kind_of(x)) else _Value(x)
 
 
 def _finite(x: Any, like: Any = None) -> Any:
     """Put a number in the place of NaN and inf, or where ``like`` is not finite."""
     like = x if like is None else like
-    if not _kind(like):
-        return x
-    return jnp.where(jnp.isfinite(like), x, jnp.array(_NUMBER, x.dtype))
+    return _where_finite(like, x) if kind_of(like) else x
+
+
+@jax.jit
+def _where_finite(like: Any, x: Any) -> Any:
+    return jnp.where(jnp.isfinite(like), x, _NUMBER)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
@@ -13,14 +14,26 @@ from .._programs.primitives import ELEMENTWISE
 
 _SIGNS = {"div": "/", "mul": "*", "sub": "-", "add": "+", "add_any": "+"}
 _SIGNS |= {"pow": "**", "integer_pow": "**"}
+_INF, _NAN = 1, 2  # what is in an array that is not finite
 _NARROW = (jnp.dtype("float16"), jnp.dtype("bfloat16"))
+
+
+def kind_of(x: Any) -> int:
+    """Return whether an array holds NaN, or else inf."""
+    if not is_inexact(x):
+        return 0
+    # NumPy reads the memory of a CPU. Elsewhere, only a bad array is copied.
+    is_far = isinstance(x, jax.Array) and jax.default_backend() != "cpu"
+    if is_far and all_finite(x) or np.all(np.isfinite(host := np.asarray(x))):
+        return 0
+    return _NAN if np.any(np.isnan(host)) else _INF
 
 
 def explained(
     eqn: JaxprEqn, operands: Sequence[Any], results: Sequence[Any]
 ) -> tuple[str, str]:
     """Return the values at the first element that is not finite, and a remark."""
-    bad = [np.asarray(x) for x in results if not all_finite(x)]
+    bad = [np.asarray(x) for x in results if kind_of(x)]
     result, name = max(bad, key=lambda x: np.any(np.isnan(x))), eqn.primitive.name
     flags = np.isnan(result) if np.any(np.isnan(result)) else ~np.isfinite(result)
     place = np.unravel_index(np.argmax(flags), flags.shape)
@@ -51,7 +64,8 @@ def _fits_float32(eqn: JaxprEqn, operands: Sequence[Any]) -> bool:
     arrays = [x.astype(jnp.float32) if x.dtype in _NARROW else x for x in operands]
     params = {key: wide(x) for key, x in eqn.params.items()}
     try:
-        return bool(all_finite(eqn.primitive.bind(*arrays, **params)))
+        results = eqn.primitive.bind(*arrays, **params)
+        return not any(map(kind_of, jax.tree.leaves(results)))
     except Exception:  # there is no float32 version with these parameters
         return False
 
@@ -70,5 +84,5 @@ def described(x: Any) -> str:
 
 
 def number(x: Any) -> str:
-    """Return three digits of a number."""
-    return f"{complex(x):.3g}" if np.iscomplexobj(x) else f"{float(x):.3g}"
+    """Return three digits of a number, and zero without a sign."""
+    return f"{complex(x):.3g}" if np.iscomplexobj(x) else f"{float(x) + 0.0:.3g}"

@@ -282,3 +282,16 @@ def test_iterations_of_a_long_loop_are_seen_once():
     """Those with NaN and inf at the same places as one before."""
     xs = jnp.zeros(2000)
     assert len(report(lambda x: jax.lax.scan(divided, 1.0, x), xs)) == 1
+
+
+def sines(x):
+    return jnp.sinh(jnp.sin(jnp.cos(jnp.cosh(jnp.atan(jnp.tanh(jnp.exp(x)))))))
+
+
+def test_operations_without_a_birth_compile_as_one(caplog):
+    """And those of equal layers only once."""
+    w = np.ones((7, 7), np.float32)
+    with jax.log_compiles():
+        rows = report(lambda x: jnp.log(sines(sines(sines(x) @ w) @ w) @ w - 1e4), w)
+    compiled = caplog.text.count("Finished XLA compilation")
+    assert [x.operation for x in rows] == ["log"] and compiled < 10
