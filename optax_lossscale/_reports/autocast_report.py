@@ -7,24 +7,20 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .._dtypes import limits_of
 from .._jax_internals import rewriting
 from .._programs.names import FEW, in_common, shared_names
 from .._programs.places import BACKWARD, Place, with_eqns_inside
-from .._programs.rewrite import evaluate_with_nan
 from .._programs.traced_call import traced_call
 from .._validation import check_concrete, check_function, check_switch
 from .errors import Group, errors_of_groups
 from .noting import noting
 from .rows import Report
+from .segments import compiled
 from .sites import Site, Sites
 
-# The program runs only once, and slower, so that it compiles in a half of the time.
-_RUNS_ONCE = dict(
-    xla_backend_optimization_level=0, xla_llvm_disable_expensive_passes=True
-)
 _FLOAT16 = limits_of("float16")
 
 
@@ -208,9 +204,9 @@ def autocast_report(
 
             with rewriting():
                 program = with_eqns_inside(call.jaxpr, change, sites.names)
-            run = functools.partial(evaluate_with_nan, program)
-            compiled = jax.jit(run, compiler_options=_RUNS_ONCE)
-            jax.block_until_ready(compiled(*call.inputs))
+            # The program runs only once, and slower.
+            run = compiled(ClosedJaxpr(program, []))
+            jax.block_until_ready(run(*call.inputs))
         jax.effects_barrier()
     return AutocastReport(sorted(_rows(seen, found), key=Product._rank))
 

@@ -81,11 +81,11 @@ def nonfinite_report(
     Only the loss scale may be lower: then the report shows no overflow that only the
     higher scale caused.
 
-    The function runs operation by operation, on the device that holds the arguments. A
-    row is an operation that makes NaN or inf of finite numbers, if the results depend
-    on it: a mask of -inf has no row, unless it does harm. If all results are finite, as
-    those of a skipped step, the report shows what is not finite where this package
-    checks for NaN and inf.
+    The function runs in small parts, on the device that holds the arguments. A row is
+    an operation that makes NaN or inf of finite numbers, if the results depend on it: a
+    mask of -inf has no row, unless it does harm. If all results are finite, as those of
+    a skipped step, the report shows what is not finite where this package checks for
+    NaN and inf.
 
     A backward rule of a ``jax.custom_vjp`` has the line of its call. Inside of a
     ``shard_map``, the report names operations and lines only. A NaN that is a number in
