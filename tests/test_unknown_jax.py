@@ -169,16 +169,16 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        'sys.modules["optax_lossscale._programs"] = None',
-        "import jax.extend.core; del jax.extend.core.Var",
-    ],
-    ids=["without the files that rewrite", "a name of jax"],
-)
+CHANGES = {
+    "without the files that rewrite": 'sys.modules["optax_lossscale._programs"] = None',
+    "a name of jax": "import jax.extend.core; del jax.extend.core.Var",
+}
+
+
+@pytest.mark.slow  # Each starts Python.
+@pytest.mark.parametrize("change", CHANGES)
 def test_train_step_needs_nothing_that_rewrites_programs(change):
-    program = PROGRAM.format(change=change, names=NAMES)
+    program = PROGRAM.format(change=CHANGES[change], names=NAMES)
     command = [sys.executable, "-W", "ignore", "-c", program]
     options = dict(capture_output=True, text=True, env=worker_environment())
     run = subprocess.run(command, **options)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from float32_losses import own_vjp, products_of
+from shared import slow_but
 from training import normal
 
 import optax_lossscale as ls
@@ -48,7 +49,10 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+QUICK = "router", "layers/*/w", "layers/1/w, router"
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, NAMES))
 def test_name_keeps_products_by_a_part_of_their_path(name):
     assert kept(loss_fn, [name], PARAMS, X) == NAMES[name]
 

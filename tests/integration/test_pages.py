@@ -16,6 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 from asserts import assert_same_bits, assert_same_types, kept
 from book import PAGES, README, code_blocks, first_program, page, run_page
+from shared import slow_but
 from training import run_rule
 
 import optax_lossscale as ls
@@ -28,6 +29,7 @@ NAMES = [
     if code_blocks(path.read_text(), "python")
     and not ELSEWHERE.match(name := path.relative_to(PAGES).as_posix()[: -len(".md")])
 ]
+COSTLY = {"start/cast_recipes", "guides/nan_guard", "guides/sweeps", "troubleshooting"}
 
 
 def spoiled(x, value):
@@ -43,7 +45,7 @@ def run(name):
         return first_program() if name == "index" else run_page(PAGES / f"{name}.md")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but({*NAMES} - COSTLY, NAMES))
 def test_every_block_runs_and_prints_the_output_that_is_shown(name):
     printed = run(name)["printed"]
     assert [x for x in code_blocks(page(name), "text") if x not in printed] == []
@@ -88,6 +90,7 @@ def test_one_program_skips_in_each_dtype_and_scales_only_in_float16(dtype):
     assert {*re.findall(r"\bb?f16\b", computed)} == narrow[dtype]
 
 
+@pytest.mark.slow
 def test_stopped_member_of_a_sweep_keeps_its_state_and_needs_no_error():
     guide = run("guides/sweeps")
     members, losses = guide["sweep_step"](guide["members"], np.arange(4) == 2)
@@ -134,6 +137,7 @@ def test_nnx_optimizer_adopts_one_without_loss_scaling():
     assert optimizer.step[...] == 1
 
 
+@pytest.mark.slow
 def test_run_of_weeks_goes_on_from_checkpoint_20_with_the_same_bits(
     tmp_path, monkeypatch
 ):
@@ -145,11 +149,13 @@ def test_run_of_weeks_goes_on_from_checkpoint_20_with_the_same_bits(
     assert_same_bits(state(train(tmp_path, 22)), whole)
 
 
+@pytest.mark.slow
 def test_run_of_weeks_leaves_out_batches_after_it_has_rolled_back():
     """After 20 steps it takes batches 40 to 59, and leaves out 20 to 39."""
     assert run("guides/nan_guard")["run"][1].step[...] == 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("micro_batch", [0, 1])
 def test_bad_micro_batch_changes_nothing_in_a_run_of_weeks(bad, micro_batch, tmp_path):
@@ -176,6 +182,7 @@ def train_from(tmp_path, monkeypatch):
     return train_from
 
 
+@pytest.mark.slow
 def test_run_of_weeks_never_saves_nan_in_statistics(train_from):
     start = run("guides/nan_guard")["create"]()
     start[0].norm.mean[...] *= np.nan
@@ -183,6 +190,7 @@ def test_run_of_weeks_never_saves_nan_in_statistics(train_from):
     assert train_from(start, error) is None
 
 
+@pytest.mark.slow
 def test_run_of_weeks_never_saves_nan_in_weights(train_from):
     start = run("guides/nan_guard")["create"]()
     start[0].hidden.kernel[...] *= np.nan
@@ -190,6 +198,7 @@ def test_run_of_weeks_never_saves_nan_in_weights(train_from):
     assert train_from(start, error) is None
 
 
+@pytest.mark.slow
 def test_run_of_weeks_never_saves_an_infinite_moment(train_from):
     start = run("guides/nan_guard")["create"]()
     moments = start[1].opt_state.inner_state.inner_opt_state[1][0].nu
@@ -378,6 +387,7 @@ def test_bad_real_batch_skips_the_discriminator_alone_or_both(
     assert ls.all_finite(new[:2])
 
 
+@pytest.mark.slow
 def test_one_vjp_takes_the_gradients_of_two_losses_each_at_its_scale():
     guide = run("guides/several_losses")
     networks, batch = (guide["generator"], guide["discriminator"]), (guide["x"],)

@@ -120,7 +120,7 @@ for name in ("attention with a mask", "one operand in float16"):
     del ONE_LINE[name]
 for name in ("logarithm of a small difference", "convolution", "grouped convolution"):
     del ONE_LINE[name]
-QUICK = "scan", "shard_map", "beside an own derivative"
+QUICK = "scan", "beside an own derivative"
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK, ONE_LINE))
@@ -266,6 +266,7 @@ def forward_rows(layers):
     return [x for x in rows if "backward" not in x.line]
 
 
+@pytest.mark.slow
 def test_equal_layers_share_an_error_but_one_that_makes_half_of_it_has_its_own():
     layers = [W / 100] * 12
     [row] = forward_rows(layers)
@@ -277,6 +278,7 @@ def test_equal_layers_share_an_error_but_one_that_makes_half_of_it_has_its_own()
     assert first.bfloat16_error > 2 * rest.bfloat16_error
 
 
+@pytest.mark.slow
 def test_layers_that_all_overflow_share_two_rows():
     first, rest = forward_rows([1e5 * W] * 12)
     assert first.float16_error == rest.float16_error == np.inf
