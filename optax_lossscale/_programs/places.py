@@ -82,8 +82,10 @@ def with_eqns_inside(
             place = place._replace(fact_of=facts.of_variables(program, inputs))
 
         def inside(eqn: JaxprEqn, program: Program) -> Any:
-            known = [*map(place.fact_of, eqn.invars)]
-            inputs = facts.inside(eqn, program, known) if facts else known
+            inputs: Sequence[Any] = ()
+            if facts:
+                known = [*map(place.fact_of, eqn.invars)]
+                inputs = facts.inside(eqn, program, known)
             return rewritten(program, place.inside(eqn), inputs)
 
         def new(eqn: JaxprEqn) -> Iterable[JaxprEqn]:

@@ -8,7 +8,7 @@ operation by operation only if there is a birth inside, or if inf becomes NaN.
 """
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -180,7 +180,11 @@ class Births:
         return self._operation(eqn, values, place, look_inside)
 
     def _operation(
-        self, eqn: Any, values: list[_Value], place: Place, look_inside: Any = None
+        self,
+        eqn: JaxprEqn,
+        values: list[_Value],
+        place: Place,
+        look_inside: Callable[[], Sequence[_Value]] | None = None,
     ) -> Sequence[_Value]:
         given, run = [x.array for x in values], self._run_alone(eqn)
         results = run(*given)

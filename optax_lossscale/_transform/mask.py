@@ -78,8 +78,8 @@ def masked_update(
 def _in_place_or(at_end: _Masked, update: Any, is_checked: bool) -> _Masked:
     """Return a function that masks in place, or else at the end."""
 
-    def masked(*given: Any) -> Any:
-        _, arrays, old_state = given
+    def masked(finite: jax.Array, arrays: _Arrays, old_state: optax.OptState) -> Any:
+        given = finite, arrays, old_state
         # A program returns arrays alone, but the state may hold functions of a model.
         if not all(map(is_array, jax.tree.leaves(old_state))):
             return at_end(*given)
