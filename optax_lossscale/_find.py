@@ -3,6 +3,7 @@
 from typing import Any, cast
 
 import jax
+import optax
 
 from ._flax_internals.nnx_objects import unwrap
 from ._state import LossScaleState, WithLossScalingState, canonical
@@ -113,8 +114,10 @@ def _scale_state(found: WithLossScalingState | LossScaleState) -> LossScaleState
 
 
 def _advice(found: Any) -> str:
-    if callable(getattr(found, "init", None)):  # an optimizer or a rule
-        return "It is not a state yet: pass the result of its `init`."
+    if isinstance(found, optax.GradientTransformation):
+        return "It is the optimizer: pass the result of its `init(params)`."
+    if callable(getattr(found, "init", None)):
+        return "It is not a state yet: pass the result of its `init()`."
     if is_array(found):
         return "The state of a scale of 1024 is `FixedLossScale(1024.0).init()`."
     # A chain's state is a tuple of named ones; in optax 0.2.5, a named chain's a dict.

@@ -16,7 +16,7 @@ Examples:
     >>> tx = ls.with_loss_scaling(optax.adamw(3e-4), rule)
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from ._dtypes import LARGEST_SCALE, SMALLEST_SCALE
 from ._rules.dynamic import DynamicLossScale
@@ -73,8 +73,8 @@ def apex_amp(
     largest = check_field("max_scale", max_loss_scale, "max_loss_scale")
     return _dynamic(
         init_scale=min(check_field("init_scale", init_scale), largest),
-        growth_interval=(scale_window, "scale_window"),
-        min_scale=(min_loss_scale, "min_loss_scale"),
+        growth_interval=_Named(scale_window, "scale_window"),
+        min_scale=_Named(min_loss_scale, "min_loss_scale"),
         max_scale=largest,
     )
 
@@ -106,10 +106,10 @@ def deepspeed(
     """
     return _dynamic(
         init_scale=init_scale,
-        factor=(scale_factor, "scale_factor"),
-        growth_interval=(scale_window, "scale_window"),
+        factor=_Named(scale_factor, "scale_factor"),
+        growth_interval=_Named(scale_window, "scale_window"),
         min_scale=min_scale,
-        hysteresis=(delayed_shift, "delayed_shift"),
+        hysteresis=_Named(delayed_shift, "delayed_shift"),
         hysteresis_refill=_refill(consecutive_hysteresis),
     )
 
@@ -148,9 +148,9 @@ def deepspeed_fp16(
     advice = "The first scale is 2 to this power."
     power = check_number("initial_scale_power", initial_scale_power, -126, 126, advice)
     return _dynamic(
-        init_scale=(2.0**power, "2**initial_scale_power"),
-        growth_interval=(loss_scale_window, "loss_scale_window"),
-        min_scale=(min_loss_scale, "min_loss_scale"),
+        init_scale=_Named(2.0**power, "2**initial_scale_power"),
+        growth_interval=_Named(loss_scale_window, "loss_scale_window"),
+        min_scale=_Named(min_loss_scale, "min_loss_scale"),
         hysteresis=hysteresis,
         hysteresis_refill=_refill(consecutive_hysteresis),
     )
@@ -189,7 +189,7 @@ def fairseq(
     return _dynamic(
         init_scale=init_scale,
         factor=factor,
-        growth_interval=(scale_window, "scale_window"),
+        growth_interval=_Named(scale_window, "scale_window"),
         min_scale=least,
     )
 
@@ -217,11 +217,11 @@ def flax_dynamic_scale(
     Source: https://github.com/google/flax/blob/main/flax/training/dynamic_scale.py
     """
     return _dynamic(
-        init_scale=(scale, "scale"),
+        init_scale=_Named(scale, "scale"),
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=check_field("growth_interval", growth_interval) + 1,
-        min_scale=(minimum_scale, "minimum_scale"),
+        min_scale=_Named(minimum_scale, "minimum_scale"),
     )
 
 
@@ -246,10 +246,10 @@ def jmp_dynamic(
     Source: https://github.com/google-deepmind/jmp#loss-scaling
     """
     return _dynamic(
-        init_scale=(loss_scale, "loss_scale"),
-        factor=(factor, "factor"),
-        growth_interval=(period, "period"),
-        min_scale=(min_loss_scale, "min_loss_scale"),
+        init_scale=_Named(loss_scale, "loss_scale"),
+        factor=_Named(factor, "factor"),
+        growth_interval=_Named(period, "period"),
+        min_scale=_Named(min_loss_scale, "min_loss_scale"),
     )
 
 
@@ -276,8 +276,8 @@ def keras_loss_scale(
             "use `FixedLossScale`."
         )
     return _dynamic(
-        init_scale=(initial_scale, "initial_scale"),
-        growth_interval=(dynamic_growth_steps, "dynamic_growth_steps"),
+        init_scale=_Named(initial_scale, "initial_scale"),
+        growth_interval=_Named(dynamic_growth_steps, "dynamic_growth_steps"),
     )
 
 
@@ -306,7 +306,7 @@ def megatron(
     Source: https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/optimizer/grad_scaler.py
     """
     return _dynamic(
-        init_scale=(initial_scale, "initial_scale"),
+        init_scale=_Named(initial_scale, "initial_scale"),
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
@@ -332,9 +332,9 @@ def mindspore_dynamic(
     Source: https://www.mindspore.cn/docs/en/master/api_python/amp/mindspore.amp.DynamicLossScaleManager.html
     """
     return _dynamic(
-        init_scale=(init_loss_scale, "init_loss_scale"),
-        factor=(scale_factor, "scale_factor"),
-        growth_interval=(scale_window, "scale_window"),
+        init_scale=_Named(init_loss_scale, "init_loss_scale"),
+        factor=_Named(scale_factor, "scale_factor"),
+        growth_interval=_Named(scale_window, "scale_window"),
         min_scale=1.0,
     )
 
@@ -360,10 +360,10 @@ def mpx_dynamic(
     Source: https://github.com/Data-Science-in-Mechanical-Engineering/mixed_precision_for_JAX
     """
     return _dynamic(
-        init_scale=(loss_scaling, "loss_scaling"),
-        factor=(factor, "factor"),
-        growth_interval=(period, "period"),
-        min_scale=(min_loss_scaling, "min_loss_scaling"),
+        init_scale=_Named(loss_scaling, "loss_scaling"),
+        factor=_Named(factor, "factor"),
+        growth_interval=_Named(period, "period"),
+        min_scale=_Named(min_loss_scaling, "min_loss_scaling"),
         max_scale=65504.0,
     )
 
@@ -390,12 +390,12 @@ def tf_contrib_exponential_update(
     Source: https://github.com/tensorflow/tensorflow/blob/r1.15/tensorflow/contrib/mixed_precision/python/loss_scale_manager.py
     """
     return _dynamic(
-        init_scale=(init_loss_scale, "init_loss_scale"),
-        growth_factor=(incr_ratio, "incr_ratio"),
-        backoff_factor=(decr_ratio, "decr_ratio"),
-        growth_interval=(incr_every_n_steps, "incr_every_n_steps"),
+        init_scale=_Named(init_loss_scale, "init_loss_scale"),
+        growth_factor=_Named(incr_ratio, "incr_ratio"),
+        backoff_factor=_Named(decr_ratio, "decr_ratio"),
+        growth_interval=_Named(incr_every_n_steps, "incr_every_n_steps"),
         min_scale=1.0,
-        hysteresis=(decr_every_n_nan_or_inf, "decr_every_n_nan_or_inf"),
+        hysteresis=_Named(decr_every_n_nan_or_inf, "decr_every_n_nan_or_inf"),
         hysteresis_refill="change",
     )
 
@@ -416,9 +416,9 @@ def tf_dynamic_loss_scale(
     Source: https://www.tensorflow.org/api_docs/python/tf/compat/v1/mixed_precision/DynamicLossScale
     """
     return _dynamic(
-        init_scale=(initial_loss_scale, "initial_loss_scale"),
-        factor=(multiplier, "multiplier"),
-        growth_interval=(increment_period, "increment_period"),
+        init_scale=_Named(initial_loss_scale, "initial_loss_scale"),
+        factor=_Named(multiplier, "multiplier"),
+        growth_interval=_Named(increment_period, "increment_period"),
         min_scale=1.0,
     )
 
@@ -452,8 +452,8 @@ def tf_keras_loss_scale(
     first = 2.0**15 if initial_scale is None else initial_scale
     steps = 2000 if dynamic_growth_steps is None else dynamic_growth_steps
     return _dynamic(
-        init_scale=(first, "initial_scale"),
-        growth_interval=(steps, "dynamic_growth_steps"),
+        init_scale=_Named(first, "initial_scale"),
+        growth_interval=_Named(steps, "dynamic_growth_steps"),
         min_scale=1.0,
     )
 
@@ -490,12 +490,18 @@ def torch_grad_scaler(
     )
 
 
+class _Named(NamedTuple):
+    """A field that its system calls otherwise, as errors do."""
+
+    value: Any
+    name: str
+
+
 def _dynamic(
     *, init_scale: Any, min_scale: Any = None, factor: Any = None, **fields: Any
 ) -> DynamicLossScale:
     """Return a rule from its fields.
 
-    A field that its system calls otherwise, as errors do, comes with this name.
     ``factor`` multiplies a scale that grows, and divides one that backs off.
     """
     if factor is not None:
@@ -510,7 +516,7 @@ def _dynamic(
 
 
 def _with_name(x: Any) -> tuple[Any, ...]:
-    return x if isinstance(x, tuple) else (x,)
+    return x if isinstance(x, _Named) else (x,)
 
 
 def _least(value: Any, name: str = "min_scale") -> float:

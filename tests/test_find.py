@@ -90,8 +90,8 @@ UNWRAPPED = rf"{NO_STATE}.*{WRAP} .*use `init\(params\)._replace\(inner_state="
 OTHERS = {
     "unwrapped": (ADAM.init, UNWRAPPED),
     "number": (lambda _: 1024.0, r"got 1024.0. .* is `FixedLossScale\(1024.0\).init"),
-    "optimizer": (lambda _: TX, "It is not a state yet: pass the result of its `init"),
-    "rule": (lambda _: RULE, "It is not a state yet: pass the result of its `init"),
+    "optimizer": (lambda _: TX, r"It is the optimizer: pass the result of its `init"),
+    "rule": (lambda _: RULE, r"It is not a state yet: pass the result of its `init"),
     "tuple": (lambda _: (64.0, ()), f"{RESTORE}, so that it keeps .* Else p{WRAP}"),
     "restored": (lambda _: SAVED, RESTORE),
     "restored in a trainer": (lambda _: Trainer(SAVED), RESTORE),

@@ -28,7 +28,11 @@ class Left(NamedTuple):
 
 DERIVATIVE = Left(
     "own derivative",
-    "a function with its own derivative or batch rule. Put `autocast` inside it.",
+    "a function with its own derivative. Put `autocast` inside this function.",
+)
+_BATCH_RULE = Left(
+    "own batch rule",
+    "a function with its own batch rule. Put `autocast` inside this function.",
 )
 _PRECISION = Left(
     "precision", "a precision other than the default, which `fun` asks for."
@@ -66,7 +70,9 @@ def reasons_to_leave(
 
 def reason_inside(eqn: JaxprEqn, outside: Left | None) -> Left | None:
     """Return why all products inside of an equation are left, if there is a reason."""
-    return outside if eqn.primitive.name in TRANSPARENT else DERIVATIVE
+    if eqn.primitive.name in TRANSPARENT:
+        return outside
+    return _BATCH_RULE if eqn.primitive.name == "custom_vmap_call" else DERIVATIVE
 
 
 def reason_to_leave(

@@ -96,7 +96,7 @@ def scale_backward(
         # Read the state now: a Flax NNX optimizer changes in place.
         with _outer_scale(scale) as (outer, used):
             outer = jax.lax.stop_gradient(outer)
-            return _run_scaled(call, outer, lambda x, *_: x, used)
+            return _run_scaled("scale_backward", call, outer, lambda x, *_: x, used)
 
     return on_traced_calls(fun, run)
 
@@ -174,7 +174,7 @@ def scale_block(
         return jnp.where(jnp.isfinite(largest_sum), scale, 1)
 
     def run(call: TracedCall) -> Sequence[jax.Array]:
-        return _run_scaled(call, None, scale_from)
+        return _run_scaled("scale_block", call, None, scale_from)
 
     return on_traced_calls(fun, run)
 
@@ -193,6 +193,7 @@ def _outer_scale(scale: Any) -> Iterator[tuple[jax.Array, Used | None]]:
 
 
 def _run_scaled(
+    name: str,
     call: TracedCall,
     outer_scale: jax.Array | None,
     scale_from: ScaleFrom,
@@ -216,7 +217,8 @@ def _run_scaled(
             return list(filter(is_inexact, outputs)), outputs
 
         _, pullback, outputs = jax.vjp(block, differentiated, has_aux=True)
-        _warn_of_underflow([*differentiated, *outputs])
+        _warn_of_underflow(name, "takes", differentiated)
+        _warn_of_underflow(name, "returns", outputs)
         return outputs, (getattr(outer_scale, "value", None), pullback)
 
     def backward(residuals: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
@@ -241,15 +243,15 @@ def _run_scaled(
     return program(outer_scale, *inputs)
 
 
-def _warn_of_underflow(arrays: Sequence[Any]) -> None:
+def _warn_of_underflow(function: str, verb: str, arrays: Sequence[Any]) -> None:
     """Warn if gradients cross the border of a block in a dtype that needs a scale."""
     narrow = list(filter(loses_range, arrays))
     if narrow:
         warn(
             "Gradients may underflow at the border of a block wrapped by "
-            "`scale_backward` or `scale_block`, because it takes or returns "
-            f"{describe(narrow[0])}. They are scaled only inside the block. Pass "
-            "float32, cast inside the block, and return float32."
+            f"`{function}`, because it {verb} {describe(narrow[0])}. They are scaled "
+            "only inside the block. Pass float32, cast inside the block, and return "
+            "float32."
         )
 
 

@@ -16,13 +16,19 @@ from .notes import Note, Used, note, noted, notes, owner_of
 
 
 def warn_if_scaled_twice(loss: Any, scale: Any) -> None:
-    # The primal of a loss that is being differentiated has the equation.
-    factors = operands(getattr(loss, "primal", loss), "mul")
-    if noted(Note.SCALED, loss) or any(_is_from(x, scale) for x in factors):
+    if noted(Note.SCALED, loss):
         warn(
-            "The loss is scaled twice: `value_and_grad` and `scale_loss` scale it "
-            "themselves. Return the loss without `scale_loss`, and not multiplied by "
-            "the scale."
+            "The loss is scaled twice: `scale_loss` has scaled it already. "
+            "`value_and_grad` scales the loss itself. Leave out `scale_loss`."
+        )
+    # The primal of a loss that is being differentiated has the equation.
+    elif any(
+        _is_from(x, scale) for x in operands(getattr(loss, "primal", loss), "mul")
+    ):
+        warn(
+            "The loss is scaled twice: it is a product with the loss scale already. "
+            "`value_and_grad` and `scale_loss` scale the loss themselves. Return the "
+            "loss without this factor."
         )
 
 

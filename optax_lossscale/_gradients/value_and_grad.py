@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from .._flax_internals.bound_methods import wraps
 from .._flax_internals.float8_overwrites import with_finite_overwrites
@@ -174,12 +175,16 @@ def differentiate(
             "`value_and_grad` must be a function that only differentiates, got "
             f"`ls.{value_and_grad.__name__}`, which also scales. {advice}"
         )
+    argnums = options["argnums"]
+    if isinstance(argnums, np.ndarray):
+        argnums = jax.tree.map(int, argnums.tolist(), is_leaf=np.isscalar)
+        options["argnums"] = argnums
     # Leave out defaults, 0 and False: functions of other libraries may not take these.
     chosen = {key: x for key, x in options.items() if x != 0}
 
     def at_scale(scale: jax.Array, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if value_and_grad is jax.value_and_grad:
-            _check_arguments(options["argnums"], args, kwargs)
+            _check_arguments(argnums, args, kwargs)
 
         @wraps(fun)
         def scaled_fun(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:

@@ -193,9 +193,12 @@ def _full_name(cls: type) -> str:
 
 def check_rule(rule: Any) -> None:
     if not isinstance(rule, LossScale):
+        advice = "Pass one, such as `FixedLossScale(128.0)`, or one from `presets`."
+        is_rule = inspect.isclass(rule) and issubclass(rule, LossScale)
+        if is_rule or inspect.isfunction(rule):
+            advice = f"If this makes one, call it: `{rule.__name__}(...)`."
         raise TypeError(
-            f"`rule` must be an instance of LossScale, got {describe(rule)}. Pass one, "
-            "called as in `FixedLossScale(128.0)` or `presets.deepspeed()`."
+            f"`rule` must be an instance of LossScale, got {describe(rule)}. {advice}"
         )
     try:
         hash(rule)

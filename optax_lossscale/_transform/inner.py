@@ -22,13 +22,16 @@ _DECIDING = {
 
 
 def check_inner(inner: Any, wrapper: str) -> None:
-    functions = (getattr(inner, name, None) for name in ("init", "update"))
-    if isinstance(inner, type | LossScale) or not all(map(callable, functions)):
+    rule = "`inner` must be an Optax gradient transformation, got "
+    if isinstance(inner, LossScale):
         raise TypeError(
-            "`inner` must be an Optax gradient transformation, got "
-            f"{describe(inner)}. The optimizer comes first, called as in "
-            f"`{wrapper}(optax.adam(1e-3))`."
+            f"{rule}the rule {inner!r}. The optimizer comes first: "
+            "`with_loss_scaling(optimizer, rule)`."
         )
+    functions = (getattr(inner, name, None) for name in ("init", "update"))
+    if isinstance(inner, type) or not all(map(callable, functions)):
+        advice = f"Pass an optimizer, called as in `{wrapper}(optax.adam(1e-3))`."
+        raise TypeError(f"{rule}{describe(inner)}. {advice}")
 
 
 def filter_for(

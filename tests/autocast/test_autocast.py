@@ -298,7 +298,7 @@ NOT_CAST = {
     "highest precision": (jnp.matmul, "highest", "is a precision other than .*default"),
     "TF32": (jnp.matmul, "tensorfloat32", "is a precision other than"),
     "own derivative": (OTHERS["own jvp"], None, "is a function with its own der"),
-    "own batch rule": (by_row, None, "is a function with its own .* batch rule"),
+    "own batch rule": (by_row, None, "is a function with its own batch rule"),
     "few": (OTHERS["few"], None, "sums fewer than 8 numbers"),
     "float64": (by_hand(jnp.matmul, "float64"), None, "is the dtype float64. Give"),
     "bfloat16": (by_hand(jnp.matmul, "bfloat16"), None, "is the dtype bfloat16"),

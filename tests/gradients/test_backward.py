@@ -154,11 +154,11 @@ def test_float16_at_the_border_warns_where_it_is_differentiated(wrap):
     gradient = jax.grad(lambda w: jnp.sum(block(w, X.astype(jnp.float16))))
     jax.eval_shape(block, half, X)  # warnings are errors
     jax.eval_shape(gradient, W)
-    with pytest.warns(UserWarning, match="because .* array of dtype float16") as warned:
+    with pytest.warns(UserWarning, match="takes an array of dtype float16") as warned:
         assert jax.eval_shape(gradient, half).dtype == jnp.float16
     assert warned[0].filename == __file__
     narrow = wrap(lambda w: w.astype(jnp.float16))
-    with pytest.warns(UserWarning, match="because .* array of dtype float16"):
+    with pytest.warns(UserWarning, match="returns an array of dtype float16"):
         jax.eval_shape(jax.grad(lambda w: jnp.sum(narrow(w))), W)
 
 

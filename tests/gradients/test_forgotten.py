@@ -564,7 +564,7 @@ def test_traced_loss_that_is_multiplied_by_the_scale_warns(program):
             params
         )
 
-    message = "The loss is scaled twice"
+    message = "The loss is scaled twice: it is a product with the loss scale"
     assert_warns_once(message, program, NET, way)
 
 

@@ -175,11 +175,11 @@ def test_values_and_gradients_equal_those_of_jax_bit_for_bit(fun, options, args)
     assert_same_bits(alone, (grads, value[1]) if has_aux else grads)
 
 
-ARGNUMS = [1, [1, 0], (0, -1), np.int64(2)]
+ARGNUMS = [1, [1, 0], (0, -1), np.array([0, 2]), np.int64(2), np.array(2)]
 
 
 @pytest.mark.parametrize("argnums", ARGNUMS, ids=repr)
-def test_argnums_may_be_a_list_or_a_number_of_numpy(argnums):
+def test_argnums_may_be_a_list_or_of_numpy(argnums):
     def product(a, b, c):
         return a * b * c
 

@@ -88,6 +88,7 @@ HIGH = {"init_scale": 4.0, "threshold": 8.0}
 # The error names the argument as its system does.
 REFUSED = [
     (P.keras_loss_scale, {"dynamic": False}, "dynamic` must .*got False"),
+    (P.torch_grad_scaler, {"init_scale": (4.0, "scale")}, r"init_scale` .*got \(4.0"),
     (P.tf_keras_loss_scale, {"dynamic": 128}, "dynamic` must .*got 128"),
     (P.torch_grad_scaler, {"enabled": None}, "enabled` must .*got None"),
     (P.deepspeed_fp16, {"enabled": "auto"}, "enabled` must .*got 'auto'"),

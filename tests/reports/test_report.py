@@ -84,7 +84,7 @@ def test_product_that_is_left_has_a_reason():
         ("precision", lambda x: jnp.matmul(x, x.T, precision="highest")),
         ("own derivative", lambda x: own_jvp(x, x.T)),
         ("own derivative", lambda x: own_vjp(x, x.T)),
-        ("own derivative", lambda x: by_row(x, x.T)),
+        ("own batch rule", lambda x: by_row(x, x.T)),
         ("no matmul", lambda x: jnp.vdot(x, x)),
         ("fewer than 8", lambda x: x[:, :3] @ x[:3]),
         ("bfloat16", lambda x: by_hand(jnp.matmul, "bfloat16")(x, x.T)),

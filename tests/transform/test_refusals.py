@@ -57,15 +57,15 @@ CHAIN = optax.chain(COPIED, optax.scale(0.5))
 LAST = r"`with_master_weights` must come last.*with_master_weights\(optax.chain"
 CALLS = {
     TypeError: [
-        (lambda: wrap(NEVER_SKIPS), "`inner` .*got Fixed.*optimizer comes first"),
+        (lambda: wrap(NEVER_SKIPS), "`inner` .*got the rule.*optimizer comes first"),
         (lambda: wrap(optax.adam), "`inner` must be .*called as in `with_loss_scaling"),
         (lambda: wrap(SGD, init_scale=8.0), r"'init_scale'.*LossScale\(init_scale="),
         (lambda: wrap(None), "`inner` must be an Optax .*got None"),
         (lambda: guard(None), "`inner` must be .*called as in `skip_nonfinite"),
         (lambda: copy(1e-3), "`inner` must be .*called as in `with_master_weights"),
-        (lambda: wrap(SGD, 128.0), "`rule` must be an instance.*128.0.*`presets.deep"),
-        (lambda: wrap(SGD, ls.DynamicLossScale), "got <class .*called as in"),
-        (lambda: wrap(SGD, ls.presets.deepspeed), "<function deep.*called as in"),
+        (lambda: wrap(SGD, 128.0), "`rule` must be an instance.*128.0.*from `presets`"),
+        (lambda: wrap(SGD, ls.DynamicLossScale), r"call it: `DynamicLossScale\(...\)"),
+        (lambda: wrap(SGD, ls.presets.deepspeed), r"call it: `deepspeed\(...\)"),
         (lambda: init(SGD, ONE, UsersRule(8.0)), "LossScaleState"),
         (lambda: ls.keep_if_applied(ONE, TWO, ONE), "`: .*opt_state, new=new, old=old"),
         (lambda: SCALED.init(MLP), r"hold only arrays.*eqx.filter\(model, eqx.is_inex"),
